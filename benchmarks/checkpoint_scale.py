@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint import compare, index, writing
+from te_fsdp.checkpoint import index, reading, writing
 from te_fsdp.checkpoint.contents import empty_manifest
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX
@@ -266,11 +266,11 @@ def read(model: str, directory: Path, ranks: int) -> list[float]:
     """Find what a rank in the middle of so many loads; CPU seconds, MiB more at the peak, pieces."""
     manifest, rank = pickle.loads((directory / "manifest").read_bytes()), ranks // 2 + 1
     own = entries(MODELS[model](), rank, ranks)
-    wanted = [compare.rectangle(key, piece) for key, entry in own.items() for piece in entry.pieces]
+    wanted = [reading.rectangle(key, piece) for key, entry in own.items() for piece in entry.pieces]
     memory()
     before = memory()
     spent, found = timed(
-        lambda: compare.pieces_to_read(directory, manifest, index.read_index(directory, manifest), wanted)
+        lambda: reading.pieces_to_read(directory, manifest, index.read_index(directory, manifest), wanted)
     )
     return [round(spent, 2), round((memory() - before) / 1024), sum(map(len, found.values()))]
 

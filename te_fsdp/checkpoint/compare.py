@@ -1,39 +1,32 @@
-"""A checkpoint and a model with its optimizer: all differences before anything is read; then what is read, checked.
+"""What must fit together, compared before anything is changed: a checkpoint and a model with its optimizer.
 
-The index says what lies where (:mod:`te_fsdp.checkpoint.index`). Reading is ours: DCP's reader takes a piece from its
-file once for each rectangle, checks nothing, and writes into the model as it goes.
+So must the ranks of a save, and the stages of a pipeline. The files hold the whole model, whoever wrote them: a save
+joins what the first rank of each stage tells, a load takes out of the manifest what other stages hold. What no stage
+holds stays, and is a difference for all of them.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
-from te_fsdp import _te
-from te_fsdp.agree import gather_if_any, rank
-from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.background import HostMemory, threads_here
-from te_fsdp.checkpoint.directory import damaged
-from te_fsdp.checkpoint.entries import GROUPED, Entry, Piece
-from te_fsdp.checkpoint.index import FIXED, Index, Rows
-from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
-from te_fsdp.checkpoint.model_state import ModelState
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
-from te_fsdp.errors import shorten
-from te_fsdp.layout import slices
+from te_fsdp import _te, _torch
+from te_fsdp.agree import all_agree, gather, gather_if_any, rank, world_size
+from te_fsdp.checkpoint.contents import DCP_KIND, Cuts
+from te_fsdp.checkpoint.entries import GROUPED
+from te_fsdp.checkpoint.lazy import Chunked
+from te_fsdp.checkpoint.manifest import Manifest
+from te_fsdp.checkpoint.model_state import ModelState, Stage, Stages, meshes_of, names_of, stage_of
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import (
     Difference,
+    Semantics,
     deciding,
     differences,
     from_json,
@@ -41,10 +34,13 @@ from te_fsdp.modules.semantics import (
     own_differences,
     own_settings,
     semantics_of,
+    to_json,
 )
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from te_fsdp.checkpoint.source import Source
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
 SETTINGS = "settings"
@@ -57,43 +53,37 @@ class Differences:
     """What does not fit, and what fits after a conversion.
 
     Attributes:
-        tensors: Kind of difference -> tensor or module name -> detail (may be empty).
-        optimizer: Difference of the optimizer, in words -> parameters concerned, :data:`WHOLE_OPTIMIZER` or
-            :data:`GROUPS`, without details.
+        tensors: Kind of difference, tensor or module -> detail (may be empty).
+        optimizer: Difference of the optimizer in words, and parameter, :data:`WHOLE_OPTIMIZER` or :data:`GROUPS`; no
+            details.
         converted: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
         settings: Of modules, by name (``<module>.<setting>``), harmless ones included.
     """
 
-    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
-    optimizer: dict[str, dict[str, str]] = field(default_factory=dict)
+    tensors: dict[tuple[str, str], str] = field(default_factory=dict)
+    optimizer: dict[tuple[str, str], None] = field(default_factory=dict)
     converted: dict[str, str] = field(default_factory=dict)
     settings: dict[str, Difference] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, detail: str = "") -> None:
         """Note one tensor."""
-        self.tensors.setdefault(kind, {})[name] = detail
+        self.tensors[kind, name] = detail
 
     def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER) -> None:
         """Note one parameter of the optimizer, or all of it."""
-        self.optimizer.setdefault(text, {})[name] = ""
-
-    def refuse_conversions(self) -> None:
-        """Count what would be converted as a difference."""
-        for name, how in self.converted.items():
-            self.add("that would be converted", name, how)
-        self.converted = {}
+        self.optimizer[text, name] = None
 
     def names(self) -> set[str]:
         """Tensors that differ."""
-        return {name for named in self.tensors.values() for name in named}
+        return {name for _, name in self.tensors}
 
     def optimizer_names(self) -> set[str]:
         """Parameters whose optimizer state differs; ``"optimizer"`` among them means all."""
-        return {name for named in self.optimizer.values() for name in named}
+        return {name for _, name in self.optimizer}
 
-    def without(self, allow: Iterable[str], *, strict: bool = True) -> Differences:
+    def without(self, allow: str | Iterable[str], *, strict: bool) -> Differences:
         """Those that no pattern of ``allow`` names; without ``strict`` only settings that change the function."""
-        patterns = list(allow)
+        patterns = [allow] if isinstance(allow, str) else list(allow)
 
         def is_open(*names: str, always: bool = False) -> bool:
             known = any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
@@ -103,49 +93,46 @@ class Differences:
         for name, setting in self.settings.items():
             if setting.effect != "note" and is_open(name, f".{name}", always=setting.effect == "error"):
                 left.settings[name] = setting
-        for kind, name, detail in _each(self.tensors):
-            if is_open(name):
-                left.add(kind, name, detail)
-        for text, name, _ in _each(self.optimizer):
+        left.tensors = {of: detail for of, detail in self.tensors.items() if is_open(of[1])}
+        for text, name in self.optimizer:
             if is_open(name, f"optimizer.state.{name}", WHOLE_OPTIMIZER):
                 left.add_optimizer(text, name)
         return left
 
-    def over_all_ranks(self) -> Differences:
-        """The union over ranks, the same on all. Collective over the world."""
+    def over_all_ranks(self, *, convert: bool) -> Differences:
+        """The union over ranks, the same on all; with all conversions, unless wanted. Collective over the world."""
         union = Differences()
-        mine = (self.tensors, self.optimizer, self.converted, self.settings)
-        held = (
-            [self] if any(mine) else []
-        )  # a list, since differences that are allowed make this object false
-        for other in itertools.chain.from_iterable(gather_if_any(held)):
-            for kind, name, detail in _each(other.tensors):
-                union.add(kind, name, detail)
-            for text, name, _ in _each(other.optimizer):
-                union.add_optimizer(text, name)
+        # A list, since differences that are allowed make this object false.
+        held = [self] if any(vars(self).values()) else []
+        for other in chain.from_iterable(gather_if_any(held)):
+            union.tensors.update(other.tensors)
+            union.optimizer.update(other.optimizer)
             union.converted.update(other.converted)
             union.settings.update(other.settings)
+        if not convert:
+            union.tensors.update({("that would be converted", n): how for n, how in union.converted.items()})
+            union.converted = {}
         return union
 
     def left(self) -> dict[str, str]:
         """Everything that differs, by name, with the reason in words."""
         reasons = {name: [str(one)] for name, one in self.settings.items() if one.effect != "note"}
-        for kind, name, detail in _each(self.tensors):
-            reasons.setdefault(name, []).append(f"{kind}{': ' if detail else ''}{detail}")
-        for text, name, _ in _each(self.optimizer):
+        for (kind, name), detail in self.tensors.items():
+            reasons.setdefault(name, []).append(f"{kind}: {detail}" if detail else kind)
+        for text, name in self.optimizer:
             key = name if name in (WHOLE_OPTIMIZER, GROUPS) else f"optimizer.state.{name}"
             reasons.setdefault(key, []).append(text)
         return {name: "; ".join(texts) for name, texts in sorted(reasons.items())}
 
     def texts(self) -> list[str]:
         """One text per kind, with the number of tensors and the first few names."""
-        lines = []
-        for kind, named in self.tensors.items():
-            shown = [f"{name}{': ' if detail else ''}{detail}" for name, detail in named.items()]
-            lines.append(f"{len(named)} {kind} ({shorten(shown, 3)})")
-        for text, names in self.optimizer.items():
-            shown = [name for name in names if name not in (WHOLE_OPTIMIZER, GROUPS)]
-            lines.append(f"{text} ({shorten(sorted(shown))})" if shown else text)
+        kinds: dict[str, list[str]] = {}
+        for (kind, name), detail in self.tensors.items():
+            kinds.setdefault(kind, []).append(f"{name}: {detail}" if detail else name)
+        lines = [f"{len(shown)} {kind} ({shorten(shown, 3)})" for kind, shown in kinds.items()]
+        for text in dict.fromkeys(text for text, _ in self.optimizer):
+            names = [n for one, n in self.optimizer if one == text and n not in (WHOLE_OPTIMIZER, GROUPS)]
+            lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
         return lines + in_words(one for one in self.settings.values() if one.effect != "note")
 
     def harmless(self) -> list[str]:
@@ -154,11 +141,6 @@ class Differences:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
-
-
-def _each(found: dict[str, dict[str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Kind, name and detail of each difference."""
-    return ((kind, name, detail) for kind, named in found.items() for name, detail in named.items())
 
 
 def compare_model(manifest: Manifest, state: ModelState) -> Differences:
@@ -181,6 +163,15 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         else:
             _compare_contents(found, name, then, now, name in state.cut_blocks)
     return found
+
+
+def _shape(described: dict[str, Any]) -> str:
+    shape = tuple(described["shape"])
+    return f"{shape} of {shape[0]} experts" if described.get("layout") == GROUPED and shape else str(shape)
+
+
+def _saved_and_here(old: Any, new: Any) -> str:
+    return f"saved {old or 'high precision'}, model has {new or 'high precision'}"
 
 
 def compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
@@ -210,256 +201,248 @@ def _compare_contents(
 ) -> None:
     """Format, components and dtype of one tensor: equal, convertible, or neither."""
     formats = then.get("format"), now.get("format")
-    if formats == (None, None):
-        if then["dtype"] == now["dtype"]:
-            return
-        if not (_is_real(then["dtype"]) and _is_real(now["dtype"])):
-            found.add("with another dtype", name, _saved_and_here(then["dtype"], now["dtype"]))
-        else:
-            found.converted[name] = f"{then['dtype']} -> {now['dtype']}"
-        return
+    kinds = [one.get("format") or one["dtype"] for one in (then, now)]
     lacks = set(now.get("components", ())) - set(then.get("components", ()))
-    if formats[0] == formats[1] and not lacks and not cuts_blocks:
+    if kinds[0] == kinds[1] and not lacks and not cuts_blocks:
         return
-    if any(described["format"] is None and not _is_real(described["dtype"]) for described in (then, now)):
-        found.add("with another format", name, _saved_and_here(*formats))
+    plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
+    if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
+        what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
+        found.add(f"with another {what}", name, _saved_and_here(*both))
         return
-    old, new = (d.get("format") or d["dtype"] for d in (then, now))
     why = ""
-    if formats[0] == formats[1]:
+    if formats[0] is not None and formats[0] == formats[1]:
         why = f" ({', '.join(sorted(lacks))} not saved)" if lacks else " (this mesh cuts through blocks)"
-    found.converted[name] = f"{old} -> {new}{why}"
+    found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
 
 
-def _is_real(dtype: str) -> bool:
-    return getattr(torch, dtype).is_floating_point
+def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None:
+    """TE's float8 tensors do not tell where their scales came from: without state, as in the model here. Local."""
+    if source.tensors is None:
+        return
+    for name, then in source.manifest.parameters.items():
+        now = described.get(name, {}).get("format") or ""
+        if then["format"] and then["format"].replace(" current ", " delayed ") == now:
+            then["format"] = now
 
 
-def _saved_and_here(old: Any, new: Any) -> str:
-    return f"saved {_text(old)}, model has {_text(new)}"
+def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
+    """Rows that are stacked for tensor parallelism, in a plain directory: whether they lie as in the unsharded module.
 
-
-def _shape(described: dict[str, Any]) -> str:
-    shape = tuple(described["shape"])
-    return f"{shape} of {shape[0]} experts" if described.get("layout") == GROUPED and shape else str(shape)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "high precision"
-    return str(tuple(value)) if isinstance(value, list) else str(value)
-
-
-#: A part of a tensor of the files: its key, where it begins, its shape.
-Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
-
-#: Stored pieces up to which a loop is faster than arrays.
-_FEW = 8
-#: Bytes of neighbouring pieces that are read together.
-_RUN = 1 << 20
-#: Reading and summing up release the interpreter, so that threads help where there are cores for them.
-_MOST_THREADS = 4
-
-
-def rectangle(key: str, piece: Piece) -> Rectangle:
-    """What of a tensor of the files a piece holds."""
-    return key, tuple(piece.offsets), tuple(piece.tensor.shape)
-
-
-@dataclass
-class Staged:
-    """What was read for a load, on the host, until it has been copied to where it belongs.
-
-    Attributes:
-        parts: By rectangle: where each part of it begins, and its values.
-        uses: How often each rectangle is still wanted. With the last copy its memory is freed.
+    At tp=1 they do. Those that tensor parallelism has cut do not: a difference. Where nothing tells: a note. Local.
     """
-
-    parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
-    uses: Counter[Rectangle] = field(default_factory=Counter)
-
-    def expect(self, places: Iterable[Rectangle]) -> list[Rectangle]:
-        """Note what :meth:`copy` will be called with, each time; what of it is still to be read. Local operation."""
-        wanted = []
-        for place in places:
-            self.uses[place] += 1
-            if math.prod(place[2]) and place not in self.parts:
-                self.parts[place] = []
-                wanted.append(place)
-        return wanted
-
-    def copy(self, place: Rectangle, into: torch.Tensor) -> None:
-        """Copy what was read of a rectangle into memory of its shape. Local operation."""
-        self.uses[place] -= 1
-        parts = self.parts.get(place, []) if self.uses[place] else self.parts.pop(place, [])
-        for offsets, values in parts:
-            into[slices(offsets, values.shape)].copy_(values)
-
-    def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
-        """What was read of a rectangle that is not empty, as a new tensor. Local operation."""
-        into = torch.empty(place[2], dtype=self.parts[place][0][1].dtype, device=device)
-        self.copy(place, into)
-        return into
-
-    def fill(self, entries: dict[str, Entry]) -> None:
-        """Copy what was read into the memory of entries. Local operation."""
-        for key, entry in entries.items():
-            for piece in entry.pieces:
-                self.copy(rectangle(key, piece), piece.tensor)
+    if source.kind != DCP_KIND or source.tensors is None:
+        return
+    cuts, asked = Cuts(source.tensors), []
+    for name, now in described.items():
+        tensor = source.tensors.get(f"model.{name}")
+        if not str(now["layout"]).startswith("stacked") or tensor is None:
+            continue
+        by_tp = cuts.by_tp(name)
+        whole = not isinstance(tensor, Chunked) or len(tensor.chunks) == 1
+        if by_tp:
+            found.add("whose rows tensor parallelism has put in another order", name)
+        elif by_tp is None and not (whole and name.rpartition(".")[0] in source.manifest.extra_states):
+            asked.append(name)
+    if asked:
+        source.notes.append(
+            f"{len(asked)} fused or gated weight(s) taken with the rows of the unsharded module ({shorten(asked, 3)}), "
+            "which nothing in the directory confirms: were they saved with tensor parallelism? Then these rows are "
+            "scrambled; load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save"
+        )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What of a stored piece a rectangle takes: its shape, and where it begins in either."""
-
-    place: Rectangle
-    shape: tuple[int, ...]
-    in_piece: tuple[int, ...]
-    in_place: tuple[int, ...]
+# --- ranks and stages
 
 
-#: A stored piece, and what is wanted of it.
-_Wanted = tuple[torch_files.Piece, list[_Part]]
-
-
-def read_stored(
-    path: Path,
-    manifest: Manifest,
-    index: Index,
-    wanted: list[Rectangle],
-    into: Staged,
-    names: Mapping[str, str] | None = None,
-) -> None:
-    """Read rectangles from the files of a DCP directory. Local operation; each byte is read once.
-
-    Args:
-        path: The directory.
-        manifest: Says what the files must be.
-        index: Says what lies where.
-        wanted: What is read.
-        into: Takes it.
-        names: Of a plain directory, whose files the manifest does not list: their keys by ours.
+def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
+    """All ranks write one checkpoint, in which each name is one tensor: ranks must not hold models of their own.
 
     Raises:
-        CheckpointError: Files that are not as they were saved, or that lack something.
+        CheckpointError: They do; or two stages of this rank have a tensor of one name.
     """
-    by_file = pieces_to_read(path, manifest, index, wanted, names)
-    path = manifest.at(path)
-    with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
-        for name, pieces in by_file.items():
-            taken: list[_Wanted] = []
-            try:
-                # Sizes of a plain directory's files were compared with its metadata when it was opened.
-                listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
-                with CheckedFile(path / name, listed, manifest.save_id) as file:
-                    for taken, tensors in _read_ahead(pool, file, runs(pieces, _span, _RUN)):
-                        _take(tensors.result(), taken, into)
-            except (OSError, DamagedFileError) as error:
-                begin = getattr(error, "begin", None)
-                keys = [f", of {piece.window.key}" for piece, _ in taken if piece.window.offset == begin]
-                damaged(path, [f"{name}: {error}{''.join(keys)}"])
+    if isinstance(model, Stages):
+        named = [(*part.named_parameters(), *part.named_buffers()) for part in model.parts]
+        names = Counter(name for name, _ in chain.from_iterable(named))
+        twice = sorted(name for name, count in names.items() if count > 1)
+        if twice:
+            raise _in_several(twice, "the stages of one rank")
+    for ranks in (meshes.device_mesh.size() for meshes in meshes_of(model)):
+        if stage is None and ranks != world_size():
+            raise CheckpointError(
+                f"checkpoint of {type(model).__name__}, a model on {ranks} of {world_size()} ranks",
+                expected="one model on all ranks",
+                got="meshes of one stage, cut out of a mesh with a further axis",
+                why="Stages are different models, and a checkpoint of te_fsdp holds one",
+                fix="plain torch.distributed.checkpoint with get_state_dict, and names that differ between stages; "
+                'for stages of one model, Meshes.build(pp=...) or from_device_mesh(mesh, pp=whole["pp"])',
+            )
 
 
-def pieces_to_read(
-    path: Path,
-    manifest: Manifest,
-    index: Index,
-    wanted: list[Rectangle],
-    names: Mapping[str, str] | None = None,
-) -> dict[str, list[_Wanted]]:
-    """What is read by :func:`read_stored`, by file, in its order there. Takes and raises the same. Local operation."""
-    path, names = manifest.at(path), names or {}
-    missing: dict[str, list[Rectangle]] = {}
-    for place in wanted:
-        missing.setdefault(names.get(place[0], place[0]), []).append(place)
-    found: dict[str, dict[int, _Wanted]] = {}
-    file_of = functools.cache(lambda name: torch_files.file_in(path, name))
-    heads: torch_files.Heads = {}
-    for key, rows in index.rows([*missing]):
-        covered, (shape, dtype) = 0, index.tensors[key]
-        places = [place for place in missing[key] if len(place[1]) == len(shape)]
-        for place in places:
-            for (number, begin, length), sizes, part in _overlapping(rows, place):
-                in_file = found.setdefault(index.files[number], {})
-                if begin not in in_file:
-                    window = torch_files.Window(file_of(index.files[number]), key, begin, length)
-                    in_file[begin] = torch_files.Piece(window, sizes, dtype, heads), []
-                in_file[begin][1].append(part)
-                covered += math.prod(part.shape)
-        if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
-            del missing[key]
-    if missing:
-        said_by = INDEX if INDEX in manifest.files else DCP_METADATA
-        damaged(path, [f"{said_by}: {next(iter(missing))} is not there, or not all of it"])
-    return {name: [at[offset] for offset in sorted(at)] for name, at in found.items()}
+def _in_several(names: list[str], where: str) -> CheckpointError:
+    return CheckpointError(
+        f"save: {len(names)} tensor(s) of one name in {where}: {shorten(names)}",
+        expected="every name in one stage",
+        got="layers that each stage counts from 0, or tensors that stages share",
+        why="The files hold one tensor under each name, so that all others would be lost",
+        fix="give a stage the names of the whole model: leave the other layers out of an nn.ModuleDict, or set them to "
+        'None in a copy of the model; save(..., shared=["embedding.weight"]) names what stages share, which must be '
+        "equal and is stored once",
+    )
 
 
-def _overlapping(
-    rows: Rows, place: Rectangle
-) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _Part]]:
-    """The stored pieces that a rectangle takes something of: where each lies, its shape, and what of it."""
-    _, offsets, sizes = place
-    dims = len(offsets)
-    if len(rows) > _FEW:
-        begins, ends = rows[:, FIXED : FIXED + dims], rows[:, FIXED : FIXED + dims] + rows[:, FIXED + dims :]
-        rows = rows[((begins < np.add(offsets, sizes)) & (ends > offsets)).all(axis=1)]
-    for number, first, length, *box in rows.tolist():
-        begins, shape = box[:dims], tuple(box[dims:])
-        low = tuple(map(max, begins, offsets))
-        high = (min(a + n, b + m) for a, n, b, m in zip(begins, shape, offsets, sizes, strict=True))
-        own = tuple(b - a for a, b in zip(low, high, strict=True))
-        if all(count > 0 for count in own):
-            in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
-            in_place = tuple(a - b for a, b in zip(low, offsets, strict=True))
-            yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
+def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) -> None:
+    """All ranks of a stage must describe the same model and optimizer, and all one path. Rank 0 alone calls this."""
+    paths = [seen.pop("path").decode() for seen in digests]
+    for path in paths:
+        if path != paths[0]:
+            raise CheckpointError(
+                "save: the ranks were given different paths",
+                expected="one path",
+                got=f"{paths[0]} on rank 0, {path} on rank {paths.index(path)}",
+                why="A checkpoint holds the parts of all ranks",
+                fix="the same path on all ranks, without the rank's number",
+            )
+    first = {stage: stages.index(stage) for stage in set(stages)}
+    for name in digests[0]:
+        others = [r for r, seen in enumerate(digests) if seen[name] != digests[first[stages[r]]][name]]
+        if others:
+            to = sorted({first[stages[r]] for r in others})
+            raise CheckpointError(
+                f"save: {name} of the model",
+                expected="the same names, shapes, formats and options on all ranks",
+                got=f"rank(s) {', '.join(map(str, others))} differ from rank {', '.join(map(str, to))}",
+                fix="build model and optimizer alike on all ranks",
+            )
 
 
-def _span(wanted: _Wanted) -> tuple[int, int]:
-    return wanted[0].window.offset, wanted[0].window.length
+def join(
+    told: list[tuple[int, dict[str, Any] | None] | None], shared: Iterable[str]
+) -> dict[str, Any] | None:
+    """The manifest's fields of the whole model, ``None`` without stages. Rank 0 alone calls this.
+
+    Args:
+        told: By rank: number of its stage, and the stage's own fields from the rank that speaks for it.
+        shared: Patterns of names that several stages may have.
+
+    Raises:
+        CheckpointError: The stages do not fit together.
+    """
+    if all(one is None for one in told):
+        return None
+    if any(one is None for one in told):
+        absent = [r for r, one in enumerate(told) if one is None]
+        raise CheckpointError(
+            f"save: rank(s) {shorten([str(r) for r in absent])} hold no stage of a pipeline, as the others do",
+            expected="a stage that te_fsdp.fully_shard was called on, on every rank",
+            fix="shard every stage",
+        )
+    by_stage = {number: part for number, part in filter(None, told) if part is not None}
+    fields = [by_stage[number] for number in sorted(by_stage)]
+    joined: dict[str, Any] = {}
+    several: list[str] = []
+    for name in ("parameters", "buffers", "delayed", "tied"):
+        joined[name], twice = _union([part[name] for part in fields], name)
+        several += twice if name == "parameters" else []
+    patterns = tuple(shared)
+    several = [name for name in several if not any(fnmatchcase(name, pattern) for pattern in patterns)]
+    if several:
+        raise _in_several(several, "several stages")
+    joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
+    joined["semantics"] = _join_semantics([part["semantics"] for part in fields])
+    joined["optimizer"] = _join_optimizers([part["optimizer"] for part in fields])
+    return joined
 
 
-def _read_ahead(
-    pool: ThreadPoolExecutor, file: CheckedFile, runs: Iterable[list[_Wanted]]
-) -> Iterator[tuple[list[_Wanted], Future[list[torch.Tensor]]]]:
-    """Each run with its tensors; a few are read in advance, which bounds the memory for what is not wanted of them."""
-    pending: deque[tuple[list[_Wanted], Future[list[torch.Tensor]]]] = deque()
-    memory = HostMemory()
-
-    def read(run: list[_Wanted], data: torch.Tensor) -> list[torch.Tensor]:
-        lengths = [piece.window.length for piece, _ in run]
-        file.read(run[0][0].window.offset, lengths, data)
-        # Neighbours begin anywhere, where elements of several bytes cannot.
-        parts = data.split(lengths) if len(run) == 1 else [part.clone() for part in data.split(lengths)]
-        # Where there is no table, there may be checksums that torch.save wrote.
-        check = file.pieces is None
-        return [piece.within(part, check=check) for (piece, _), part in zip(run, parts, strict=True)]
-
-    try:
-        for run in runs:
-            size = sum(piece.window.length for piece, _ in run)
-            # What _take keeps. The rest is let go at once, and its memory is used again.
-            is_kept = len(run) == 1 and size > _RUN and _mostly(*run[0])
-            data = memory.take(size) if is_kept else torch.empty(size, dtype=torch.uint8, device="cpu")
-            pending.append((run, pool.submit(read, run, data)))
-            if len(pending) > 2 * _MOST_THREADS:
-                yield pending.popleft()
-        while pending:
-            yield pending.popleft()
-    finally:
-        wait(tensors for _, tensors in pending if not tensors.cancel())
+def _union(parts: list[dict[str, Any]], what: str) -> tuple[dict[str, Any], list[str]]:
+    """All entries, and the names that several stages have; they must say the same."""
+    union: dict[str, Any] = {}
+    several = []
+    for number, part in enumerate(parts):
+        for name, described in part.items():
+            several += [name] if name in union else []
+            if union.setdefault(name, described) != described:
+                told = [
+                    ", ".join(f"{key} {value}" for key, value in one.items())
+                    if isinstance(one, dict)
+                    else one
+                    for one in (union[name], described)
+                ]
+                raise CheckpointError(
+                    f"save: {what}: {name} in stage {number}",
+                    expected=f"as in an earlier stage, {told[0]}",
+                    got=told[1],
+                    why="The files hold one tensor under each name",
+                    fix="give the layers of a stage the names that they have in the whole model",
+                )
+    return union, several
 
 
-def _mostly(piece: torch_files.Piece, parts: list[_Part]) -> bool:
-    """Whether at least half of a piece is wanted."""
-    return 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
+def _join_semantics(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    modules, _ = _union([from_json(part) for part in parts], "settings of modules")
+    recipes = dict.fromkeys(recipe for part in parts for recipe in part["recipes"])
+    own: dict[str, Semantics] = {}
+    for part in reversed(parts):  # modules of one's own may differ, as a stage's number: the first one tells
+        own |= from_json(part, own=True)
+    return {"recipes": list(recipes), **to_json(modules | own)}
 
 
-def _take(tensors: list[torch.Tensor], run: list[_Wanted], into: Staged) -> None:
-    """Keep what is wanted of some pieces."""
-    for tensor, (piece, parts) in zip(tensors, run, strict=True):
-        is_kept = _mostly(piece, parts)
-        for part in parts:
-            values = tensor[slices(part.in_piece, part.shape)]
-            # A view keeps all of the piece in memory.
-            values = values if is_kept else values.clone()
-            into.parts[part.place].append((part.in_place, values))
+def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
+    """One optimizer with the parameters of all stages; group by group, whose options must be equal."""
+    first, *others = parts
+    kinds = [None if p is None else (p["class"], [group["options"] for group in p["groups"]]) for p in parts]
+    for number, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            shown = ["none" if k is None else f"{k[0]} with groups {k[1]}" for k in (kinds[0], kind)]
+            raise CheckpointError(
+                f"save: the optimizer of stage {number}",
+                expected=f"as in stage 0, {shown[0]:.300}",
+                got=f"{shown[1]:.300}",
+                why="In the files it is one optimizer of the whole model",
+                fix="give the optimizers of all stages the same groups in the same order, and options; a group that "
+                "a stage has no parameters for may be empty",
+            )
+    if first is None:
+        return None
+    groups = [dict(group) for group in first["groups"]]
+    for part in filter(None, others):
+        for group, more in zip(groups, part["groups"], strict=True):
+            group["parameters"] = list(dict.fromkeys([*group["parameters"], *more["parameters"]]))
+    states, _ = _union([part["state"] for part in parts if part is not None], "optimizer state")
+    return {"class": first["class"], "groups": groups, "state": states}
+
+
+def take_own_part(source: Source, model: nn.Module) -> None:
+    """Take what only other stages hold out of a source's manifest. Collective over the world for stages."""
+    stage = stage_of(model)
+    if stage is None:
+        return
+
+    def held() -> set[str]:
+        source.check_index()  # by the whole manifest, which the mark in the index is of
+        # Modules' names as well: in the whole model no tensor has the name of a module.
+        return names_of(model) | {_torch.without_wrappers(name) for name, _ in model.named_modules()}
+
+    mine, manifest = all_agree(held), source.manifest
+    away = set().union(*gather(mine, stage.across)) - mine
+
+    def kept(named: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in named.items() if name not in away}
+
+    optimizer, semantics = manifest.optimizer, manifest.semantics
+    if optimizer is not None:
+        groups = [
+            {**group, "parameters": [n for n in group["parameters"] if n not in away]}
+            for group in optimizer["groups"]
+        ]
+        optimizer = {**optimizer, "groups": groups, "state": kept(optimizer["state"])}
+    if semantics:
+        semantics = {**semantics, "modules": kept(semantics["modules"])}
+    source.manifest = replace(
+        manifest,
+        parameters=kept(manifest.parameters),
+        buffers=kept(manifest.buffers),
+        delayed=kept(manifest.delayed),
+        optimizer=optimizer,
+        semantics=semantics,
+    )

@@ -26,10 +26,10 @@ import torch
 from te_fsdp import _te, _te_modules, _torch
 from te_fsdp._te_formats import Block
 from te_fsdp.agree import maximum, world_size
-from te_fsdp.checkpoint.compare import Rectangle, Staged, rectangle
 from te_fsdp.checkpoint.entries import Entry, ExpertPlace, Piece, cut_entry, per_expert
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import Owned, clean_name, own_experts
+from te_fsdp.checkpoint.reading import Rectangle, Staged, rectangle
 from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
 from te_fsdp.quantized.shards import quantize_whole
 from te_fsdp.sharding.main_parameters import MAIN

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,9 +21,12 @@ from te_fsdp.checkpoint.compare import (
     SETTINGS,
     WHOLE_OPTIMIZER,
     Differences,
-    Rectangle,
+    check_whole_job,
     compare_model,
     compare_semantics,
+    compare_stacked,
+    settle_scaling,
+    take_own_part,
 )
 from te_fsdp.checkpoint.conversion import (
     Conversion,
@@ -38,8 +40,14 @@ from te_fsdp.checkpoint.conversion import (
 )
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
-from te_fsdp.checkpoint.index import check_index
-from te_fsdp.checkpoint.model_state import ModelState, Owned, mesh_sizes, model_state, names_of
+from te_fsdp.checkpoint.model_state import (
+    ModelState,
+    Owned,
+    as_one,
+    mesh_sizes,
+    model_state,
+    stage_of,
+)
 from te_fsdp.checkpoint.optimizer_state import (
     check_scaled_state,
     compare_optimizer,
@@ -47,8 +55,8 @@ from te_fsdp.checkpoint.optimizer_state import (
     restore_groups,
 )
 from te_fsdp.checkpoint.paths import absolute
-from te_fsdp.checkpoint.source import Source, compare_stacked, open_source, settle_scaling
-from te_fsdp.checkpoint.stages import as_one, check_whole_job, elsewhere, name_of, stage_of, without
+from te_fsdp.checkpoint.reading import Rectangle
+from te_fsdp.checkpoint.source import Source, open_source
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, require_flags, shorten
 from te_fsdp.layout import slices
@@ -104,9 +112,9 @@ def load(
     """Load a checkpoint into a model and its optimizer, in place, whatever mesh it was saved on.
 
     First compares the checkpoint with model and optimizer; on any difference nothing is changed. Weights of another
-    dtype or quantization format are converted: from the saved main weights where there are some, else from the saved
-    (dequantized) values, rounded or quantized once, with the amax of the whole weight. Optimizer state that does not
-    exist yet is allocated. Collective over the world: call on all ranks. All ranks must reach the directory.
+    dtype or quantization format are converted: from saved main weights if there are some, else from the (dequantized)
+    values, rounded or quantized once, with the amax of the whole weight. Optimizer state that is missing is allocated.
+    Collective over the world: call on all ranks. All ranks must reach the directory.
 
     Plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or ``get_state_dict``'s ``{"model": ...,
     "optimizer": ...}``. TE's ``_extra_state`` is read without running anything of it. ``notes`` says what was taken.
@@ -118,18 +126,18 @@ def load(
             saved optimizer state is not read. Main weights of others follow the weights, which ``notes`` tells.
         strict: Whether everything must fit. ``False``: what differs or is missing is left, and named in the result and
             a warning; optimizer state parameter by parameter. Settings that change what modules compute raise still.
-        allow: Names of deliberate differences, as shell patterns (``"head.*"``): what they match may be left. A
-            parameter's name stands for its optimizer state as well, ``"optimizer"`` for the whole optimizer,
-            ``"*.eps"`` for a setting of modules, ``"settings"`` for all in a checkpoint that records none.
+        allow: Names of deliberate differences, as shell patterns (``"head.*"``), that may be left: a parameter with its
+            optimizer state, ``"optimizer"`` for the whole optimizer, ``"*.eps"`` for a setting of modules,
+            ``"settings"`` for all in a checkpoint that records none.
         convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
-        verify: Read all files once before, and compare their checksums; each is read by one rank. Otherwise manifest,
-            DCP's metadata, sizes of the files and (from format 3 on) what is read are checked.
-        read: ``"once"``: of what several ranks load (HSDP's replicas) each reads a part, and sends it to the others.
-            ``"each"``: every rank reads all that it loads. ``"auto"``: once from object storage, else each.
+        verify: Compare all files with their checksums before, each on one rank. Otherwise manifest, DCP's metadata,
+            sizes of the files and (from format 3 on) what is read are checked.
+        read: ``"each"``: every rank reads all that it loads. ``"once"``: of what several load (HSDP's replicas) each
+            reads a part, and sends it to the others. ``"auto"``: once from object storage, else each.
 
     Returns:
-        What ``save`` was given as ``extra``, tensors on the CPU. Values per rank come as this rank's, or, on another
-        mesh, as ``None`` with a warning. Its attributes tell what was not simply copied.
+        What ``save`` was given as ``extra``, tensors on the CPU, values per rank as this rank's (on another mesh as
+        ``None``, with a warning). Its attributes tell what was not simply copied.
 
     Raises:
         CheckpointError: None there, a damaged one, or one that differs: all differences in one text, on all ranks.
@@ -138,44 +146,26 @@ def load(
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
     source, model = absolute(path), as_one(model, optimizer)
-    with collective_call(name_of("checkpoint.load", model)), in_use(source), without_collector():
+    # Of a stage another name, lest ranks with and without one wait.
+    call = "checkpoint.load" + (" (a stage)" if stage_of(model) else "")
+    with collective_call(call), in_use(source), without_collector():
         began = time.perf_counter()
-        opened = _own_part(open_source(source, model, optimizer, verify=verify, read=read), model)
+        opened = open_source(source, model, optimizer, verify=verify, read=read)
+        take_own_part(opened, model)
         state, found = all_agree(lambda: _compare(opened, model, optimizer))
-        found = found.over_all_ranks()
-        if not convert:
-            found.refuse_conversions()
-        _refuse(opened, found.without([allow] if isinstance(allow, str) else allow, strict=strict))
-        filling = Filling(opened, model, optimizer, state, found)
-        loaded = filling.result(filling.run())
+        found = found.over_all_ranks(convert=convert)
+        _refuse(opened, found.without(allow, strict=strict))
+        loaded = Filling(opened, model, optimizer, state, found).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
-
-
-def _own_part(source: Source, model: nn.Module) -> Source:
-    """A source as one stage sees it: without what other stages hold. Collective over the world for stages."""
-    stage = stage_of(model)
-    if stage is None:
-        return source
-
-    def held() -> set[str]:
-        if source.tensors is None:
-            # By the whole manifest, which the mark in the index is of.
-            source.index = check_index(source.path, source.manifest)
-        return names_of(model)
-
-    away = elsewhere(stage, all_agree(held), model)
-    own = replace(source, manifest=without(source.manifest, away))
-    own.__dict__ |= {"index": source.index} if "index" in source.__dict__ else {}
-    return own
 
 
 def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, Differences]:
     """Everything that one rank can find out; changes nothing."""
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
-    if source.tensors is None and stage is None:
-        source.index = check_index(source.path, manifest)
+    if stage is None:  # else it was compared with the manifest of the whole model
+        source.check_index()
     state = model_state(model, may_cut_blocks=True)
     settle_scaling(source, state.described)
     found = compare_model(manifest, state)
@@ -291,8 +281,9 @@ class Filling:
             self.notes.append(f"{text}: {shorten(homeless)}")
         return decode(extra, slots)
 
-    def result(self, extra: dict[str, Any]) -> Loaded:
-        """What a load gives back; what was not simply copied also goes to the log."""
+    def result(self) -> Loaded:
+        """:meth:`run`, and what a load gives back; what was not simply copied also goes to the log."""
+        extra = self.run()
         harmless = self.found.harmless()
         loaded = Loaded(
             extra, left=self.found.left(), converted=self._converted(), notes=[*self.notes, *harmless]

@@ -2,14 +2,16 @@
 
 Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
 quantized weight. The parameters of a layer's experts are one tensor, see :mod:`te_fsdp.checkpoint.entries`.
+
+A stage of a pipeline is a model of its own, whose tensors have the names that they have in the whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,14 +29,80 @@ from te_fsdp.checkpoint.entries import (
     whole_entry,
 )
 from te_fsdp.checkpoint.manifest import dtype_name
-from te_fsdp.checkpoint.stages import stage_of
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.parameters import ShardInfo, binding_of, shard_info
+from te_fsdp.parameters import ShardInfo, binding_of, require_optimizer, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
-from te_fsdp.sharding.state import settle
+from te_fsdp.sharding.state import settle, sharding_state
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from te_fsdp.mesh import Meshes
+
+
+class Stage(NamedTuple):
+    """This rank's stage, or stages: its own mesh, and the ranks at the same place in each stage."""
+
+    mesh: DeviceMesh
+    across: DeviceMesh
+
+
+class Stages(nn.Module):
+    """Several stages of one model as if they were registered in one module, under the names of the whole."""
+
+    parts: tuple[nn.Module, ...]
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["parts"] = tuple(parts)  # registered they would have a prefix
+
+    def named_modules(  # type: ignore[bad-override]
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of all parts, those that hold others (the parts themselves) under one name."""
+        memo = set() if memo is None else memo
+        for part in self.parts:
+            yield from part.named_modules(memo, prefix, remove_duplicate)
+
+
+def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None = None) -> nn.Module:
+    """A model, or several stages of one, as one module.
+
+    Raises:
+        CheckpointError: Something else, such as a state dict.
+        PlacementError: An optimizer that is none.
+    """
+    if optimizer is not None:
+        require_optimizer(optimizer, "checkpoint: model, optimizer")
+    if isinstance(model, nn.Module):
+        return model
+    given = list(model) if isinstance(model, Iterable) else []
+    if not given or not all(isinstance(part, nn.Module) for part in given):
+        raise CheckpointError(
+            "checkpoint: model",
+            expected="a module, or a rank's stages",
+            got=type(model).__name__,
+            fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects themselves, "
+            "no state dicts",
+        )
+    return given[0] if len(given) == 1 else Stages(given)
+
+
+def meshes_of(model: nn.Module) -> list[Meshes]:
+    """The meshes of a model, or of models within it. Local operation."""
+    return [state.meshes for state in map(sharding_state, model.modules()) if state is not None]
+
+
+def stage_of(model: nn.Module) -> Stage | None:
+    """This rank's stage, where the model is one and the stages are on all ranks. Local operation."""
+    for meshes in meshes_of(model):
+        if meshes.pp is not None and meshes.pp.size() * meshes.device_mesh.size() == world_size():
+            return Stage(meshes.device_mesh, meshes.pp)
+    return None
 
 
 @dataclass(frozen=True)

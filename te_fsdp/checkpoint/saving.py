@@ -24,14 +24,17 @@ from te_fsdp.agree import Ranks, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
+from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
 from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.entries import Entry, OwnParts, as_dict, encode, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
+    as_one,
     come_to_rest,
     mesh_sizes,
     model_state,
     modules_with_extra_state,
+    stage_of,
     tied_names,
 )
 from te_fsdp.checkpoint.optimizer_state import (
@@ -43,7 +46,6 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
 )
 from te_fsdp.checkpoint.paths import absolute, listing
-from te_fsdp.checkpoint.stages import as_one, check_same_model, check_whole_job, join, stage_of
 from te_fsdp.checkpoint.sums import Listed, telling_why, without_collector
 from te_fsdp.checkpoint.writing import (
     Plan,
@@ -237,7 +239,8 @@ class _Collected:
         experts = {} if self.is_known else self.optimized.experts
         token, stage = None if self.plan is None else self.plan.token, None
         if self.stage is not None:
-            stage = self.stage.number, self.fields() if self.stage.speaks else None
+            speaks = int(self.stage.mesh.mesh.min()) == rank()
+            stage = self.stage.across.get_local_rank(), self.fields() if speaks else None
         return _Seen(digests, self.own.encoded, experts, token, stage)
 
     def fields(self) -> dict[str, Any]:
@@ -411,7 +414,7 @@ def _describe(
 
         ranks.round(complete, lambda seen: [None] * len(seen))
     stage = collected.stage
-    share_newest_amax(collected.delayed_entries, None if stage is None else stage.meshes.device_mesh)
+    share_newest_amax(collected.delayed_entries, None if stage is None else stage.mesh)
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")

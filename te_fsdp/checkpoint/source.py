@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -32,12 +32,10 @@ from te_fsdp.agree import (
 )
 from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import background
-from te_fsdp.checkpoint.compare import Differences, Rectangle, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.contents import (
     DCP_KIND,
     Choices,
     Contents,
-    Cuts,
     open_checkpoint_contents,
     stack_experts,
 )
@@ -58,7 +56,7 @@ from te_fsdp.checkpoint.manifest import (
 )
 from te_fsdp.checkpoint.model_state import tied_names
 from te_fsdp.checkpoint.paths import absolute, is_remote
-from te_fsdp.checkpoint.replicas import Share
+from te_fsdp.checkpoint.reading import Rectangle, Share, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
 from te_fsdp.checkpoint.sums import checksum
 from te_fsdp.errors import CheckpointError, shorten
@@ -101,6 +99,11 @@ class Source:
     def index(self) -> Index:
         """What lies where; read when it is first asked for. Local operation."""
         return read_index(self.path, self.manifest)
+
+    def check_index(self) -> None:
+        """Raise if the index lacks what the manifest lists; of other kinds of files there is none. Local operation."""
+        if self.tensors is None:
+            self.index = check_index(self.path, self.manifest)
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor in the files, by key. Local operation."""
@@ -285,42 +288,6 @@ def _older(path: Path, manifest: Manifest) -> Source:
     if before == set(contents.tensors):
         return Source(path, manifest)
     return Source(path, contents.manifest, contents.tensors, notes=contents.notes)
-
-
-def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None:
-    """TE's float8 tensors do not tell where their scales came from: without state, as in the model here. Local."""
-    if source.tensors is None:
-        return
-    for name, then in source.manifest.parameters.items():
-        now = described.get(name, {}).get("format") or ""
-        if then["format"] and then["format"].replace(" current ", " delayed ") == now:
-            then["format"] = now
-
-
-def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
-    """Rows that are stacked for tensor parallelism, in a plain directory: whether they lie as in the unsharded module.
-
-    At tp=1 they do. Those that tensor parallelism has cut do not: a difference. Where nothing tells: a note. Local.
-    """
-    if source.kind != DCP_KIND or source.tensors is None:
-        return
-    cuts, asked = Cuts(source.tensors), []
-    for name, now in described.items():
-        tensor = source.tensors.get(f"model.{name}")
-        if not str(now["layout"]).startswith("stacked") or tensor is None:
-            continue
-        by_tp = cuts.by_tp(name)
-        whole = not isinstance(tensor, Chunked) or len(tensor.chunks) == 1
-        if by_tp:
-            found.add("whose rows tensor parallelism has put in another order", name)
-        elif by_tp is None and not (whole and name.rpartition(".")[0] in source.manifest.extra_states):
-            asked.append(name)
-    if asked:
-        source.notes.append(
-            f"{len(asked)} fused or gated weight(s) taken with the rows of the unsharded module ({shorten(asked, 3)}), "
-            "which nothing in the directory confirms: were they saved with tensor parallelism? Then these rows are "
-            "scrambled; load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save"
-        )
 
 
 def _lacks_manifest(path: Path) -> bool:

@@ -14,10 +14,10 @@ import torch
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import index, sums
-from te_fsdp.checkpoint.compare import pieces_to_read
 from te_fsdp.checkpoint.contents import empty_manifest
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
 from te_fsdp.checkpoint.manifest import MARK, Manifest
+from te_fsdp.checkpoint.reading import pieces_to_read
 from te_fsdp.checkpoint.writing import Held, divide
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 
@@ -81,7 +81,7 @@ def test_rectangles_take_what_they_overlap(tmp_path: Path, monkeypatch: pytest.M
     """Of few pieces and of many: each element of a rectangle once, out of the piece that has it."""
     manifest, described = written(tmp_path, monkeypatch)
     for few in (0, 100):
-        monkeypatch.setattr("te_fsdp.checkpoint.compare._FEW", few)
+        monkeypatch.setattr("te_fsdp.checkpoint.reading._FEW", few)
         for key, (shape, _) in described.tensors.items():
             low, sizes = tuple(n // 4 for n in shape), tuple(max(1, n // 2) for n in shape)
             wanted = [(key, low, sizes)]

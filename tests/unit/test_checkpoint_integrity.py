@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import compare, sums
 from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint import reading, sums
 from te_fsdp.checkpoint.index import read_index
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.torch_files import Piece, Window
@@ -274,9 +274,9 @@ def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> No
     path, manifest = saves[0], manifests.read_manifest(saves[0])
     index = read_index(path, manifest)
     for rows, most in ((1, 1), (5, 5000)):
-        staged, place = compare.Staged(), ("model.0.weight", (0, 0), (rows, 6))
+        staged, place = reading.Staged(), ("model.0.weight", (0, 0), (rows, 6))
         staged.parts[place] = []
-        compare.read_stored(path, manifest, index, [place], staged)
+        reading.read_stored(path, manifest, index, [place], staged)
         ((_, values),) = staged.parts[place]
         assert values.shape == (rows, 6) and values.untyped_storage().nbytes() <= most * 24
 

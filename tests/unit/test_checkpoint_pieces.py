@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from te_fsdp.checkpoint.compare import Differences
+from te_fsdp.checkpoint.compare import Differences, compare_stacked
 from te_fsdp.checkpoint.contents import DCP_KIND, Contents, Cuts, empty_manifest, refuse_scrambled
 from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy
-from te_fsdp.checkpoint.source import Source, compare_stacked
+from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError
 
 HIDDEN, FFN = 24, 40

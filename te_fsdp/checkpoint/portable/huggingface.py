@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.compare import Differences
+from te_fsdp.checkpoint.compare import Differences, check_whole_job
 from te_fsdp.checkpoint.contents import (
     Contents,
     describe,
@@ -60,7 +60,6 @@ from te_fsdp.checkpoint.safetensors import (
     write_index,
 )
 from te_fsdp.checkpoint.source import Source
-from te_fsdp.checkpoint.stages import check_whole_job
 from te_fsdp.checkpoint.sums import silent, sync
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import from_json, semantics_of, to_json

@@ -1,0 +1,368 @@
+"""What is read for a load: rectangles of the files' tensors, each checked, and kept on the host until it is copied.
+
+The index says what lies where (:mod:`te_fsdp.checkpoint.index`). Reading is ours: DCP's reader takes a piece from its
+file once for each rectangle, checks nothing, and writes into the model as it goes.
+
+Ranks that hold copies of one shard (HSDP's replicas, all ranks without sharding) ask for the same. Where storage is the
+limit, each of them reads a part of that, and sends it to the others: what comes from storage counts then, and not what
+goes between the ranks. All is read, and right, on all ranks before: a rank that meets damage leaves nobody waiting.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from te_fsdp.agree import Ranks, digest
+from te_fsdp.checkpoint import torch_files
+from te_fsdp.checkpoint.background import HostMemory, aligned, threads_here
+from te_fsdp.checkpoint.directory import damaged
+from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.index import FIXED, Index, Rows
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
+from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import slices
+
+#: A part of a tensor of the files: its key, where it begins, its shape.
+Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
+
+#: Stored pieces up to which a loop is faster than arrays.
+_FEW = 8
+#: Bytes of neighbouring pieces that are read together.
+_RUN = 1 << 20
+#: Reading and summing up release the interpreter, so that threads help where there are cores for them.
+_MOST_THREADS = 4
+#: Bytes that are sent together, unless a single tensor has more.
+_MESSAGE = 1 << 26
+#: Ranks beyond which others read the same once more: to have it from ever more ranks costs messages.
+_MOST_RANKS = 64
+#: Tensors of the model and the optimizer; further ones may be a rank's own.
+_COMMON = ("model.", "optimizer.", "delayed.")
+
+
+def rectangle(key: str, piece: Piece) -> Rectangle:
+    """What of a tensor of the files a piece holds."""
+    return key, tuple(piece.offsets), tuple(piece.tensor.shape)
+
+
+@dataclass
+class Staged:
+    """What was read for a load, on the host, until it has been copied to where it belongs.
+
+    Attributes:
+        parts: By rectangle: where each part of it begins, and its values.
+        uses: How often each rectangle is still wanted. With the last copy its memory is freed.
+    """
+
+    parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
+    uses: Counter[Rectangle] = field(default_factory=Counter)
+
+    def expect(self, places: Iterable[Rectangle]) -> list[Rectangle]:
+        """Note what :meth:`copy` will be called with, each time; what of it is still to be read. Local operation."""
+        wanted = []
+        for place in places:
+            self.uses[place] += 1
+            if math.prod(place[2]) and place not in self.parts:
+                self.parts[place] = []
+                wanted.append(place)
+        return wanted
+
+    def copy(self, place: Rectangle, into: torch.Tensor) -> None:
+        """Copy what was read of a rectangle into memory of its shape. Local operation."""
+        self.uses[place] -= 1
+        parts = self.parts.get(place, []) if self.uses[place] else self.parts.pop(place, [])
+        for offsets, values in parts:
+            into[slices(offsets, values.shape)].copy_(values)
+
+    def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
+        """What was read of a rectangle that is not empty, as a new tensor. Local operation."""
+        into = torch.empty(place[2], dtype=self.parts[place][0][1].dtype, device=device)
+        self.copy(place, into)
+        return into
+
+    def fill(self, entries: dict[str, Entry]) -> None:
+        """Copy what was read into the memory of entries. Local operation."""
+        for key, entry in entries.items():
+            for piece in entry.pieces:
+                self.copy(rectangle(key, piece), piece.tensor)
+
+
+# --- from the files of a DCP directory
+
+
+class _Part(NamedTuple):
+    """What of a stored piece a rectangle takes: its shape, and where it begins in either."""
+
+    place: Rectangle
+    shape: tuple[int, ...]
+    in_piece: tuple[int, ...]
+    in_place: tuple[int, ...]
+
+
+#: A stored piece, and what is wanted of it.
+_Wanted = tuple[torch_files.Piece, list[_Part]]
+#: What was read of a rectangle: where it begins there, and its values.
+_Read = tuple[Rectangle, tuple[int, ...], torch.Tensor]
+
+
+def read_stored(
+    path: Path,
+    manifest: Manifest,
+    index: Index,
+    wanted: list[Rectangle],
+    into: Staged,
+    names: Mapping[str, str] | None = None,
+) -> None:
+    """Read rectangles from the files of a directory into ``into``. Local operation; each byte is read once.
+
+    The manifest says what the files must be, the index what lies where. A plain directory's files are not in its
+    manifest: ``names`` are their keys by ours.
+
+    Raises:
+        CheckpointError: Files that are not as they were saved, or that lack something.
+    """
+    by_file = pieces_to_read(path, manifest, index, wanted, names)
+    path = manifest.at(path)
+    with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
+        for name, pieces in by_file.items():
+            taken: list[_Wanted] = []
+            try:
+                # Sizes of a plain directory's files were compared with its metadata when it was opened.
+                listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
+                with CheckedFile(path / name, listed, manifest.save_id) as file:
+                    for run, found in _read_ahead(pool, file, pieces):
+                        taken = run
+                        for place, begin, values in found.result():
+                            into.parts[place].append((begin, values))
+            except (OSError, DamagedFileError) as error:
+                begin = getattr(error, "begin", None)
+                keys = [f", of {piece.window.key}" for piece, _ in taken if piece.window.offset == begin]
+                damaged(path, [f"{name}: {error}{''.join(keys)}"])
+
+
+def pieces_to_read(
+    path: Path,
+    manifest: Manifest,
+    index: Index,
+    wanted: list[Rectangle],
+    names: Mapping[str, str] | None = None,
+) -> dict[str, list[_Wanted]]:
+    """What is read by :func:`read_stored`, by file, in its order there. Takes and raises the same. Local operation."""
+    path, names = manifest.at(path), names or {}
+    missing: dict[str, list[Rectangle]] = {}
+    for place in wanted:
+        missing.setdefault(names.get(place[0], place[0]), []).append(place)
+    found: dict[str, dict[int, _Wanted]] = {}
+    file_of = functools.cache(lambda name: torch_files.file_in(path, name))
+    heads: torch_files.Heads = {}
+    for key, rows in index.rows([*missing]):
+        covered, (shape, dtype) = 0, index.tensors[key]
+        for place in (place for place in missing[key] if len(place[1]) == len(shape)):
+            for (number, begin, length), sizes, part in _overlapping(rows, place):
+                in_file = found.setdefault(index.files[number], {})
+                if begin not in in_file:
+                    window = torch_files.Window(file_of(index.files[number]), key, begin, length)
+                    in_file[begin] = torch_files.Piece(window, sizes, dtype, heads), []
+                in_file[begin][1].append(part)
+                covered += math.prod(part.shape)
+        if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
+            del missing[key]
+    if missing:
+        said_by = INDEX if INDEX in manifest.files else DCP_METADATA
+        damaged(path, [f"{said_by}: {next(iter(missing))} is not there, or not all of it"])
+    return {name: [at[offset] for offset in sorted(at)] for name, at in found.items()}
+
+
+def _overlapping(
+    rows: Rows, place: Rectangle
+) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _Part]]:
+    """The stored pieces that a rectangle takes something of: where each lies, its shape, and what of it."""
+    _, offsets, sizes = place
+    dims = len(offsets)
+    if len(rows) > _FEW:
+        begins, ends = rows[:, FIXED : FIXED + dims], rows[:, FIXED : FIXED + dims] + rows[:, FIXED + dims :]
+        rows = rows[((begins < np.add(offsets, sizes)) & (ends > offsets)).all(axis=1)]
+    for number, first, length, *box in rows.tolist():
+        begins, shape = box[:dims], tuple(box[dims:])
+        low = tuple(map(max, begins, offsets))
+        high = (min(a + n, b + m) for a, n, b, m in zip(begins, shape, offsets, sizes, strict=True))
+        own = tuple(b - a for a, b in zip(low, high, strict=True))
+        if all(count > 0 for count in own):
+            in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
+            in_place = tuple(a - b for a, b in zip(low, offsets, strict=True))
+            yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
+
+
+def _read_ahead(
+    pool: ThreadPoolExecutor, file: CheckedFile, pieces: list[_Wanted]
+) -> Iterator[tuple[list[_Wanted], Future[list[_Read]]]]:
+    """Each run with what is kept of it; a few are read in advance, which bounds the memory for what is not wanted."""
+    pending: deque[tuple[list[_Wanted], Future[list[_Read]]]] = deque()
+    memory = HostMemory()
+
+    def is_mostly_wanted(piece: torch_files.Piece, parts: list[_Part]) -> bool:
+        return 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
+
+    def read(run: list[_Wanted], data: torch.Tensor) -> list[_Read]:
+        lengths, found = [piece.window.length for piece, _ in run], []
+        file.read(run[0][0].window.offset, lengths, data)
+        # Where there is no table, there may be checksums that torch.save wrote.
+        check = file.pieces is None
+        for (piece, parts), own in zip(run, data.split(lengths), strict=True):
+            # Neighbours begin anywhere, where elements of several bytes cannot.
+            tensor = piece.within(own if len(run) == 1 else own.clone(), check=check)
+            is_kept = is_mostly_wanted(piece, parts)
+            for part in parts:
+                values = tensor[slices(part.in_piece, part.shape)]
+                # A view keeps all of the piece in memory.
+                found.append((part.place, part.in_place, values if is_kept else values.clone()))
+        return found
+
+    try:
+        for run in runs(pieces, lambda one: (one[0].window.offset, one[0].window.length), _RUN):
+            size = sum(piece.window.length for piece, _ in run)
+            # The rest is let go at once, and its memory is used again.
+            is_kept = len(run) == 1 and size > _RUN and is_mostly_wanted(*run[0])
+            data = memory.take(size) if is_kept else torch.empty(size, dtype=torch.uint8, device="cpu")
+            pending.append((run, pool.submit(read, run, data)))
+            if len(pending) > 2 * _MOST_THREADS:
+                yield pending.popleft()
+        while pending:
+            yield pending.popleft()
+    finally:
+        wait(found for _, found in pending if not found.cancel())
+
+
+# --- from other ranks
+
+
+@dataclass
+class Share:
+    """What one rank reads of what it and others want, and what it gets from them: messages of rectangles.
+
+    Sent is from rank to rank over our own gloo group; in the k-th turn each sends to the k-th one after it.
+
+    Attributes:
+        ranks: The world.
+        members: Those that want the same, in ascending order.
+        own: What this rank reads: its part, and what it alone wants.
+        dtypes: Of the tensors of the files, by key.
+        sent: Messages of each member.
+        received: Memory for the other members' messages, by member.
+    """
+
+    ranks: Ranks
+    members: list[int]
+    own: list[Rectangle]
+    dtypes: Mapping[str, torch.dtype]
+    sent: list[list[list[Rectangle]]] = field(default_factory=list)
+    received: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, ranks: Ranks, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]) -> Share:
+        """Find who wants the same as this rank. Collective over the ranks: a round of small messages."""
+        common = [place for place in wanted if place[0].startswith(_COMMON) and place[0] in dtypes]
+        members = ranks.round(lambda: digest(repr(common)), _alike)
+        share = cls(ranks, members, wanted, dtypes)
+        if len(members) > 1:
+            parts, rest = share._divide(common), set(wanted) - set(common)
+            share.own = [*parts[members.index(ranks.rank)], *(place for place in wanted if place in rest)]
+            share.sent = [share._messages(part) for part in parts]
+        return share
+
+    def provide(self) -> None:
+        """Have memory for what others send. Local operation; may fail, so that all ranks must hear of it."""
+        memory = HostMemory()
+        for member, messages in zip(self.members, self.sent, strict=False):
+            if member != self.ranks.rank:
+                self.received[member] = [memory.take(sum(map(self._room, message))) for message in messages]
+
+    def exchange(self, staged: Staged) -> None:
+        """Send what this rank has read to the others, and take theirs. Collective over the members.
+
+        Raises:
+            CheckpointError: A rank has died.
+        """
+        count, me = len(self.members), self.members.index(self.ranks.rank)
+        for number in range(max(map(len, self.sent), default=0)):
+            packed = [self._pack(message, staged) for message in self.sent[me][number : number + 1]]
+            for turn in range(1, count):
+                source = self.members[(me - turn) % count]
+                theirs = self.received[source][number : number + 1]
+                try:
+                    works = [self.ranks.group.recv(theirs, source, 1)] if theirs else []
+                    if packed:
+                        works.append(self.ranks.group.send(packed, self.members[(me + turn) % count], 1))
+                    for work in works:
+                        work.wait()
+                except RuntimeError as lost:  # gloo's
+                    raise CheckpointError(f"rank {self.ranks.rank} lost another rank: {lost}") from lost
+        for member, memory in self.received.items():
+            for message, data in zip(self.sent[self.members.index(member)], memory, strict=True):
+                for place, view in self._views(message, data):
+                    staged.parts[place] = [((0,) * len(place[1]), view)]
+        self.received.clear()  # the memory goes with the last tensor in it
+
+    def _pack(self, message: list[Rectangle], staged: Staged) -> torch.Tensor:
+        data = torch.empty(sum(map(self._room, message)), dtype=torch.uint8, device="cpu")
+        for place, view in self._views(message, data):
+            for offsets, values in staged.parts[place]:
+                view[slices(offsets, values.shape)].copy_(values)
+        return data
+
+    def _views(
+        self, message: list[Rectangle], data: torch.Tensor
+    ) -> Iterator[tuple[Rectangle, torch.Tensor]]:
+        """The rectangles of a message, as tensors in its memory."""
+        for place, part in zip(message, data.split([*map(self._room, message)]), strict=True):
+            yield place, part[: self._bytes_of(place)].view(self.dtypes[place[0]]).view(place[2])
+
+    def _bytes_of(self, place: Rectangle) -> int:
+        return math.prod(place[2]) * self.dtypes[place[0]].itemsize
+
+    def _room(self, place: Rectangle) -> int:
+        return aligned(self._bytes_of(place))
+
+    def _divide(self, places: list[Rectangle]) -> list[list[Rectangle]]:
+        """Parts of about as many bytes, each in the order of the whole: neighbours lie side by side in the files."""
+        sizes, count = [self._bytes_of(place) for place in places], len(self.members)
+        parts: list[list[Rectangle]] = [[] for _ in range(count)]
+        total, before = max(1, sum(sizes)), 0
+        for place, size in zip(places, sizes, strict=True):
+            parts[min(count - 1, (before + size // 2) * count // total)].append(place)
+            before += size
+        return parts
+
+    def _messages(self, places: list[Rectangle]) -> list[list[Rectangle]]:
+        messages: list[list[Rectangle]] = []
+        size = 0
+        for place in places:
+            size += self._room(place)
+            if not messages or size > _MESSAGE:
+                messages.append([])
+                size = self._room(place)
+            messages[-1].append(place)
+        return messages
+
+
+def _alike(seen: list[int]) -> list[list[int]]:
+    """For each rank those with its number, at most so many that each still reads much of it."""
+    alike: dict[int, list[int]] = {}
+    for rank, number in enumerate(seen):
+        alike.setdefault(number, []).append(rank)
+    place: dict[int, list[int]] = {}
+    for ranks in alike.values():
+        for first in range(0, len(ranks), _MOST_RANKS):
+            members = ranks[first : first + _MOST_RANKS]
+            place |= dict.fromkeys(members, members)
+    return [place[rank] for rank in range(len(seen))]
