@@ -7,7 +7,7 @@ import functools
 import importlib
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -141,31 +141,19 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a microbatch brings to one rank.
+    """What a microbatch brings to one rank."""
 
-    Attributes:
-        tokens: Of the rank's sequences; with ``cp`` its part of them.
-        vocabulary: Logits of a token; 0: no loss over logits.
-        experts_per_token: Experts that a token is sent to.
-        sequence_parallel: Whether a tp rank has its own part of the tokens where nothing is cut by tp.
-    """
-
-    tokens: int
-    vocabulary: int
-    experts_per_token: int
-    sequence_parallel: bool
+    tokens: int  #: Of the rank's sequences; with ``cp`` its part of them
+    vocabulary: int  #: Logits of a token; 0: no loss over logits
+    experts_per_token: int  #: Experts that a token is sent to
+    sequence_parallel: bool  #: Whether a tp rank has its own part of the tokens where nothing is cut by tp
 
     def part(self, tp: int) -> int:
         """Tokens of a rank where nothing is cut by tp."""
         return -(-self.tokens // tp) if self.sequence_parallel else self.tokens
 
     def expert_rows(self, own_tp: int, tp: int) -> int:
-        """Rows that the experts of a rank get, if all experts get equally many.
-
-        Args:
-            own_tp: By how many ranks tp cuts the experts: these share all tokens.
-            tp: Size of that axis.
-        """
+        """Rows that a rank's experts get, if all get equally many; those that tp cuts ``own_tp`` ways share tokens."""
         return (self.tokens if own_tp > 1 else self.part(tp)) * self.experts_per_token
 
 
@@ -187,7 +175,11 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
         PlacementError: No such function, or one that returns no model on meta.
         CheckpointError: A Hugging Face configuration that is not supported.
     """
-    with _quantized(job):
+    quantized = contextlib.nullcontext()
+    if job.quantized_weights:
+        recipe = getattr(_te.recipes(), RECIPES[job.recipe])()
+        quantized = _te.te().quantized_model_init(enabled=True, recipe=recipe)
+    with quantized:
         if not is_function(job.model):
             about = read_config(job.model)
             try:
@@ -257,17 +249,6 @@ def _built(function: Any, meshes: Meshes, name: str) -> nn.Module:
     return model
 
 
-@contextlib.contextmanager
-def _quantized(job: Job) -> Iterator[None]:
-    """``te.quantized_model_init`` for a job with quantized weights."""
-    if not job.quantized_weights:
-        yield
-        return
-    recipe = getattr(_te.recipes(), RECIPES[job.recipe])()
-    with _te.te().quantized_model_init(enabled=True, recipe=recipe):
-        yield
-
-
 # ------------------------------------------------------------------------------------------------- Hugging Face models
 
 
@@ -301,19 +282,13 @@ class Decoder(_Shapes):
         if about.positions:
             self.positions = nn.Embedding(about.positions, about.hidden, **own)
         cut = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
-        layers: list[nn.Module] = []
+        self.layers = nn.ModuleList()
         for number in range(about.layers):
             if about.branch_norms or (about.experts is not None and number in about.experts.layers):
-                layers.append(Layer(about, number, meshes, cut, options))
+                self.layers.append(Layer(about, number, meshes, cut, options))
             else:
-                kwargs = about.te_kwargs(number)
-                hidden, ffn, heads = (
-                    kwargs.pop(name) for name in ("hidden_size", "ffn_hidden_size", "num_attention_heads")
-                )
-                layers.append(
-                    te.TransformerLayer(hidden, ffn, heads, fuse_qkv_params=True, **kwargs, **cut, **options)
-                )
-        self.layers = nn.ModuleList(layers)
+                kwargs = {"fuse_qkv_params": True, **about.te_kwargs(number), **cut, **options}
+                self.layers.append(te.TransformerLayer(**kwargs))
         self.norm = _norm(about, split)
         if not about.tied:
             self.head = nn.Linear(about.hidden, about.vocabulary, bias=False, **own)
@@ -324,14 +299,10 @@ class Decoder(_Shapes):
 
 
 class Gating(_Shapes):
-    """What lies between the two products of experts: the gate's activation times the other half.
-
-    Args:
-        width: Of an expert.
-        hidden: Of the model, where the results of several experts are added up; 0: there is one for all tokens.
-    """
+    """What lies between the two products of experts: the gate's activation times the other half."""
 
     def __init__(self, width: int, hidden: int = 0) -> None:
+        """``hidden``: the model's, where results of several experts are added up; 0: there is one for all tokens."""
         super().__init__()
         self.width, self.hidden = width, hidden
 
@@ -349,16 +320,13 @@ class Layer(_Shapes):
     ) -> None:
         super().__init__()
         te, split = _te.te(), bool(cut["sequence_parallel"])
-        kwargs = about.te_attention_kwargs(number)
-        sizes = kwargs.pop("hidden_size"), kwargs.pop("num_attention_heads")
-        self.attention = te.MultiheadAttention(*sizes, fuse_qkv_params=True, **kwargs, **cut, **options)
+        kwargs = {"fuse_qkv_params": True, **about.te_attention_kwargs(number), **cut, **options}
+        self.attention = te.MultiheadAttention(**kwargs)
         if about.branch_norms:
             self.attention_out_norm = _norm(about, split)
         if about.experts is None or number not in about.experts.layers:
-            mlp = {
-                "activation": about.activation,
-                "normalization": kwargs["normalization"],
-                "bias": kwargs["bias"],
+            mlp = {name: kwargs[name] for name in ("normalization", "bias")} | {
+                "activation": about.activation
             }
             self.mlp = te.LayerNormMLP(about.hidden, about.ffn, eps=about.norm_eps, **mlp, **cut, **options)
         else:
