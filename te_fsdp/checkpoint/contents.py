@@ -30,11 +30,11 @@ from te_fsdp.checkpoint.lazy import (
     Lazy,
     Stack,
     dequantized,
+    mapped,
+    open_safetensors,
     total_bytes,
-    with_remainders,
 )
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest
-from te_fsdp.checkpoint.safetensors import open_safetensors
 from te_fsdp.checkpoint.torch_files import tensors_of
 from te_fsdp.errors import CheckpointError, message, shorten
 from te_fsdp.modules.semantics import NOTHING
@@ -54,7 +54,6 @@ class Contents:
     """Contents of a checkpoint of any kind.
 
     Attributes:
-        source: Where it lies.
         kind: What it is, in words.
         manifest: Its description; ``files`` is empty unless it is a checkpoint of te_fsdp.
         tensors: By the keys that a checkpoint of te_fsdp has in its files (``model.<name>``, ...).
@@ -72,6 +71,11 @@ class Contents:
         """Names of parameters and buffers."""
         return [*self.manifest.parameters, *self.manifest.buffers]
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return total_bytes(self.tensors)
+
     def components(self, name: str) -> dict[str, Lazy] | None:
         """The components of a quantized weight; ``None`` for a high-precision one."""
         described = self.manifest.parameters.get(name, {})
@@ -80,11 +84,7 @@ class Contents:
         return {part: self.tensors[f"model.{name}:{part}"] for part in described["components"]}
 
     def value(self, name: str) -> Lazy:
-        """A weight's or buffer's value; a quantized one dequantized.
-
-        Raises:
-            CheckpointError: A format that cannot be dequantized.
-        """
+        """A weight's or buffer's value; a quantized one dequantized, CheckpointError if its format cannot be."""
         parts = self.components(name)
         if parts is None:
             return self.tensors[f"model.{name}"]
@@ -92,9 +92,7 @@ class Contents:
         shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
         if described["layout"] != GROUPED:
             return dequantized(name, shape, dtype, described["format"], parts)
-        experts = [
-            {part: tensor.select(index) for part, tensor in parts.items()} for index in range(shape[0])
-        ]
+        experts = [{part: t.select(index) for part, t in parts.items()} for index in range(shape[0])]
         return Stack([dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
 
     def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
@@ -109,9 +107,7 @@ class Contents:
         quantized = self.components(name) is not None
         if weights != "compute" and "master_param" in states:
             main = self.tensors[f"optimizer.state.{name}.master_param"]
-            if main.dtype == torch.int16:
-                main = with_remainders(self.value(name), main)
-            return main, "main"
+            return with_remainders(self.value(name), main) if main.dtype == torch.int16 else main, "main"
         if weights == "main" and quantized:
             raise CheckpointError(
                 f"{name}: no main weight",
@@ -121,10 +117,20 @@ class Contents:
             )
         return self.value(name), "dequantized" if quantized else "stored"
 
-    @property
-    def bytes(self) -> int:
-        """Bytes of all tensors."""
-        return total_bytes(self.tensors)
+
+def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
+    """fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 bits that these lack, as int16.
+
+    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
+    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
+    """
+
+    def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+        lower = lower.to(torch.int32)
+        upper = upper.view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
+        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+
+    return mapped(joined, torch.float32, upper, lower)
 
 
 @dataclass
@@ -163,17 +169,16 @@ def open_checkpoint_contents(path: Path) -> Contents:
     """
     manifest = open_checkpoint(path)
     tensors = tensors_of(manifest.at(path), check_index(path, manifest))
-    contents = Contents(path, CHECKPOINT, manifest, tensors)
-    _add_empty(contents)
-    return contents
+    return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
 
 
-def _add_empty(contents: Contents) -> None:
+def _empty(manifest: Manifest) -> dict[str, Lazy]:
     """Tensors without elements are described, but stored nowhere."""
-    for key, shape, dtype in stored_tensors(contents.manifest, empty=True):
-        if shape is not None and dtype is not None and key.startswith(("model.", "optimizer.")):
-            empty = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
-            contents.tensors[key] = InMemory(empty)
+    return {
+        key: InMemory(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
+        for key, shape, dtype in stored_tensors(manifest, empty=True)
+        if shape is not None and dtype is not None and key.startswith(("model.", "optimizer."))
+    }
 
 
 def open_safetensors_contents(path: Path) -> Contents:
@@ -183,16 +188,15 @@ def open_safetensors_contents(path: Path) -> Contents:
         CheckpointError: Damaged files, or a description of ours that does not fit the tensors.
     """
     tensors, metadata = open_safetensors(path)
-    kind = "safetensors"
     if MANIFEST_KEY in metadata:
-        return from_portable(path, kind, tensors, metadata[MANIFEST_KEY])
+        return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
     if others := [name for name in tensors if name.startswith(_OTHER)]:
         raise CheckpointError(
             f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
             fix="the file was changed after te_fsdp wrote it",
         )
     manifest = replace(empty_manifest(), parameters={name: describe(t) for name, t in tensors.items()})
-    return Contents(path, kind, manifest, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    return Contents(path, "safetensors", manifest, {f"model.{name}": t for name, t in tensors.items()})
 
 
 def portable_name(key: str) -> str:
@@ -202,10 +206,8 @@ def portable_name(key: str) -> str:
 
 def portable_text(manifest: Manifest) -> str:
     """A manifest as text for a portable file."""
-    body = asdict(manifest)
-    body.pop("files")
-    body.pop("folder")  # of a file, not of what it holds
-    return json.dumps(body)
+    # Of a file, not of what it holds.
+    return json.dumps({k: v for k, v in asdict(manifest).items() if k not in ("files", "folder")})
 
 
 def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str) -> Contents:
@@ -224,7 +226,6 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
         for name, tensor in tensors.items()
         if name.partition(":")[0] not in manifest.tied
     }
-    contents = Contents(path, kind, manifest, keys)
     absent = []
     for key, shape, dtype in stored_tensors(manifest):
         have = None if key not in keys else (*keys[key].shape, dtype_name(keys[key].dtype))
@@ -235,8 +236,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
             f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
             fix="the file was changed after te_fsdp wrote it",
         )
-    _add_empty(contents)
-    return contents
+    return Contents(path, kind, manifest, keys | _empty(manifest))
 
 
 # ------------------------------------------------------------- experts: a tensor for each, as TE has it, or one for all
@@ -248,14 +248,14 @@ def stack_experts(contents: Contents) -> None:
     A module's tensors are taken for experts if they are numbered from 0 without gaps, are of one kind, and the module
     is TE's (it has an ``_extra_state``) or has nothing else, in files without such entries.
     """
-    found = _layers(contents)
-    names = {name: stacked for stacked, members in found.items() for name in members}
-    if not names:
-        return
     manifest, tensors = contents.manifest, contents.tensors
+    found = _layers(manifest)
+    stacked_of = {name: stacked for stacked, members in found.items() for name in members}
+    if not found:
+        return
     parameters: dict[str, dict[str, Any]] = {}
     for name, described in manifest.parameters.items():
-        stacked = names.get(name, name)
+        stacked = stacked_of.get(name, name)
         if stacked in found and stacked not in parameters:
             members = found[stacked]
             described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
@@ -264,7 +264,13 @@ def stack_experts(contents: Contents) -> None:
         parameters.setdefault(stacked, described)
     manifest.parameters = parameters
     if manifest.optimizer is not None:
-        manifest.optimizer = _stack_optimizer(contents, manifest.optimizer, found, names)
+        groups = [
+            {**group, "parameters": [*dict.fromkeys(stacked_of.get(n, n) for n in group["parameters"])]}
+            for group in manifest.optimizer["groups"]
+        ]
+        states = _stacked_states(contents, manifest.optimizer["state"], found)
+        states = {n: own for n, own in manifest.optimizer["state"].items() if n not in stacked_of} | states
+        manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
     layers = {stacked.rpartition(".")[0] for stacked in found}
     contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
 
@@ -274,17 +280,16 @@ def _ends(described: Mapping[str, Any]) -> list[str]:
     return [f":{part}" for part in described["components"]] if "components" in described else [""]
 
 
-def _layers(contents: Contents) -> dict[str, list[str]]:
+def _layers(manifest: Manifest) -> dict[str, list[str]]:
     """By the name of the tensor of all experts: the names of theirs, in order."""
-    parameters, extras = contents.manifest.parameters, contents.manifest.extra_states
+    parameters, extras = manifest.parameters, manifest.extra_states
     numbered: dict[str, dict[int, str]] = {}
     others: set[str] = set()
     for name in parameters:
-        match = _OF_EXPERT.fullmatch(name)
-        if match is None:
-            others.add(name.rpartition(".")[0])
-        else:
+        if match := _OF_EXPERT.fullmatch(name):
             numbered.setdefault(stacked_name(name), {})[int(match[3])] = name
+        else:
+            others.add(name.rpartition(".")[0])
     found = {}
     for stacked, by_index in numbered.items():
         if sorted(by_index) != list(range(len(by_index))) or stacked in parameters:
@@ -299,16 +304,16 @@ def _layers(contents: Contents) -> dict[str, list[str]]:
     return found
 
 
-def _stack_optimizer(
-    contents: Contents, optimizer: dict[str, Any], found: Mapping[str, list[str]], names: Mapping[str, str]
-) -> dict[str, Any]:
-    tensors = contents.tensors
-    states = {name: own for name, own in optimizer["state"].items() if name not in names}
+def _stacked_states(
+    contents: Contents, states: Mapping[str, Any], found: Mapping[str, list[str]]
+) -> dict[str, dict[str, Any]]:
+    """Descriptions of the optimizer state of all experts, whose tensors are put together."""
+    tensors, stacked_states = contents.tensors, {}
     for stacked, members in found.items():
         whole = contents.manifest.parameters[stacked]["shape"][1:]
         joined: dict[str, dict[str, Any]] = {}
         for index, name in enumerate(members):
-            place, own = ExpertPlace(index, len(members)), optimizer["state"].get(name, {})
+            place, own = ExpertPlace(index, len(members)), states.get(name, {})
             join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
         for key, described in joined.items():
             if "dtype" in described:
@@ -318,12 +323,8 @@ def _stack_optimizer(
                 parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
                 tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
         if joined:
-            states[stacked] = joined
-    groups = [
-        {**group, "parameters": list(dict.fromkeys(names.get(n, n) for n in group["parameters"]))}
-        for group in optimizer["groups"]
-    ]
-    return {**optimizer, "state": states, "groups": groups}
+            stacked_states[stacked] = joined
+    return stacked_states
 
 
 def split_experts(contents: Contents) -> Contents:
@@ -374,17 +375,16 @@ def _split_optimizer(
 
 def _in_order(names: list[str], totals: Mapping[str, int]) -> list[str]:
     """Names of a group with those of each expert, in TE's order: torch's optimizers load their state by position."""
+    by_module: dict[str, list[str]] = {}
+    for name in filter(totals.__contains__, names):
+        by_module.setdefault(name.rpartition(".")[0], []).append(name)
     found: list[str] = []
-    done: set[str] = set()
     for name in names:
-        module = name.rpartition(".")[0]
         if name not in totals:
             found.append(name)
-        elif module not in done:
-            done.add(module)
-            both = [n for n in names if n in totals and n.rpartition(".")[0] == module]
-            both.sort(key=lambda n: n.endswith("bias"))
-            found += [f"{n}{index}" for index in range(totals[name]) for n in both]
+            continue
+        both = sorted(by_module.pop(name.rpartition(".")[0], ()), key=lambda n: n.endswith("bias"))
+        found += [f"{n}{index}" for index in range(totals[name]) for n in both]
     return found
 
 
@@ -392,9 +392,7 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
     """Groups of a state dict with the experts of all ranks: DCP writes lists of names as rank 0 has them."""
     held = {name for group in groups for name in group["params"]}
     groups = [{**group, "params": list(group["params"])} for group in groups]
-    for name in [n for n in manifest.parameters if n in states and n not in held]:
-        if stacked_name(name) == name:
-            continue
+    for name in (n for n in manifest.parameters if n in states and n not in held and stacked_name(n) != n):
         homes = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
         if len(homes) == 1:
             homes[0]["params"].append(name)

@@ -1,22 +1,30 @@
-"""Tensors that lie in files and are read by blocks of rows, so that no more than a block is in memory.
+"""Tensors that lie in files and are read by blocks of rows, so that no more than a block is in memory; safetensors.
 
 Every format that te_fsdp reads becomes such tensors, every format that it writes is written from them.
+
+A safetensors file is eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last
+byte), and the tensors' bytes one after the other. Of the package ``safetensors``, ``save_file`` takes tensors that are
+all in memory, and ``safe_open``, which tells no offsets, maps the file: one that is cut short meanwhile, or a disk that
+fails, ends the process by SIGBUS. What the package refuses in a header is refused here as well.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from te_fsdp.checkpoint.index import is_tiling
-from te_fsdp.checkpoint.sums import crc32
-from te_fsdp.errors import CheckpointError
+from te_fsdp.checkpoint.sums import Tick, crc32
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
 
@@ -24,13 +32,43 @@ from te_fsdp.quantized.components import covering, dequantize_box, needed_compon
 BLOCK_BYTES = 8 << 20
 #: Bytes up to which memory is no page's own: to map pages takes longer than to read so little.
 _SMALL = 1 << 16
+INDEX = "model.safetensors.index.json"
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 class Lazy:
-    """A tensor of known shape and dtype whose rows are read, or computed, when asked for; without dims it has one."""
+    """A tensor of known shape and dtype whose rows are read, or computed, when asked for; without dims it has one.
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    ``pick`` gives an entry of the first dim, where that spares reading.
+    """
+
+    _pick: Callable[[int], Lazy] | None = None
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        read: Callable[[int, int], torch.Tensor],
+        pick: Callable[[int], Lazy] | None = None,
+    ) -> None:
+        self.shape, self.dtype, self._read, self._pick = shape, dtype, read, pick
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """Rows ``first`` to ``last`` (exclusive), a contiguous CPU tensor that the caller may change.
@@ -38,20 +76,18 @@ class Lazy:
         Raises:
             CheckpointError: They cannot be read; names key and file.
         """
-        raise AssertionError("subclasses read")
+        return self._read(first, last)
 
     def whole(self) -> torch.Tensor:
-        """All of it."""
+        """All rows."""
         return self.rows(0, self.height)
 
     def select(self, index: int) -> Lazy:
-        """One entry of the first dim as a tensor by itself; read whole, unless a subclass can do better."""
-
-        def rows(first: int, last: int) -> torch.Tensor:
-            whole = self.rows(index, index + 1)[0]
-            return whole[first:last] if whole.ndim else whole
-
-        return Computed(self.shape[1:], self.dtype, rows)
+        """One entry of the first dim as a tensor by itself; read whole, unless there is a better way."""
+        if self._pick is not None:
+            return self._pick(index)
+        entry = lambda: InMemory(self.rows(index, index + 1)[0])  # noqa: E731
+        return Lazy(self.shape[1:], self.dtype, lambda first, last: entry().rows(first, last))
 
     @property
     def height(self) -> int:
@@ -88,25 +124,7 @@ def as_bytes(tensor: Lazy) -> Iterator[memoryview]:
         yield block.reshape(-1).view(torch.uint8).numpy().data
 
 
-@dataclass
-class Computed(Lazy):
-    """A tensor whose rows a function gives; another one an entry of the first dim, where that spares reading."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    read: Callable[[int, int], torch.Tensor]
-    pick: Callable[[int], Lazy] | None = None
-
-    def rows(self, first: int, last: int) -> torch.Tensor:
-        """See :meth:`Lazy.rows`."""
-        return self.read(first, last)
-
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        return super().select(index) if self.pick is None else self.pick(index)
-
-
-class Stack(Computed):
+class Stack(Lazy):
     """Tensors of one shape and dtype as one, along a new first dim."""
 
     def __init__(self, parts: Sequence[Lazy]) -> None:
@@ -129,7 +147,10 @@ class InMemory(Lazy):
 
 @dataclass
 class Record:
-    """Bytes of a file, and their CRC-32; ``None`` where it is not known, or has been compared already."""
+    """Bytes of a file, and their CRC-32; ``None`` where it is not known, or has been compared already.
+
+    Both methods raise CheckpointError where they cannot be read, or have changed.
+    """
 
     file: Path
     offset: int
@@ -138,29 +159,21 @@ class Record:
     label: str
 
     def read(self) -> bytes:
-        """All of them.
-
-        Raises:
-            CheckpointError: They cannot be read, or have changed.
-        """
-        data = bytes(read_bytes(self.file, self.offset, self.count, self.label)[: self.count])
+        """All of them."""
+        data = bytes(read_bytes(self.file, self.offset, self.count, self.label))
         self.check(data)
         return data
 
     def check(self, data: bytes | bytearray | mmap.mmap | memoryview | None = None) -> None:
-        """Compare them with their checksum, once; ``data`` is all of them, or they are read, block by block.
-
-        Raises:
-            CheckpointError: They cannot be read, or have changed.
-        """
+        """Compare them with their checksum, once; ``data`` is all of them, or they are read, block by block."""
         if self.crc is None:
             return
         found, end = 0, self.offset + self.count
-        for at in range(self.offset, end, BLOCK_BYTES) if data is None else ():
-            count = min(BLOCK_BYTES, end - at)
-            found = crc32(memoryview(read_bytes(self.file, at, count, self.label))[:count], found)
         if data is not None:
-            found = crc32(memoryview(data)[: self.count])
+            found = crc32(data)
+        else:
+            for at in range(self.offset, end, BLOCK_BYTES):
+                found = crc32(read_bytes(self.file, at, min(BLOCK_BYTES, end - at), self.label), found)
         if found != self.crc:
             raise CheckpointError(
                 f"{self.label} in {self.file}: its contents have changed (CRC-32)",
@@ -171,13 +184,9 @@ class Record:
 
 @dataclass
 class Stored(Lazy):
-    """A tensor whose elements lie in a file, in the machine's byte order.
+    """A tensor whose elements lie in a file, in the machine's byte order; ``stride`` and ``start`` are in elements.
 
-    Attributes:
-        key: Name, for messages.
-        record: The whole storage; its checksum is compared before anything is given out.
-        stride: In elements.
-        start: Element of the storage at which the tensor begins.
+    The record is the whole storage; its checksum is compared before anything is given out.
     """
 
     key: str
@@ -189,8 +198,7 @@ class Stored(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        shape = self.shape_of(first, last)
-        stride, item = self.stride, self.dtype.itemsize
+        shape, stride, item = self.shape_of(first, last), self.stride, self.dtype.itemsize
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype, device="cpu")
         file, offset = self.record.file, self.record.offset
@@ -198,53 +206,46 @@ class Stored(Lazy):
         if len(shape) == 2 and stride[0] == 1 and stride[1] >= self.height > 1:
             # Stored transposed: a piece of each stored row, instead of all that lies between.
             self.record.check()
-            places = [(begin + column * stride[1] * item, shape[0] * item) for column in range(shape[1])]
-            flat = torch.frombuffer(_read_places(file, places, self.key), dtype=self.dtype)
-            return flat.view(shape[1], shape[0]).t().contiguous()
+            data = read_bytes(file, begin, shape[0] * item, self.key, shape[1], stride[1] * item)
+            return torch.frombuffer(data, dtype=self.dtype).view(shape[1], shape[0]).t().contiguous()
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         data = read_bytes(file, begin, span * item, self.key)
         self.record.check(data if (begin, span * item) == (offset, self.record.count) else None)
-        flat = torch.frombuffer(data, dtype=self.dtype)
-        return flat.as_strided(shape, stride).contiguous()
+        return torch.frombuffer(data, dtype=self.dtype).as_strided(shape, stride).contiguous()
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
-        step, *stride = self.stride
-        start = self.start + index * step
-        return Stored(self.key, self.record, self.shape[1:], self.dtype, tuple(stride), start)
+        start = self.start + index * self.stride[0]
+        return replace(self, shape=self.shape[1:], stride=self.stride[1:], start=start)
 
 
-def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | bytearray:
-    """Bytes of a file.
+def read_bytes(
+    file: Path, offset: int, count: int, key: str, times: int = 1, step: int = 0
+) -> mmap.mmap | bytearray:
+    """Bytes of a file, one place after the other where there are several, each ``step`` bytes behind the one before.
 
     Raises:
         CheckpointError: The file is missing, unreadable or too short.
     """
-    return _read_places(file, [(offset, count)], key)
-
-
-def _read_places(file: Path, places: Sequence[tuple[int, int]], key: str) -> mmap.mmap | bytearray:
-    """Bytes of several places of a file, given by offset and count, one after the other."""
-    total = sum(count for _, count in places)
     # Mapped memory goes back to the system when it is let go. The C library keeps freed blocks of large sizes, and with
     # small objects in between takes new memory for each.
-    data = mmap.mmap(-1, total) if total > _SMALL else bytearray(max(1, total))
-    view, filled = memoryview(data), 0
+    total = count * times
+    data = mmap.mmap(-1, total) if total > _SMALL else bytearray(total)
     try:
         with file.open("rb", buffering=0) as stream:
-            for offset, count in places:
-                stream.seek(offset)
-                end = filled + count
-                while filled < end:
-                    got = stream.readinto(view[filled:end])
+            for number in range(times):
+                stream.seek(offset + number * step)
+                rest = memoryview(data)[number * count :][:count]
+                while rest:
+                    got = stream.readinto(rest)
                     if not got:
                         raise CheckpointError(
                             f"{key}: {file} is too short",
-                            expected=f"{offset + count} bytes at least",
+                            expected=f"{offset + number * step + count} bytes at least",
                             got=file.stat().st_size,
                             fix="the file is truncated, copy it again",
                         )
-                    filled += got
+                    rest = rest[got:]
     except OSError as error:
         raise CheckpointError(
             f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file"
@@ -262,8 +263,14 @@ class Chunked(Lazy):
     chunks: Sequence[tuple[tuple[int, ...], Lazy]]
 
     def __post_init__(self) -> None:
-        have = sum(math.prod(piece.shape) for _, piece in self.chunks)
-        if have != math.prod(self.shape) or not self._is_covered():
+        boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
+        have = sum(math.prod(sizes) for _, sizes in boxes)
+        fits = all(len(at) == len(self.shape) for box in boxes for at in box)
+        if (
+            have != math.prod(self.shape)
+            or not fits
+            or (boxes and not is_tiling(self.shape, np.array(boxes, dtype=np.int64)))
+        ):
             raise CheckpointError(
                 f"{self.key}: stored pieces",
                 expected=f"pieces that cover {self.shape} once",
@@ -271,72 +278,36 @@ class Chunked(Lazy):
                 fix="the checkpoint is damaged, take an earlier one",
             )
 
-    def _is_covered(self) -> bool:
-        """Whether the pieces cover the tensor once, which have as many elements as it: pieces of rows, or others."""
-        boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
-        if any(len(at) != len(self.shape) for box in boxes for at in box):
-            return False
-        row, below = 0, (0,) * (len(self.shape) - 1)
-        for at, sizes in sorted(boxes) if self.shape else ():
-            if at != (row, *below) or sizes[1:] != self.shape[1:]:
-                return is_tiling(self.shape, np.array(boxes, dtype=np.int64))
-            row += sizes[0]
-        return True
-
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        if not self.shape:
-            return self.chunks[0][1].whole()
         if len(self.chunks) == 1:
             return self.chunks[0][1].rows(first, last)
         result = torch.empty(self.shape_of(first, last), dtype=self.dtype, device="cpu")
-        for offsets, piece in self.chunks:
-            begin, end = max(first, offsets[0]), min(last, offsets[0] + piece.shape[0])
+        for (at, *below), piece in self.chunks:
+            begin, end = max(first, at), min(last, at + piece.shape[0])
             if begin < end and math.prod(piece.shape):
-                columns = slices(offsets[1:], piece.shape[1:])
-                result[(slice(begin - first, end - first), *columns)] = piece.rows(
-                    begin - offsets[0], end - offsets[0]
-                )
+                place = (slice(begin - first, end - first), *slices(below, piece.shape[1:]))
+                result[place] = piece.rows(begin - at, end - at)
         return result
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
         parts = [
-            (offsets[1:], piece.select(index - offsets[0]))
-            for offsets, piece in self.chunks
-            if offsets[0] <= index < offsets[0] + piece.shape[0]
+            (tuple(below), piece.select(index - at))
+            for (at, *below), piece in self.chunks
+            if at <= index < at + piece.shape[0]
         ]
         return Chunked(self.key, self.shape[1:], self.dtype, parts)
 
 
-def _mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: Lazy) -> Lazy:
+def mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: Lazy) -> Lazy:
     """What a function makes of the same rows of tensors of one shape, element by element."""
-    return Computed(
+    return Lazy(
         bases[0].shape,
         dtype,
         lambda first, last: function(*(base.rows(first, last) for base in bases)),
-        lambda index: _mapped(function, dtype, *(base.select(index) for base in bases)),
+        lambda index: mapped(function, dtype, *(base.select(index) for base in bases)),
     )
-
-
-def cast(base: Lazy, dtype: torch.dtype) -> Lazy:
-    """A tensor in another dtype."""
-    return _mapped(lambda rows: rows.to(dtype), dtype, base)
-
-
-def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
-    """fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 bits that these lack, as int16.
-
-    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
-    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
-    """
-
-    def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
-        lower = lower.to(torch.int32)
-        upper = upper.view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
-        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
-
-    return _mapped(joined, torch.float32, upper, lower)
 
 
 def dequantized(
@@ -358,4 +329,171 @@ def dequantized(
             parts[name] = part.whole() if block is None else part.rows(start[0], start[0] + size[0])
         return dequantize_box(format, parts, needed, offsets, sizes).to(dtype)
 
-    return Computed(shape, dtype, rows)
+    return Lazy(shape, dtype, rows)
+
+
+# --------------------------------------------------------------------------------------------------- safetensors
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a path is a safetensors file or a folder of them."""
+    if path.is_dir():
+        return (path / INDEX).is_file() or any(p.suffix == ".safetensors" for p in path.iterdir())
+    return path.suffix == ".safetensors"
+
+
+def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+    """Tensors and metadata of a file, or of a folder with an index or with one file. Local operation.
+
+    Raises:
+        CheckpointError: Files missing, truncated or damaged, or an index that does not fit them.
+    """
+    if not path.is_dir():
+        return _open_file(path)
+    if (path / INDEX).is_file():
+        return _open_sharded(path / INDEX)
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise CheckpointError(
+            f"{path}: a folder of safetensors files",
+            expected=f"{INDEX}, or one file",
+            got=f"{len(files)} files without an index",
+            fix="add the index, or name one file",
+        )
+    return _open_file(files[0])
+
+
+def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(where.values()))
+        if any(Path(name).name != name for name in files):
+            raise ValueError("a file outside of the folder")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(index, f"unreadable index ({type(error).__name__}: {error})") from error
+    tensors: dict[str, Lazy] = {}
+    metadata: dict[str, str] = {}
+    problems = []
+    for name in files:
+        if not (index.parent / name).is_file():
+            problems.append(f"{name} is missing")
+            continue
+        found, more = _open_file(index.parent / name)
+        metadata |= more
+        problems += [f"{key} is in two files" for key in found.keys() & tensors.keys()]
+        problems += [f"{key} is in {name} but not listed as such" for key in found if where.get(key) != name]
+        tensors |= found
+    problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
+    if problems:
+        raise _damaged(index, shorten(sorted(problems), 5, "; "))
+    return {key: tensors[key] for key in where}, metadata
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {what}", fix="the file is damaged or truncated, copy it again")
+
+
+def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        fix = "a model of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
+        raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}") from error
+    if size < 8:
+        raise _damaged(path, f"not a safetensors file ({size} bytes)")
+    (length,) = struct.unpack("<Q", read_bytes(path, 0, 8, "header"))
+    if length > min(size - 8, 100_000_000):  # the package's own limit
+        raise _damaged(path, f"not a safetensors file (a header of {length} bytes in a file of {size})")
+    try:
+        header = json.loads(bytes(read_bytes(path, 8, length, "header")))
+        metadata = header.pop("__metadata__", {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("metadata that is no text")
+        tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
+    end = 8 + length
+    for record in sorted((tensor.record for tensor in tensors.values()), key=lambda record: record.offset):
+        if record.offset != end and record.count:
+            raise _damaged(path, f"{record.label} begins at byte {record.offset} instead of {end}")
+        end = max(end, record.offset + record.count)
+    if end != size:
+        raise _damaged(path, f"expected {end} bytes, got {size}")
+    return dict(tensors), metadata
+
+
+def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> Stored:
+    shape, (first, last) = tuple(described["shape"]), described["data_offsets"]
+    if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
+        raise ValueError(f"{key} has the shape {shape} and lies at {first} to {last}")
+    dtype = _DTYPES.get(described["dtype"])
+    if dtype is None:
+        raise ValueError(f"{key} has the unknown dtype {described['dtype']!r}")
+    if math.prod(shape) * dtype.itemsize != last - first:
+        raise ValueError(f"{key} of shape {shape} does not fit its {last - first} bytes")
+    record = Record(path, begin + first, last - first, None, key)
+    return Stored(key, record, shape, dtype, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+
+
+def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
+    """Write or overwrite a safetensors file, neither atomic nor synced, with texts for its header. Local operation.
+
+    Raises:
+        CheckpointError: A dtype that safetensors lacks, or a tensor that cannot be read.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    names, at = {dtype: name for name, dtype in _DTYPES.items()}, 0
+    for key, tensor in tensors.items():
+        if tensor.dtype not in names:
+            raise CheckpointError(
+                f"{key}: safetensors cannot hold it", expected=", ".join(_DTYPES), got=tensor.dtype
+            )
+        end = at + tensor.bytes
+        header[key] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors.values():
+            for block in as_bytes(tensor):
+                file.write(block)
+                tick(len(block))
+
+
+def write_folder(
+    folder: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick, shard_bytes: int
+) -> list[str]:
+    """:func:`write_file` of ``model.safetensors``, or of shards and their index, into a folder; returns their names."""
+    files = deal(tensors, ([key] for key in tensors), shard_bytes)
+    for n, (file, names) in enumerate(files.items()):
+        write_file(folder / file, {name: tensors[name] for name in names}, {} if n else metadata, tick)
+    return [*files, *write_index(folder, tensors, files)]
+
+
+def deal(
+    tensors: Mapping[str, Lazy], together: Iterable[Sequence[str]], shard_bytes: int
+) -> dict[str, list[str]]:
+    """Names of tensors by file, in order. Those ``together`` go into one, larger than ``shard_bytes`` if these are."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for names in together:
+        size = sum(tensors[name].bytes for name in names)
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1] += names
+        filled += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
+
+
+def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, Sequence[str]]) -> list[str]:
+    """Write the index of a folder with several files, given with their names; returns its name, none for one file."""
+    if len(files) == 1:
+        return []
+    where = {name: file for file, names in files.items() for name in names}
+    index = {"metadata": {"total_size": total_bytes(tensors)}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return [INDEX]

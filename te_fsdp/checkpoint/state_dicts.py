@@ -32,7 +32,7 @@ from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy, Stored
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
 from te_fsdp.checkpoint.sums import frame_of
-from te_fsdp.checkpoint.torch_files import Opened, Piece, Window, open_dcp, stored
+from te_fsdp.checkpoint.torch_files import Opened, Piece, Window, open_dcp, stored, with_leaves
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
@@ -40,14 +40,6 @@ from te_fsdp.quantized.components import components_from
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
-
-
-@dataclass(frozen=True)
-class _WithParts:
-    """A quantized weight with its components."""
-
-    found: Quantized
-    parts: dict[str, Lazy]
 
 
 @dataclass(frozen=True)
@@ -64,7 +56,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
         CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
     """
     try:
-        tree = _with_places(Window(path).objects(), "")
+        tree = with_leaves(Window(path).objects(), stored)
     except RecursionError as error:
         raise CheckpointError(
             f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict"
@@ -81,7 +73,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
 
 
 def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None) -> Contents:
-    """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before, without a manifest of ours.
+    """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before. Local operation.
 
     Raises:
         CheckpointError: See :func:`open_torch_contents`; also a checkpoint of ours that has lost its manifest.
@@ -96,9 +88,15 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
                 fix="take an earlier checkpoint or copy this one again",
             )
         opened = open_dcp(path, metadata)
-    tree: dict[Any, Any] = {}
     leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
-    leaves |= {key: _object(window) for key, window in opened.others.items()}
+    for key, window in opened.others.items():
+        try:
+            leaves[key] = window.objects()
+        except CheckpointError as error:
+            leaves[key] = _Unread(str(error))
+        if isinstance(leaves[key], torch.Tensor | Quantized):
+            leaves[key] = _Unread("a tensor inside of another object")
+    tree: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         *above, last = opened.paths.get(key, (key,))
         node = tree
@@ -106,16 +104,6 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
             node = node.setdefault(part, {})
         node[last] = leaf
     return _from_tree(path, DCP_KIND, _with_lists(tree), choices)
-
-
-def _object(window: Window) -> Any:
-    try:
-        value = window.objects()
-    except CheckpointError as error:
-        return _Unread(str(error))
-    if isinstance(value, torch.Tensor | Quantized):
-        return _Unread("a tensor inside of another object")
-    return value
 
 
 def _with_lists(node: Any) -> Any:
@@ -133,11 +121,10 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
     # The metadata says of them what it says of plain tensors; the header of the piece tells. It is read where the
     # length is not that of a plain one, which is looked at again when it is read.
-    if not pieces or not (dtype := pieces[0].dtype).is_floating_point:
+    if not pieces or not (first := pieces[0]).dtype.is_floating_point:
         return tensor
-    is_plain = pieces[0].window.length == frame_of(dtype, pieces[0].shape).length
-    found = None if is_plain else pieces[0].found
-    if not isinstance(found, Quantized):
+    is_plain = first.window.length == frame_of(first.dtype, first.shape).length
+    if is_plain or not isinstance(first.found, Quantized):
         return tensor
     if len(pieces) > 1:
         raise CheckpointError(
@@ -146,44 +133,14 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
             why="Pieces that were quantized apart need not have one scale",
             fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
         )
-    return _with_parts(found, key)
-
-
-def _with_parts(found: Quantized, key: str) -> _WithParts:
-    """One of TE's tensors in a ``torch.save`` file, its components unpadded and in the weight's orientation.
-
-    Raises:
-        CheckpointError: A format or option without a known layout.
-    """
-    if found.options.get("nvfp4_use_4over6"):
-        raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
-    try:
-        components = components_from(found.format, {**found.buffers, **found.options}, found.shape, key)
-    except PlacementError as error:
-        raise CheckpointError(str(error)) from error
-    like = found.buffers
-    return _WithParts(
-        found, {c.name: stored(c.tensor, f"{key}:{c.name}", like=like[c.name]) for c in components}
-    )
-
-
-def _with_places(value: Any, key: str) -> Any:
-    """Loaded objects with tensors that are read from their places."""
-    if isinstance(value, torch.Tensor):
-        return stored(value, key)
-    if isinstance(value, Quantized):
-        return _with_parts(value, key)
-    if isinstance(value, Mapping):
-        return {k: _with_places(v, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_places(v, f"{key}.{n}") for n, v in enumerate(value))
-    return value
+    return first.found
 
 
 def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
     """A file that te_fsdp wrote with everything."""
     own = tree[MANIFEST_KEY]
-    tensors = {k: t for k, t in {**tree["model"], **own.get("tensors", {})}.items() if not _is_extra(k)}
+    tensors = {**tree["model"], **own.get("tensors", {})}
+    tensors = {k: t for k, t in tensors.items() if isinstance(t, Lazy) and not _is_extra(k)}
     optimizer = tree.get("optimizer", {"state": {}, "param_groups": []})
     names = _listed_names(optimizer["param_groups"])
     for number, values in optimizer["state"].items():
@@ -194,14 +151,14 @@ def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
     return contents
 
 
-def _is_extra(name: str) -> bool:
-    return name == _EXTRA or name.endswith(f".{_EXTRA}")
+def _is_extra(name: Any) -> bool:
+    return str(name).rpartition(".")[2] == _EXTRA
 
 
 def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     where, state = _find_model(path, tree, choices.key)
     contents = Contents(path, kind, empty_manifest())
-    _add_model(contents, state, choices)
+    _add_model(contents, state, "" if where is None else f"{where}.", choices)
     left = [] if where is None else [str(key) for key in tree if str(key) != where.partition(".")[0]]
     for key in [k for k in left if k in _OPTIMIZER_KEYS]:
         if _add_optimizer(contents, tree[key], choices):
@@ -223,7 +180,7 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         if not isinstance(node, dict):
             raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
-    if isinstance(tree, dict) and any(isinstance(v, Lazy | _WithParts) for v in tree.values()):
+    if isinstance(tree, dict) and any(isinstance(v, Lazy | Quantized) for v in tree.values()):
         return None, tree
     found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
     if len(found) != 1:
@@ -243,28 +200,26 @@ def _keys(tree: Any) -> str:
     return "the keys " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
-    """Weights, buffers and delayed-scaling state of a state dict."""
+def _add_model(contents: Contents, state: Mapping[str, Any], where: str, choices: Choices) -> None:
+    """Weights, buffers and delayed-scaling state of a state dict, whose keys begin with ``where`` in the file."""
     manifest, unread = contents.manifest, []
-    extras = {name.removesuffix(_EXTRA).rstrip("."): v for name, v in state.items() if _is_extra(str(name))}
+    extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
     for name, value in extras.items():
         _add_extra_state(contents, name, value, choices)
     first: dict[Any, str] = {}
-    for name, value in state.items():
-        if _is_extra(str(name)):
-            continue
-        if isinstance(value, Stored) and value.bytes and isinstance(name, str):
-            # Tied weights are one tensor under several names; a checkpoint holds it under the first.
+    for name, value in ((name, value) for name, value in state.items() if not _is_extra(name)):
+        place: Any = name
+        if isinstance(value, Stored) and value.bytes:
             place = (value.record.offset, value.start, value.shape, value.stride, value.dtype)
-            if first.setdefault(place, name) != name:
-                contents.notes.append(f"{name}: tied to {first[place]}, stored once")
-                manifest.tied[name] = first[place]
-                continue
         if not isinstance(name, str):
             unread.append(f"{name!r} is no name")
-        elif isinstance(value, _WithParts):
-            _add_quantized(contents, name, value)
+        elif first.setdefault(place, name) != name:
+            # Tied weights are one tensor under several names; a checkpoint holds it under the first.
+            contents.notes.append(f"{name}: tied to {first[place]}, stored once")
+            manifest.tied[name] = first[place]
+        elif isinstance(value, Quantized):
+            _add_quantized(contents, name, value, f"{where}{name}")
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
             contents.tensors[f"model.{name}"] = value
@@ -275,20 +230,29 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             f"{contents.source}: {len(unread)} value(s) of the state dict are no tensors: {', '.join(unread[:5])}",
             fix="say where the model's state dict is with --key, or leave them out of it",
         )
-    read, empty = len(manifest.delayed), len(extras) - len(manifest.delayed)
-    if read:
-        contents.notes.append(
-            f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
-        )
-    if empty:
+    if read := len(manifest.delayed):
+        text = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
+        contents.notes.append(text)
+    if empty := len(extras) - read:
         why = "dropped as asked" if choices.extra_state == "drop" else "without state"
         contents.notes.append(f"_extra_state of {empty} module(s): {why}")
     if not extras:
         contents.notes.append("_extra_state: none in the file; delayed scaling would start anew")
 
 
-def _add_quantized(contents: Contents, name: str, value: _WithParts) -> None:
-    found, is_delayed = value.found, name.rpartition(".")[0] in contents.manifest.delayed
+def _add_quantized(contents: Contents, name: str, found: Quantized, key: str) -> None:
+    """One of TE's tensors, its components unpadded and in the weight's orientation.
+
+    Raises:
+        CheckpointError: A format or option without a known layout.
+    """
+    if found.options.get("nvfp4_use_4over6"):
+        raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
+    try:
+        components = components_from(found.format, {**found.buffers, **found.options}, found.shape, key)
+    except PlacementError as error:
+        raise CheckpointError(str(error)) from error
+    is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
     # TE's float8 tensor does not tell where its scale came from; the module's state does.
     scaling = "" if found.format != "float8" else " delayed" if is_delayed else " current"
     contents.manifest.parameters[name] = {
@@ -296,9 +260,10 @@ def _add_quantized(contents: Contents, name: str, value: _WithParts) -> None:
         "dtype": dtype_name(found.dtype),
         "layout": None,
         "format": f"{found.format}{scaling} {found.element}",
-        "components": sorted(value.parts),
+        "components": sorted(component.name for component in components),
     }
-    contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in value.parts.items()}
+    for part, tensor in ((component.name, component.tensor) for component in components):
+        contents.tensors[f"model.{name}:{part}"] = stored(tensor, f"{key}:{part}", like=found.buffers[part])
 
 
 def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:
@@ -315,13 +280,11 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         _check_uncut(key, tuple(value.shape[1:]), condition_of(tuple(value.shape[1:])))
     if choices.extra_state == "drop":
         return
-    if isinstance(value, dict) and set(value) == {DELAYED}:
-        state = dict(value[DELAYED])
-    elif isinstance(value, _Unread):
+    if isinstance(value, _Unread):
         raise unreadable_state(key, "a tensor of TransformerEngine 2, or an empty entry", value.why)
-    else:
-        state = _delayed_state(value, key) if isinstance(value, Lazy) else None
-    if state is None:
+    if isinstance(value, dict) and set(value) == {DELAYED}:
+        state = value[DELAYED]
+    elif not isinstance(value, Lazy) or not (state := _delayed_state(value, key)):
         return
     tensors = dict(state)
     recipe = tensors.pop("recipe", None)
@@ -331,8 +294,8 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
     contents.tensors |= {f"delayed.{module}:{name}": tensor for name, tensor in tensors.items()}
 
 
-def _delayed_state(value: Lazy, key: str) -> dict[str, Any] | None:
-    """Delayed scaling's state, as the state dict of a bound module has it, in an entry of TE's or of ours."""
+def _delayed_state(value: Lazy, key: str) -> dict[str, Any]:
+    """Delayed scaling's state in an entry of TE's or of ours, as a bound module's state dict has it, or nothing."""
     try:
         entry = value.whole()
         own, data = unpack(entry), bytes_of(entry)
@@ -340,13 +303,11 @@ def _delayed_state(value: Lazy, key: str) -> dict[str, Any] | None:
         raise CheckpointError(
             f"{key}: no state of TransformerEngine", expected="bytes", got=f"{value.dtype}: {error}"
         ) from error
-    if own is None:  # TE's
-        read = read_extra_state(data, key)
-        state = None if read is None else {"recipe": read[0], **read[1]}
+    if own is not None:
+        state = own[1] or {}
     else:
-        state = own[1]
-    if state is None:
-        return None
+        recipe, tensors = read_extra_state(data, key) or ({}, {})
+        state = {"recipe": recipe, **tensors} if tensors else {}
     return {n: InMemory(v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 

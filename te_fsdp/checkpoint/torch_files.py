@@ -3,10 +3,9 @@
 A file of ``torch.save`` is a zip file of uncompressed members: a pickle, and the bytes of each storage with a checksum
 (zero where checksums were switched off). Reading takes the pickle and notes where the storages lie, which are read, and
 compared with their checksums, when their rows are asked for. ``torch.load(mmap=True, weights_only=True)`` compares
-nothing; it maps the file, which counts as the process' memory (396 MB more for a file of 400 MB, here 20), ends the
-process by SIGBUS where the file is cut short meanwhile, needs TE for TE's tensors, and opens no file inside of another,
-as DCP's are. Kept from reading the data, by a private mode of torch, it takes 0.8 ms of CPU for each tensor, this 0.03
-ms (files of 2,000 small ones). DCP itself brings a whole piece into memory, which may be a whole embedding.
+nothing, maps the file, which counts as the process' memory (396 MB more for a file of 400 MB, here 20) and ends it by
+SIGBUS where the file is cut short meanwhile, needs TE for TE's tensors, and opens no file inside of another, as DCP's
+are; told not to read the data it takes 0.8 ms for each tensor, this 0.03. DCP brings whole pieces into memory.
 
 Writing lets torch write the file with gaps where the data belongs (``torch.serialization.skip_data``), and fills the
 gaps afterwards, with their checksums. ``torch.load`` reads the result weights-only, also with ``mmap=True``.
@@ -23,8 +22,8 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from itertools import chain, pairwise
+from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -115,7 +114,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A ``torch.save`` file: a whole file, or as many bytes of one from an offset, as DCP strings them together."""
+    """A ``torch.save`` file: a whole file, or as many bytes of one from an offset, as DCP strings them together.
+
+    Its methods raise CheckpointError where it is no such file, or damaged.
+    """
 
     file: Path
     key: str = ""
@@ -130,8 +132,7 @@ class Window:
     def objects(self) -> Any:
         """What was stored: plain objects, :class:`Quantized`, and tensors without data, with a ``record`` of theirs.
 
-        Raises:
-            CheckpointError: It cannot be read, or holds an object of a class that no state dict needs.
+        Of a class that no state dict needs: CheckpointError.
         """
         records = self.records()
         try:
@@ -158,11 +159,7 @@ class Window:
             raise self._no_torch_file(error) from error
 
     def records(self) -> dict[str, Record]:
-        """The members of the zip file by their names, without what all of these begin with.
-
-        Raises:
-            CheckpointError: It is no such file, or damaged.
-        """
+        """The members of the zip file by their names, without what all of these begin with."""
         records: dict[str, Record] = {}
         try:
             with self.file.open("rb") as stream:
@@ -220,19 +217,19 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
     written: list[Lazy] = []
     found: list[Any] = []
 
-    def gap_of(tensor: Lazy) -> torch.Tensor:
+    def gap_of(tensor: Lazy, key: str) -> torch.Tensor:
         written.append(tensor)
         return gaps.setdefault(id(tensor), _torch.without_data(tensor.shape, tensor.dtype))
 
     try:
         with serialization.skip_data(materialize_fake_tensors=True):
-            torch.save(_map(objects, gap_of), path)
+            torch.save(with_leaves(objects, gap_of), path)
     except RuntimeError:
         # "iostream error": torch does not tell what the system has refused. This asks for it again.
         with path.open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, sum(gap.untyped_storage().nbytes() for gap in gaps.values()))
         raise
-    _map(Window(path).objects(), found.append)
+    with_leaves(Window(path).objects(), lambda gap, _: found.append(gap))
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
         for tensor, gap in zip(written, found, strict=True):
@@ -248,22 +245,21 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
             if file.read(4) == _BEHIND:
                 file.write(struct.pack("<I", crc))
     # The same in the directory of the zip file, whose members are told by where their data begin.
-    at = {record.offset: name for name, record in Window(path).records().items()}
+    records = Window(path).records()
     with zipfile.ZipFile(path, "a") as archive:
-        by_name = {member.filename.partition("/")[2]: member for member in archive.infolist()}
-        for offset, crc in sums.items():
-            by_name[at[offset]].CRC = crc
+        for member in archive.infolist():
+            member.CRC = sums.get(records[member.filename.partition("/")[2]].offset, member.CRC)
         archive.comment = archive.comment  # writes the directory anew
 
 
-def _map(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Nested dicts and lists with other things in the place of tensors, lazy or not."""
+def with_leaves(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
+    """Nested dicts and lists with what ``change`` makes of tensors, lazy or not, and of the keys above them."""
     if isinstance(value, Lazy | torch.Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _map(item, change) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_map(item, change) for item in value)
+        return change(value, key)
+    if isinstance(value, Mapping):
+        return {k: with_leaves(v, change, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(with_leaves(v, change, f"{key}.{n}") for n, v in enumerate(value))
     return value
 
 
@@ -300,19 +296,16 @@ class Piece(Lazy):
         window = self.window
 
         def read(at: int, count: int) -> bytes:
-            return bytes(read_bytes(window.file, window.offset + at, count, window.label)[:count])
+            return bytes(read_bytes(window.file, window.offset + at, count, window.label))
 
-        known = self._alike(read)
-        if known is not None:
-            return known
-        found = window.objects()
-        if not isinstance(found, torch.Tensor):
-            return found
-        like = stored(found, window.key)
-        count = like.record.offset - window.offset
-        head = bytes(read_bytes(window.file, window.offset, count, window.key))
-        self.heads.setdefault((window.length, like.shape, like.dtype), []).append((head, like))
-        return like
+        found = self._alike(read)
+        if found is None:
+            found = window.objects()
+            if isinstance(found, torch.Tensor):
+                found = stored(found, window.key)
+                head = read(0, found.record.offset - window.offset)
+                self.heads.setdefault((window.length, found.shape, found.dtype), []).append((head, found))
+        return found
 
     @property
     def header(self) -> Stored:
@@ -321,16 +314,13 @@ class Piece(Lazy):
         Raises:
             CheckpointError: Another tensor is there than DCP's metadata says, or none.
         """
-        is_tensor = isinstance(self.found, Stored)
-        got = (self.found.shape, self.found.dtype) if is_tensor else type(self.found).__name__
-        if got != (self.shape, self.dtype):
-            raise CheckpointError(
-                f"{self.window.key}: its bytes in {self.window.file}",
-                expected=(self.shape, self.dtype),
-                got=got,
-                fix="the checkpoint is damaged, take an earlier one",
-            )
-        return self.found
+        found, expected = self.found, (self.shape, self.dtype)
+        got = (found.shape, found.dtype) if isinstance(found, Stored) else type(found).__name__
+        if got != expected:
+            fix = "the checkpoint is damaged, take an earlier one"
+            what = f"{self.window.key}: its bytes in {self.window.file}"
+            raise CheckpointError(what, expected=expected, got=got, fix=fix)
+        return found
 
     def within(self, data: torch.Tensor, *, check: bool) -> torch.Tensor:
         """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them. In any thread.
@@ -348,10 +338,9 @@ class Piece(Lazy):
         begin, count = like.record.offset - self.window.offset, like.record.count
         if check:
             like.record.check(view_of(data[begin : begin + count]))
-        first, strides = like.start, like.stride
-        last = first + sum((size - 1) * stride for size, stride in zip(self.shape, strides, strict=True))
+        last = like.start + sum((n - 1) * stride for n, stride in zip(self.shape, like.stride, strict=True))
         elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
-        return elements.as_strided(self.shape, strides, elements.storage_offset() + first)
+        return elements.as_strided(self.shape, like.stride, elements.storage_offset() + like.start)
 
     def _alike(self, read: Callable[[int, int], bytes]) -> Stored | None:
         """Where the elements lie, with their checksum, if another piece is alike up to them; ``read`` gives bytes."""
@@ -390,29 +379,28 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
     """
     metadata = metadata or read_metadata(path)
-    file_of = functools.cache(lambda name: file_in(path, name))
+    file_of = functools.cache(partial(file_in, path))
     windows: dict[str, list[Window]] = {}
-    spans: dict[str, list[tuple[int, int, str]]] = {}
+    ends: dict[str, int] = {}
     with unreadable(path, DCP_METADATA):
-        for index, place in metadata.storage_data.items():
-            window = Window(file_of(place.relative_path), index.fqn, place.offset, place.length)
+        order = lambda item: (item[1].relative_path, item[1].offset, item[1].length)  # noqa: E731
+        for index, place in sorted(metadata.storage_data.items(), key=order):
+            name, begin = place.relative_path, place.offset
+            if begin < ends.get(name, begin):
+                raise ValueError(f"{index.fqn} at byte {begin} of {name}, where another piece is")
             if transforms := getattr(place, "transform_descriptors", None):
                 raise CheckpointError(
                     f"{index.fqn} in {path}: stored with {transforms}", expected="plain bytes"
                 )
-            spans.setdefault(place.relative_path, []).append((place.offset, place.length, index.fqn))
+            ends[name] = begin + place.length
+            window = Window(file_of(name), index.fqn, begin, place.length)
             windows.setdefault(window.key, []).append(window)
         found = Index.of(metadata)
         others = {k: windows[k][0] for k in metadata.state_dict_metadata if k not in found.tensors}
         paths = dict(metadata.planner_data or {})
         for key in (key for key, path in paths.items() if key != ".".join(map(str, path))):
             raise ValueError(f"{key} is said to be at {paths[key]}")  # DCP joins the one out of the other
-        for name, own in spans.items():
-            own.sort()
-            for (begin, length, _), (other, _, key) in pairwise(own):
-                if other < begin + length:
-                    raise ValueError(f"{key} at byte {other} of {name}, where another piece is")
-    _check_files(path, {name: sum(own[-1][:2]) for name, own in spans.items()})
+    _check_files(path, ends)
     return Opened(found, tensors_of(path, found), others, paths, [*chain.from_iterable(windows.values())])
 
 
@@ -423,15 +411,15 @@ def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:
         CheckpointError: Pieces that do not make up their tensor, or lie in other directories.
     """
     heads: Heads = {}
-    file_of = functools.cache(lambda name: file_in(path, name))
+    file_of = functools.cache(partial(file_in, path))
     tensors: dict[str, Lazy] = {}
     with unreadable(path, DCP_METADATA):
         for key, rows in index.rows(index.tensors):
             (shape, dtype), chunks = index.tensors[key], []
             for number, begin, length, *box in rows.tolist():
-                offsets, sizes = tuple(box[: len(shape)]), tuple(box[len(shape) :])
                 window = Window(file_of(index.files[number]), key, begin, length)
-                chunks.append((offsets, Piece(window, sizes, dtype, heads)))
+                piece = Piece(window, tuple(box[len(shape) :]), dtype, heads)
+                chunks.append((tuple(box[: len(shape)]), piece))
             tensors[key] = Chunked(key, shape, dtype, chunks)
     return tensors
 

@@ -19,9 +19,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from te_fsdp.checkpoint.lazy import open_safetensors
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_map import Group
-from te_fsdp.checkpoint.safetensors import open_safetensors
 from te_fsdp.errors import CheckpointError
 from tests.unit.huggingface_models import MODELS, SIZES, TeModel, make_huggingface, to_te
 

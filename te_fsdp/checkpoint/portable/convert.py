@@ -31,10 +31,17 @@ from te_fsdp.checkpoint.contents import (
 )
 from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
 from te_fsdp.checkpoint.entries import decode
-from te_fsdp.checkpoint.lazy import BLOCK_BYTES, InMemory, Lazy, cast
+from te_fsdp.checkpoint.lazy import (
+    BLOCK_BYTES,
+    InMemory,
+    Lazy,
+    is_safetensors,
+    mapped,
+    write_file,
+    write_folder,
+)
 from te_fsdp.checkpoint.manifest import DCP_METADATA, STACKS_EXPERTS, Tick, has_manifest, write_manifest
 from te_fsdp.checkpoint.paths import is_remote, place_of
-from te_fsdp.checkpoint.safetensors import is_safetensors, write_file, write_folder
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
 from te_fsdp.checkpoint.torch_files import write_torch
 from te_fsdp.checkpoint.writing import write_tensors
@@ -60,28 +67,13 @@ def resolve(path: Path) -> tuple[Path, str]:
             return path, CHECKPOINT
         if (path / DCP_METADATA).is_file():
             return path, "DCP"
-        if is_safetensors(path):
-            _refuse_remote(path)
-            return path, "safetensors"
-        newest = latest(path)
-        if newest is not None:
-            return newest, CHECKPOINT
-        open_checkpoint(path)  # raises, and tells what is there and what is near
-    if path.is_file():
-        _refuse_remote(path)
-        if path.suffix == ".safetensors":
-            return path, "safetensors"
-        with suppress(zipfile.BadZipFile):  # the end of one, damaged
-            if zipfile.is_zipfile(path):
-                return path, "torch"
-        raise CheckpointError(
-            f"{path}: neither a safetensors file nor one that torch.save wrote",
-            fix="the file is truncated, older than torch 1.6, or of another kind",
-        )
-    raise CheckpointError(f"{path}: nothing there", fix="check the path")
-
-
-def _refuse_remote(path: Path) -> None:
+        if not is_safetensors(path):
+            newest = latest(path)
+            if newest is not None:
+                return newest, CHECKPOINT
+            open_checkpoint(path)  # raises, and tells what is there and what is near
+    elif not path.is_file():
+        raise CheckpointError(f"{path}: nothing there", fix="check the path")
     if is_remote(path):
         raise CheckpointError(
             f"{path}: cannot be read on object storage",
@@ -89,24 +81,31 @@ def _refuse_remote(path: Path) -> None:
             got="safetensors or a file of torch.save",
             fix="copy it to a local path",
         )
+    if is_safetensors(path):
+        return path, "safetensors"
+    with suppress(zipfile.BadZipFile):  # the end of one, damaged
+        if zipfile.is_zipfile(path):
+            return path, "torch"
+    raise CheckpointError(
+        f"{path}: neither a safetensors file nor one that torch.save wrote",
+        fix="the file is truncated, older than torch 1.6, or of another kind",
+    )
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
-    """Contents of whatever lies at a path. Local operation.
-
-    A checkpoint of te_fsdp or the newest in a folder of them, safetensors, a file of ``torch.save``, or a plain DCP
-    directory.
+    """Contents of whatever :func:`resolve` finds at a path. Local operation.
 
     Raises:
         CheckpointError: Nothing readable there, damaged, or not to be converted; names file and key.
     """
+    choices = choices or Choices()
     where, kind = resolve(path)
     if kind == "safetensors":
         return open_safetensors_contents(where)
     if kind == "torch":
-        return open_torch_contents(where, choices or Choices())
+        return open_torch_contents(where, choices)
     if kind == "DCP":
-        contents = open_dcp_contents(where, choices or Choices())
+        contents = open_dcp_contents(where, choices)
         refuse_scrambled(contents)
         return contents
     contents = open_checkpoint_contents(where)
@@ -165,7 +164,7 @@ def transformed(
         value, sources[name] = contents.best_value(name, weights)
         is_parameter = name in manifest.parameters
         if is_parameter and value.dtype.is_floating_point and dtype not in (None, value.dtype):
-            value = cast(value, dtype)  # type: ignore[arg-type]
+            value = mapped(lambda rows: rows.to(dtype), dtype, value)  # type: ignore[arg-type]
         tensors[f"model.{name}"] = value
         if is_parameter:
             layout = manifest.parameters[name].get("layout")
@@ -294,10 +293,9 @@ class Difference:
 
     Attributes:
         name: Of the parameter or buffer, or the key of optimizer state and the like.
-        kind: ``"only in A"``, ``"only in B"``, ``"shape"``, ``"dtype"``, ``"format"`` or ``"values"``.
-        detail: In words.
-        elements: Number of elements beyond the tolerance, of ``"values"``.
-        max_abs: Largest absolute difference, of ``"values"``; infinite where one of the two is no number.
+        kind: ``"only in A"``, ``"only in B"``, ``"shape"``, ``"dtype"``, ``"format"``; ``"values"``, with what follows.
+        elements: Number of them beyond the tolerance.
+        max_abs: Largest absolute difference; infinite where one of the two is no number.
         max_rel: Largest difference relative to the larger magnitude.
     """
 
@@ -311,13 +309,9 @@ class Difference:
 
 @dataclass
 class Report:
-    """All differences.
+    """Differences of tensors; others, of the optimizer's options, ``extra`` and the settings of modules, in words.
 
-    Attributes:
-        differences: Of tensors.
-        others: Of the optimizer's options, ``extra`` and the settings of modules, in words.
-        compared: Number of tensors whose values were compared.
-        equal: Number of these within the tolerance.
+    Of so many tensors values were ``compared``, and so many of these are ``equal`` within the tolerance.
     """
 
     differences: list[Difference] = field(default_factory=list)
@@ -327,9 +321,8 @@ class Report:
 
     def is_same(self, *, strict: bool = False) -> bool:
         """Whether nothing differs; dtypes and formats, whose values may be the same, count if ``strict``."""
-        return not (
-            self.others or [d for d in self.differences if strict or d.kind not in ("dtype", "format")]
-        )
+        counted = [d for d in self.differences if strict or d.kind not in ("dtype", "format")]
+        return not (self.others or counted)
 
 
 def compare_contents(
@@ -338,31 +331,26 @@ def compare_contents(
     """Compare two checkpoints. Local operation; a block of each tensor is in memory at a time.
 
     An element is beyond the tolerance if ``|a - b| > atol + rtol * |b|``, or if one of the two is no number and
-    the other is not the same.
-
-    ``tick`` is told the bytes of A; ``weights_only`` leaves optimizer, delayed-scaling state and extra.
+    the other is not the same. ``tick`` is told the bytes of A; ``weights_only`` leaves all that is no weight.
     """
     report = Report()
-    for name in sorted({*a.names, *b.names}):
-        if _in_both(report, name, name in a.names, name in b.names):
+    for of_weights in (True,) if weights_only else (True, False):
+        in_a, in_b = (
+            {*c.names} if of_weights else {key for key in c.tensors if not key.startswith("model.")}
+            for c in (a, b)
+        )
+        for name in sorted(in_a | in_b):
+            if (name in in_a) != (name in in_b):
+                report.differences.append(Difference(name, "only in A" if name in in_a else "only in B"))
+                continue
             formats = [c.manifest.parameters.get(name, {}).get("format") or "high precision" for c in (a, b)]
             if formats[0] != formats[1]:
                 report.differences.append(Difference(name, "format", " / ".join(formats)))
-            _compare(report, name, a.value(name), b.value(name), tick, rtol, atol)
-    if weights_only:
-        return report
-    others_a, others_b = ({k for k in c.tensors if not k.startswith("model.")} for c in (a, b))
-    for key in sorted(others_a | others_b):
-        if _in_both(report, key, key in others_a, key in others_b):
-            _compare(report, key, a.tensors[key], b.tensors[key], tick, rtol, atol)
-    report.others = _compare_plain(a, b)
+            one, other = (c.value(name) if of_weights else c.tensors[name] for c in (a, b))
+            _compare(report, name, one, other, tick, rtol, atol)
+    if not weights_only:
+        report.others = _compare_plain(a, b)
     return report
-
-
-def _in_both(report: Report, name: str, in_a: bool, in_b: bool) -> bool:
-    if not (in_a and in_b):
-        report.differences.append(Difference(name, "only in A" if in_a else "only in B"))
-    return in_a and in_b
 
 
 def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: float, atol: float) -> None:
@@ -395,8 +383,7 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
         a, b = a.double(), b.double()
         # NaN and infinities on one side are beyond any tolerance.
         differs = ~torch.isclose(a, b, rtol=rtol, atol=atol, equal_nan=True)
-    count = int(differs.sum())
-    if not count:
+    if not differs.any():
         return
     gap = (a - b).abs().double()[differs]
     largest = torch.maximum(a.abs(), b.abs()).double()[differs]
@@ -404,7 +391,7 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
     relative = torch.where(
         gap.isfinite() & (largest > 0), gap / largest, torch.where(gap > 0, torch.inf, 0.0)
     )
-    found.elements += count
+    found.elements += int(differs.sum())
     found.max_abs = max(found.max_abs, float(gap.max()))
     found.max_rel = max(found.max_rel, float(relative.max()))
 

@@ -28,7 +28,15 @@ from te_fsdp.checkpoint.contents import (
     stack_experts,
 )
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy import Computed, Lazy, total_bytes
+from te_fsdp.checkpoint.lazy import (
+    Lazy,
+    deal,
+    open_safetensors,
+    total_bytes,
+    write_file,
+    write_folder,
+    write_index,
+)
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import ModelState, model_state, owned_parameters, tied_names
@@ -51,13 +59,6 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     plan_exchange,
     semantics_of_config,
     shares_of,
-)
-from te_fsdp.checkpoint.safetensors import (
-    deal,
-    open_safetensors,
-    write_file,
-    write_folder,
-    write_index,
 )
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.sums import silent, sync
@@ -377,7 +378,7 @@ class _Saving(NamedTuple):
 
         def arriving(name: str, one: Description) -> Lazy:
             # There, all of it and once, when its group has come.
-            return Computed(one.shape, one.dtype, lambda first, last: exchange.take(name))  # type: ignore[union-attr]
+            return Lazy(one.shape, one.dtype, lambda first, last: exchange.take(name))  # type: ignore[union-attr]
 
         source = {name: arriving(name, one) for name, one in described.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)

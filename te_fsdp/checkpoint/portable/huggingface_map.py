@@ -29,7 +29,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.lazy import Computed, InMemory, Lazy
+from te_fsdp.checkpoint.lazy import InMemory, Lazy, is_safetensors, open_safetensors
 from te_fsdp.checkpoint.portable.huggingface_config import (
     EXPERTS,
     MIXTRALS,
@@ -46,7 +46,6 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     known_blocks,
     layer_differences,
 )
-from te_fsdp.checkpoint.safetensors import is_safetensors, open_safetensors
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
 
@@ -409,7 +408,7 @@ class WeightMap:
             kind = dtype or _common_dtype(mine[0][1]) or kind
             shapes = batch[0].form(te=to_te).shapes(batch[0].parts)
             for name in batch[0].written(to_te=to_te):
-                found[name] = Computed(shapes[name], kind, partial(conversion.rows, name, mine, kind))
+                found[name] = Lazy(shapes[name], kind, partial(conversion.rows, name, mine, kind))
         return found
 
     def batches(self, *, to_te: bool) -> list[list[Group]]:

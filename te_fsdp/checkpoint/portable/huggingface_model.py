@@ -23,8 +23,9 @@ import torch.distributed as dist
 
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, rank
+from te_fsdp.checkpoint.contents import with_remainders
 from te_fsdp.checkpoint.index import is_tiling
-from te_fsdp.checkpoint.lazy import InMemory, with_remainders
+from te_fsdp.checkpoint.lazy import InMemory
 from te_fsdp.checkpoint.model_state import Owned, clean_name, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture

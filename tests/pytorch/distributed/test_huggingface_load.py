@@ -9,9 +9,8 @@ import pytest
 import torch
 from checkpointing import huggingface
 
-from te_fsdp.checkpoint.lazy import InMemory
+from te_fsdp.checkpoint.lazy import InMemory, write_folder
 from te_fsdp.checkpoint.portable import huggingface as hf
-from te_fsdp.checkpoint.safetensors import write_folder
 from tests.unit.huggingface_models import make_huggingface
 
 CONFIG = {

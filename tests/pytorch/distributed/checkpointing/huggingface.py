@@ -164,7 +164,7 @@ def _through_a_checkpoint(folder: str, converted: str, model: nn.Module, made: C
 
 def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
     """What was written, beside what the command line makes of the checkpoint, and beside what there was."""
-    from te_fsdp.checkpoint.safetensors import open_safetensors
+    from te_fsdp.checkpoint.lazy import open_safetensors
     from te_fsdp.cli.main import main
 
     export = ["ckpt", "export", f"{target}-checkpoint", f"{target}-cli", "--like", folder, "--dtype", dtype]
