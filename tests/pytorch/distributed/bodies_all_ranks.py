@@ -230,3 +230,24 @@ def build_after_a_restart() -> list[str]:
     with listening(timeout=20.0) as texts:
         te_fsdp.Meshes.build(device_type=harness.device_type())
     return texts
+
+
+def raised_on_rank_0_alone() -> list[tuple[str, str]]:
+    """What each kind of error of rank 0's becomes on this rank: its class and its text."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    from te_fsdp.agree import from_rank_0
+    from te_fsdp.errors import OrderError
+
+    found = []
+    for error in (OrderError("rows"), KeyError("key"), CheckpointException("plan", {})):
+
+        def fail(error: BaseException = error) -> None:
+            assert dist.get_rank() == 0
+            raise error
+
+        try:
+            from_rank_0(fail)
+        except Exception as raised:
+            found.append((type(raised).__name__, str(raised)))
+    return found

@@ -95,3 +95,12 @@ def test_a_store_that_torchrun_kept_is_told_of(pool):
         environment = {"TORCHELASTIC_RESTART_COUNT": restarts}
         for texts in pool.run(bodies.build_after_a_restart, 2, init_group=False, env=environment):
             assert len(texts) == count and all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in t for t in texts)
+
+
+@pytest.mark.ranks(3)
+def test_errors_of_rank_0_reach_all(pool):
+    """DCP's is no ``Exception``: caught as one, it would be raised on rank 0 alone, and the others would wait."""
+    first, *others = pool.run(bodies.raised_on_rank_0_alone, 3)
+    assert [kind for kind, _ in first] == ["OrderError", "CheckpointError", "CheckpointError"]
+    assert "rank 0: CheckpointException: " in first[2][1]
+    assert others == [first, first]
