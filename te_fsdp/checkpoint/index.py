@@ -38,18 +38,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import FunctionType
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from te_fsdp import _torch
 from te_fsdp.checkpoint.entries import references
@@ -59,6 +53,7 @@ from te_fsdp.checkpoint.sums import (
     DamagedFileError,
     SummedFile,
     crc32,
+    open_checked,
     runs,
     synced,
     view_of,
@@ -133,18 +128,27 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     lies = np.zeros((first[-1], 2), dtype=np.int64)
     for begin, own in zip(first, places, strict=False):
         lies[begin + own[:, 0]] = own[:, 1:]
-    described, heads, packed = (
-        _Described(files),
-        list[list[tuple[str, tuple[int, ...], str, int]]](),
-        list[bytes](),
-    )
+    # What is equal is one object in the metadata, which halves its bytes: weights are cut alike.
+    cuts: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
+    metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
+    _torch.set_dcp_version(metadata)
+    place, heads, packed = _torch.place_class(), list[list[Any]](), list[bytes]()
     found, count = list[Rows](), 0
     with without_collector():
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes
             at = lies[first[writers[:, 0]] + writers[:, 1]]
+            cut = boxes.shape, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest()
+            if cut not in cuts:
+                cuts[cut] = [dcp.ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes.tolist()]
+            properties, size = _properties(stored.dtype), torch.Size(stored.shape)
+            metadata.state_dict_metadata[key] = dcp.TensorStorageMetadata(properties, size, cuts[cut])
             rows = np.concatenate([writers[:, :1], at, boxes[:, 0], boxes[:, 1]], axis=1)
-            described.add(key, stored, rows)
+            for number, (chunk, lie) in enumerate(zip(cuts[cut], rows[:, :FIXED].tolist(), strict=True)):
+                index = MetadataIndex(key, None, number)
+                # The constructor would copy it.
+                object.__setattr__(index, "offset", chunk.offsets)
+                metadata.storage_data[index] = place(files[lie[0]], *lie[1:])
             if not found:
                 heads.append([])
             heads[-1].append((key, stored.shape, dtype_name(stored.dtype), len(rows)))
@@ -155,7 +159,12 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
                 found, count = [], 0
         packed += [_pack(found)] if found else []
         head = json.dumps({"mark": mark, "files": files, "blocks": heads}).encode()
-        return Encoded(described.pickled(mark), [*packed, head], mark)
+        return Encoded(pickle.dumps(metadata), [*packed, head], mark)
+
+
+@functools.cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype, device="cpu"))
 
 
 def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
@@ -202,41 +211,6 @@ def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
         at += rows
 
 
-class _Described:
-    """DCP's metadata in the making. What is equal is one object, which halves its bytes: weights are cut alike."""
-
-    def __init__(self, files: list[str]) -> None:
-        self.files, self.place = files, _torch.place_class()
-        self.saved: dict[str, Any] = {}
-        self.lies: dict[MetadataIndex, Any] = {}
-        self.cuts: dict[Any, list[ChunkStorageMetadata]] = {}
-
-    def add(self, key: str, stored: Stored, rows: Rows) -> None:
-        """Describe a tensor, given its rows in the index."""
-        boxes = stored.boxes
-        cut = boxes.shape, hashlib.blake2b(boxes.tobytes(), digest_size=16).digest()
-        if cut not in self.cuts:
-            self.cuts[cut] = [ChunkStorageMetadata(*map(torch.Size, box)) for box in boxes.tolist()]
-        chunks, size = self.cuts[cut], torch.Size(stored.shape)
-        self.saved[key] = TensorStorageMetadata(_properties(stored.dtype), size, chunks)
-        for number, (chunk, lies) in enumerate(zip(chunks, rows[:, :FIXED].tolist(), strict=True)):
-            index = MetadataIndex(key, None, number)
-            # The constructor would copy it.
-            object.__setattr__(index, "offset", chunk.offsets)
-            self.lies[index] = self.place(self.files[lies[0]], lies[1], lies[2])
-
-    def pickled(self, mark: str) -> bytes:
-        """The file."""
-        metadata = Metadata(self.saved, storage_data=self.lies, storage_meta=StorageMeta(save_id=mark))
-        _torch.set_dcp_version(metadata)
-        return pickle.dumps(metadata)
-
-
-@functools.cache
-def _properties(dtype: torch.dtype) -> TensorProperties:
-    return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype, device="cpu"))
-
-
 # ------------------------------------------------------------------------------------------------------- reading
 
 
@@ -259,7 +233,7 @@ class Index:
     def of(cls, metadata: Metadata) -> Index:
         """From DCP's metadata, in memory."""
         saved = {
-            k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, TensorStorageMetadata)
+            k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)
         }
         names = dict.fromkeys(place.relative_path for place in metadata.storage_data.values())
         files = {name: number for number, name in enumerate(names)}
@@ -290,7 +264,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     if INDEX not in manifest.files:
         with unreadable(path, DCP_METADATA):
             return Index.of(read_metadata(path, manifest))
-    opened = partial(CheckedFile, manifest.at(path) / INDEX, manifest.files[INDEX], manifest.save_id)
+    opened = partial(open_checked, manifest.at(path) / INDEX, manifest.files[INDEX], manifest.save_id)
 
     def read(stream: CheckedFile, begin: int, lengths: list[int]) -> memoryview:
         data = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
@@ -309,9 +283,9 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         with unreadable(path, INDEX), opened() as stream:
             for run in runs(needed, lambda block: block[:2], _RUN):
                 data = read(stream, run[0][0], [size for _, size, _ in run])
-                for at, size, block in run:
-                    packed = data[at - run[0][0] :][:size]
-                    yield from (found for found in _unpack(packed, block) if found[0] in wanted)
+                for _, size, block in run:
+                    yield from (found for found in _unpack(data[:size], block) if found[0] in wanted)
+                    data = data[size:]
 
     return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
 
@@ -384,16 +358,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
 
 #: All that DCP's metadata is made of, besides dtypes.
 _KNOWN = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
+    dcp.__name__: {n for n, v in vars(dcp).items() if isinstance(v, type) and v.__module__ == dcp.__name__},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
     "torch": {"Size"},
@@ -412,36 +377,22 @@ class _Properties(TensorProperties):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names above. A pickle may also set attributes of the classes that it names: that is undone."""
+    """Knows the names above, and what was said of each of their classes before."""
 
-    def __init__(self, stream: IO[bytes]) -> None:
-        super().__init__(stream)
-        self._named: dict[type, dict[str, Any]] = {}
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self.named: dict[type, dict[str, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         known = name in _KNOWN.get(module, ())
-        if not known and module == "torch":
-            known = isinstance(getattr(torch, name, None), torch.dtype)
-        if not known:
+        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
         found = _Properties if name == "TensorProperties" else super().find_class(module, name)
         if isinstance(found, type):
-            self._named.setdefault(found, dict(vars(found)))
+            self.named.setdefault(found, dict(vars(found)))
         elif isinstance(found, FunctionType):
-            found = functools.partial(found)  # attributes are set on this one, then
+            found = partial(found)  # attributes are set on this one, then
         return found
-
-    def restore(self) -> list[str]:
-        """Put back what the pickle has set on classes; which attributes of which."""
-        changed, nothing = [], object()
-        for one, before in self._named.items():
-            for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
-                changed.append(f"{one.__name__}.{name}")
-                if name in before:
-                    setattr(one, name, before[name])
-                else:
-                    delattr(one, name)
-        return changed
 
 
 def unpickle_metadata(data: bytes) -> Metadata:
@@ -450,13 +401,21 @@ def unpickle_metadata(data: bytes) -> Metadata:
     Raises:
         pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged.
     """
-    _refuse_large_numbers(data)
-    unpickler = _Unpickler(io.BytesIO(data))
+    for code, number, _ in pickletools.genops(data):
+        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
+            raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")
+    unpickler, changed, nothing = _Unpickler(data), [], object()
     try:
         with without_collector():
             metadata = unpickler.load()
-    finally:
-        changed = unpickler.restore()
+    finally:  # a pickle may set attributes of the classes that it names: that is undone
+        for one, before in unpickler.named.items():
+            for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
+                changed.append(f"{one.__name__}.{name}")
+                if name in before:
+                    setattr(one, name, before[name])
+                else:
+                    delattr(one, name)
     if changed:
         raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
     if not isinstance(metadata, Metadata):
@@ -464,10 +423,3 @@ def unpickle_metadata(data: bytes) -> Metadata:
     if absent := {"state_dict_metadata", "planner_data", "storage_data"} - vars(metadata).keys():
         raise pickle.UnpicklingError(f"no {', '.join(sorted(absent))} in it")
     return metadata
-
-
-def _refuse_large_numbers(data: bytes) -> None:
-    """Raise for objects kept under a number that is larger than the pickle."""
-    for code, number, _ in pickletools.genops(data):
-        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
-            raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")

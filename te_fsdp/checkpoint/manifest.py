@@ -21,13 +21,13 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from te_fsdp.checkpoint.paths import is_remote, listing
+from te_fsdp.checkpoint.paths import listing
 from te_fsdp.checkpoint.sums import (
-    CheckedFile,
     DamagedFileError,
     Listed,
     Tick,
     checksum,
+    open_checked,
     silent,
     synced,
     without_collector,
@@ -74,42 +74,36 @@ class Kind(NamedTuple):
 
 
 def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
+    while callable(rule):
+        rule = rule(value)
     if isinstance(rule, Kind):
         if not rule.fits(value):
             raise _refuse(where, rule.expected, value)
-    elif callable(rule):
-        _check(value, rule(value), where, depth)
     elif depth > _DEEPEST:
         raise _refuse(where[:80], f"at most {_DEEPEST} levels", "more")
-    elif isinstance(rule, list):
-        if type(value) is not list:
-            raise _refuse(where, "a list", value)
+    elif type(value) is not type(rule):
+        raise _refuse(where, "a list" if type(rule) is list else "an object", value)
+    elif type(rule) is list:
         for index, item in enumerate(value):
             _check(item, rule[0], f"{where}[{index}]", depth + 1)
+    elif ... in rule:
+        known: set[str] = set()
+        for name, item in value.items():
+            if not _encodes(name):
+                raise _refuse(f"a name in {where}", _TEXT.expected, name)
+            # Most tensors of a model are described alike: one of them is looked at. Texts are as unlike as the values,
+            # for what JSON gives.
+            text = repr(item) if len(value) > _FEW else ""
+            if text not in known:
+                _check(item, rule[...], f"{where}.{name}", depth + 1)
+                known |= {text} - {""}
     else:
-        if type(value) is not dict:
-            raise _refuse(where, "an object", value)
-        if ... in rule:
-            _check_all(value, rule[...], where, depth)
-            return
         rules = {name.rstrip("?"): one for name, one in rule.items()}
         required = [name for name in rule if not name.endswith("?")]
         if not value.keys() >= set(required) or value.keys() - rules:
             raise _refuse(where, f"the keys {', '.join(required)}", sorted(value))
         for name, item in value.items():
             _check(item, rules[name], f"{where}.{name}", depth + 1)
-
-
-def _check_all(value: dict[str, Any], rule: Any, where: str, depth: int) -> None:
-    """Each entry of an object of any names. Most tensors of a model are described alike: one of them is looked at."""
-    known: set[str] = set()
-    for name, item in value.items():
-        if not _encodes(name):
-            raise _refuse(f"a name in {where}", _TEXT.expected, name)
-        text = repr(item) if len(value) > _FEW else ""  # as unlike as the values, for what JSON gives
-        if text not in known:
-            _check(item, rule, f"{where}.{name}", depth + 1)
-            known |= {text} - {""}
 
 
 def _refuse(where: str, expected: str, value: Any) -> InvalidError:
@@ -135,12 +129,8 @@ def _or_null(rule: Any) -> Callable[[Any], Any]:
     return lambda value: _NULL if value is None else rule
 
 
-def _dtype(prefix: str = "") -> Kind:
-    def fits(value: Any) -> bool:
-        known = type(value) is str and value.startswith(prefix)
-        return known and isinstance(getattr(torch, value.removeprefix(prefix), None), torch.dtype)
-
-    return Kind("the name of a dtype", fits)
+def _is_dtype(name: Any) -> bool:
+    return type(name) is str and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _is_file(value: Any) -> bool:
@@ -168,17 +158,19 @@ def _encoded(value: Any) -> Any:
 def _semantics(value: Any) -> Any:
     kinds = value.get("kinds") if type(value) is dict else None
     most = len(kinds) - 1 if type(kinds) is list else 0
-    return {"kinds": [_MODULE_KIND], "modules": {...: _whole(0, most)}, "recipes?": [_TEXT]}
+    kind = {"kind": _TEXT, "library": _TEXT, "settings": {...: _encoded}}
+    return {"kinds": [kind], "modules": {...: _whole(0, most)}, "recipes?": [_TEXT]}
 
 
 def _parameter(value: Any) -> Any:
     quantized = type(value) is dict and value.get("format") is not None
-    return _QUANTIZED if quantized else {**_WEIGHT, "format": _NULL}
+    more = {"format": _TEXT, "components": [_TEXT]} if quantized else {"format": _NULL}
+    return {**_TENSOR, "layout": _or_null(_TEXT), **more}
 
 
 def _state(value: Any) -> Any:
     plain = type(value) is dict and "value" in value
-    return {**({"value": _encoded} if plain else _TENSOR), **_EXPERTS}
+    return {**({"value": _encoded} if plain else _TENSOR), "experts?": [_whole()], "scalar?": _FLAG}
 
 
 _NULL = Kind("null", lambda value: value is None)
@@ -189,15 +181,12 @@ _FOLDER = Kind(
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
 _FILE = Kind("bytes, CRC-32 and perhaps where the table begins", _is_file)
-_TENSOR = {"shape": [_whole()], "dtype": _dtype()}
-_WEIGHT = {**_TENSOR, "layout": _or_null(_TEXT)}
-_QUANTIZED = {**_WEIGHT, "format": _TEXT, "components": [_TEXT]}
-_EXPERTS = {"experts?": [_whole()], "scalar?": _FLAG}
-_MODULE_KIND = {"kind": _TEXT, "library": _TEXT, "settings": {...: _encoded}}
+_TENSOR = {"shape": [_whole()], "dtype": Kind("the name of a dtype", _is_dtype)}
+_DTYPE = Kind("the name of a dtype", lambda name: str(name)[:6] == "torch." and _is_dtype(name[6:]))
 _MARKED = {
     "te_fsdp.tuple": [_encoded],
     "te_fsdp.per_rank": [_encoded],
-    "te_fsdp.tensor": {**_TENSOR, "key": _TEXT, "dtype": _dtype("torch.")},
+    "te_fsdp.tensor": {**_TENSOR, "key": _TEXT, "dtype": _DTYPE},
 }
 _DELAYED = {
     "num_gemms": _whole(1),
@@ -207,8 +196,11 @@ _DELAYED = {
     "amax_compute_algo": _one_of("max", "most_recent"),
     "reduce_amax": _FLAG,
 }
-_GROUP = {"parameters": [_TEXT], "options": {...: _encoded}}
-_OPTIMIZER = {"class": _TEXT, "groups": [_GROUP], "state": {...: {...: _state}}}
+_OPTIMIZER = {
+    "class": _TEXT,
+    "groups": [{"parameters": [_TEXT], "options": {...: _encoded}}],
+    "state": {...: {...: _state}},
+}
 
 
 @dataclass
@@ -257,12 +249,7 @@ class Manifest:
 
     def at(self, path: Path) -> Path:
         """Where the files of the checkpoint at a path lie."""
-        return path / self.folder if self.folder else path
-
-    def lay_out(self, folder: Path) -> None:
-        """Note where the other files are being written, and the format that this takes. Local operation."""
-        self.folder = folder.name if is_remote(folder) else ""
-        self.format_version = HAS_FOLDER if self.folder else SUMS_PIECES
+        return path / self.folder
 
     @property
     def body(self) -> dict[str, Any]:
@@ -298,15 +285,15 @@ def is_ours(mark: Any) -> bool:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into a directory, synced to disk; CheckpointError if it could not be read back. Local."""
-    body, path = manifest.body, directory / FILE_NAME
+    path = directory / FILE_NAME
     with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options", _WRONG):
         first = {"digest": _NO_DIGEST, "number": manifest.number}  # where save_number looks
-        text = _lines({**first, **body}).encode("ascii")
+        text = _lines({**first, **manifest.body}).encode("ascii")
         # Of thousands of tensors enough to have all of the process' objects walked over, at every second save.
         with without_collector():
             body = json.loads(text)
-            body.pop("digest")
-            _parse(body)
+            del body["digest"]
+            parse_manifest(body, is_file=True)
             del body
     with synced(path) as file:
         file.write(text.replace(_NO_DIGEST.encode(), _digest(text).encode(), 1))
@@ -336,37 +323,36 @@ def read_manifest(directory: Path) -> Manifest:
         found = _digest(text.replace(digest.encode(), _NO_DIGEST.encode(), 1))
         if digest != found:
             raise InvalidError(f"expected digest {digest!a:.40}, got {found}")
-        return _parse(body)
+        return parse_manifest(body, is_file=True)
 
 
-def parse_manifest(body: dict[str, Any], required: Iterable[str] = ()) -> Manifest:
-    """A manifest from its fields, the kind of every value checked; fields that older ones lack may be ``required``.
+def parse_manifest(body: dict[str, Any], *, is_file: bool = False) -> Manifest:
+    """A manifest from its fields, the kind of every value checked; of a file, what it says of the others besides.
 
     Raises:
         InvalidError: Names the first that is wrong.
     """
     rules = get_type_hints(Manifest, include_extras=True)
-    always = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
-    unknown, absent = sorted(body.keys() - rules), sorted({*always, *required} - body.keys())
+    required = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
+    required |= {"files", "format_version"} if is_file else set()
+    unknown, absent = sorted(body.keys() - rules), sorted(required - body.keys())
     if unknown or absent:
         what = f"a field {unknown[0]!a} that no manifest has" if unknown else f"no field {absent[0]!r}"
         raise InvalidError(what)
     for name, value in body.items():
         _check(value, rules[name].__metadata__[0], name)
-    return Manifest(**body)
-
-
-def _parse(body: dict[str, Any]) -> Manifest:
-    manifest = parse_manifest(body, ("files", "format_version"))
-    save_id = manifest.save_id
-    has_id = len(save_id) == 32 and set(save_id) <= set("0123456789abcdef")
-    if manifest.folder and manifest.format_version < HAS_FOLDER:
-        raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {manifest.folder!a:.80}")
+    manifest = Manifest(**body)
+    if not is_file:
+        return manifest
+    save_id, version, folder = manifest.save_id, manifest.format_version, manifest.folder
+    has_id = re.fullmatch("[0-9a-f]{32}", save_id) is not None
+    if folder and version < HAS_FOLDER:
+        raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {folder!a:.80}")
     others = (DCP_METADATA, INDEX)  # whose readers look themselves
     untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
     if untold and has_id:
         raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
-    if has_id != (manifest.format_version >= SUMS_PIECES) or (save_id and not has_id):
+    if has_id != (version >= SUMS_PIECES) or (save_id and not has_id):
         raise InvalidError(f"save_id: expected one from format {SUMS_PIECES} on, got {save_id!a:.80}")
     return manifest
 
@@ -428,7 +414,7 @@ def check_files(
             if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
                 problems.append(f"{name} is no file")
             elif checksums:
-                with CheckedFile(path, listed, manifest.save_id) as file:
+                with open_checked(path, listed, manifest.save_id) as file:
                     file.check(listed[1], tick)
             elif status.st_size != listed[0]:
                 problems.append(f"{name}: expected {listed[0]} bytes, got {status.st_size}")
@@ -442,25 +428,22 @@ def check_files(
 def problems_shown(path: Path, manifest: Manifest) -> list[str]:
     """What is wrong with a checkpoint, as far as that shows without reading its tensors. Local operation."""
     problems, folder = check_files(path, manifest), manifest.at(path)
-    listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
     if problems:
         return problems
+    listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
     try:
         if listed is None or checksum(metadata) != listed[1]:
-            return [f"{DCP_METADATA}: its contents have changed (CRC-32)"]
-    except OSError as error:
-        return [f"{DCP_METADATA}: {error.strerror or error}"]
-    if INDEX in manifest.files:
-        # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
-        with metadata.open("rb") as file:
-            file.seek(max(0, listed[0] - _END))
-            mark = MARK.search(file.read())
-        try:
+            raise DamagedFileError("its contents have changed (CRC-32)")
+        if INDEX in manifest.files:
+            # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
+            with metadata.open("rb") as file:
+                file.seek(max(0, listed[0] - _END))
+                mark = MARK.search(file.read())
             manifest.check_identity(mark and mark[0].decode())
-        except DamagedFileError as error:
-            return [f"{DCP_METADATA}: {error}"]
-    elif (folder / INDEX).is_file():
-        return [f"{INDEX}: not listed in the manifest"]
+        elif (folder / INDEX).is_file():
+            return [f"{INDEX}: not listed in the manifest"]
+    except (DamagedFileError, OSError) as error:
+        return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
     return []
 
 

@@ -29,7 +29,7 @@ from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece
 from te_fsdp.checkpoint.index import FIXED, Index, Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, runs
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, open_checked, runs
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import slices
 
@@ -139,7 +139,7 @@ def read_stored(
             try:
                 # Sizes of a plain directory's files were compared with its metadata when it was opened.
                 listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
-                with CheckedFile(path / name, listed, manifest.save_id) as file:
+                with open_checked(path / name, listed, manifest.save_id) as file:
                     for run, found in _read_ahead(pool, file, pieces):
                         taken = run
                         for place, begin, values in found.result():

@@ -385,7 +385,7 @@ def _prepare(
         manifest, collected = _describe(ranks, found[0], experts, save_id, *whole), found[0]
         plan = collected.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
-        check_replicas(ranks, plan.part, tensors, plan.names)
+        check_replicas(ranks, plan, tensors)
         writing = Writing(ranks, temporary, save_id, plan, tensors)
         background().plans[model] = plan, collected.described
         return writing, manifest
@@ -446,7 +446,6 @@ def _complete(
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:
-        manifest.lay_out(writing.path)
         manifest.files = {name: values for _, files in written for name, values in files.items()}
         seen = listing(writing.path)
         absent = [name for name in manifest.files if not (name in seen or (writing.path / name).is_file())]

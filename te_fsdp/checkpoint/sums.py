@@ -24,6 +24,7 @@ import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -38,7 +39,7 @@ except ImportError:  # an environment made by hand
 
     _IS_SLOW = True
 
-from te_fsdp.checkpoint.background import blocks_of, flat_rows
+from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.checkpoint.paths import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
@@ -88,13 +89,13 @@ def without_collector() -> Iterator[None]:
 def checksum(path: Path) -> int:
     """CRC-32 of a file."""
     with path.open("rb") as file:
-        return _crc(file, path.stat().st_size, silent)
+        return _crc(file, math.inf, silent)
 
 
-def _crc(file: Any, length: int, tick: Tick) -> int:
+def _crc(file: Any, length: float, tick: Tick) -> int:
     """CRC-32 of the next bytes of an open file; of those that there are, if they are fewer."""
     crc = 0
-    while length > 0 and (block := file.read(min(length, _BLOCK))):
+    while block := file.read(min(length, _BLOCK)):
         crc = crc32(block, crc)
         length -= len(block)
         tick(len(block))
@@ -180,34 +181,28 @@ class Frame(NamedTuple):
         return len(self.head) + self.size + len(self.tail)
 
 
-class _Gap:
-    """A file that keeps what is written to it, and notes where the elements were left out."""
+class _Gaps(io.BytesIO):
+    """A file that leaves out what is skipped, and notes where."""
 
     def __init__(self) -> None:
-        self.parts: list[bytes] = [b""]
-
-    def write(self, data: Any) -> int:
-        self.parts[-1] += bytes(data)
-        return memoryview(data).nbytes
+        super().__init__()
+        self.found: list[int] = []
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        self.parts.append(b"")
+        self.found.append(self.tell())
         return offset
-
-    def flush(self) -> None:
-        pass
 
 
 @functools.lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     """The frame of a plain tensor on the host, as torch writes it now. Local operation; takes 0.1 ms once."""
-    file, size = _Gap(), math.prod(shape) * dtype.itemsize
+    file, size = _Gaps(), math.prod(shape) * dtype.itemsize
     with torch.serialization.skip_data():  # of this thread alone
         # Its memory is never touched, so that the system gives none.
-        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)  # type: ignore[arg-type]
-    head, *tail = file.parts
-    assert len(tail) == (1 if size else len(tail)), "torch leaves the elements out in one place"
-    return Frame(head, size, b"".join(tail))
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
+    assert len(file.found) == 1 or not size, "torch leaves the elements out in one place"
+    begin, around = [*file.found, 0][0], file.getvalue()
+    return Frame(around[:begin], size, around[begin:])
 
 
 class SummedFile:
@@ -260,44 +255,69 @@ class SummedFile:
 class DamagedFileError(CheckpointError):
     """A file that is not as it was saved; the text says what is wrong, without the name of the file.
 
-    Attributes:
-        begin: Byte at which the piece begins that is wrong, where it is one.
+    ``begin`` is the byte at which the piece begins that is wrong, where it is one.
     """
 
-    begin: int | None = None
+    def __init__(self, what: str, begin: int | None = None) -> None:
+        super().__init__(what)
+        self.begin = begin
 
 
-class CheckedFile:
-    """A file of a checkpoint that is compared with its checksums as it is read. Use it as a context.
+def _changed(at: int, length: int) -> DamagedFileError:
+    return DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})", at)
+
+
+@contextmanager
+def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[CheckedFile]:
+    """A file of a checkpoint, to be compared with its checksums as it is read.
 
     Files that te_fsdp wrote before format 3 have no table: only their size is known.
 
     Raises:
         DamagedFileError: It is not the file that the manifest, with this id of the save, lists.
     """
+    if listed is None:
+        raise DamagedFileError("not listed in the manifest")
+    _say_if_slow()
+    with path.open("rb", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size != listed[0]:
+            raise DamagedFileError(f"expected {listed[0]} bytes, got {size}")
+        pieces = None
+        if len(listed) == 3:
+            file.seek(listed[2])
+            pieces = _parse_table(file.read(size - listed[2]), path.name.encode(), listed, save_id.encode())
+        yield CheckedFile(file, size, pieces)
 
-    def __init__(self, path: Path, listed: Listed | None, save_id: str) -> None:
-        if listed is None:
-            raise DamagedFileError("not listed in the manifest")
-        _say_if_slow()
-        self._file = path.open("rb", buffering=0)
-        #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known.
-        self.pieces: dict[int, tuple[int, int]] | None = None
-        self.size = self._file.seek(0, os.SEEK_END)
-        try:
-            if self.size != listed[0]:
-                raise DamagedFileError(f"expected {listed[0]} bytes, got {self.size}")
-            if len(listed) == 3:
-                self.pieces = self._table(path.name.encode(), listed, save_id.encode())
-        except BaseException:
-            self._file.close()
-            raise
 
-    def __enter__(self) -> CheckedFile:
-        return self
+def _parse_table(table: bytes, name: bytes, listed: Listed, save_id: bytes) -> dict[int, tuple[int, int]]:
+    head = _HEAD.size + len(name)
+    if table.startswith(_MARK) and table[8:40] != save_id:
+        raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
+    if table.startswith(_MARK) and table[_HEAD.size : head] != name:
+        raise DamagedFileError("another file of the same save")
+    if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
+        raise DamagedFileError("its table of checksums has changed (CRC-32)")
+    pieces, at = {}, 0
+    for length, crc in _ROW.iter_unpack(table[head:]):
+        pieces[at] = length, crc
+        at += length
+    if at != listed[2]:
+        raise DamagedFileError(f"checksums of {at} bytes instead of {listed[2]}")
+    return pieces
 
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """What :func:`open_checked` gives.
+
+    Attributes:
+        pieces: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known.
+    """
+
+    file: Any
+    size: int
+    pieces: dict[int, tuple[int, int]] | None
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
         """Fill ``data``, uint8 on the host, with pieces of these lengths from a byte on. Any thread may call this.
@@ -307,52 +327,27 @@ class CheckedFile:
         """
         view, have = view_of(data), 0
         while have < len(view):
-            count = read_at(self._file, view[have:], offset + have)
+            count = read_at(self.file, view[have:], offset + have)
             if not count:
                 raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + have}")
             have += count
         for length in lengths if self.pieces is not None else ():
-            expected, error = self.pieces.get(offset), None  # type: ignore[union-attr]
-            if expected is None or expected[0] != length:
-                error = DamagedFileError(f"no piece of {length} bytes begins at byte {offset}")
-            elif crc32(view[:length]) != expected[1]:
-                error = _changed(offset, length)
-            if error is not None:
-                error.begin = offset
-                raise error
+            known, crc = self.pieces.get(offset, (None, 0))  # type: ignore[union-attr]
+            if known != length:
+                raise DamagedFileError(f"no piece of {length} bytes begins at byte {offset}", offset)
+            if crc32(view[:length]) != crc:
+                raise _changed(offset, length)
             view, offset = view[length:], offset + length
         return data
 
-    def _table(self, name: bytes, listed: Listed, save_id: bytes) -> dict[int, tuple[int, int]]:
-        _, crc, begin = listed
-        self._file.seek(begin)
-        table, head = self._file.read(self.size - begin), _HEAD.size + len(name)
-        if table.startswith(_MARK) and table[8:40] != save_id:
-            raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
-        if table.startswith(_MARK) and table[_HEAD.size : head] != name:
-            raise DamagedFileError("another file of the same save")
-        if crc32(table) != crc or (len(table) - head) % _ROW.size:
-            raise DamagedFileError("its table of checksums has changed (CRC-32)")
-        pieces, at = {}, 0
-        for length, of_piece in _ROW.iter_unpack(table[head:]):
-            pieces[at] = length, of_piece
-            at += length
-        if at != begin:
-            raise DamagedFileError(f"checksums of {at} bytes instead of {begin}")
-        return pieces
-
     def check(self, crc: int, tick: Tick) -> None:
         """Read all of it; DamagedFileError if something has changed. ``crc`` is of the whole, where it has no table."""
-        spans = {0: (self.size, crc)} if self.pieces is None else self.pieces
-        self._file.seek(0)
-        reader = io.BufferedReader(self._file)
-        for at, (length, expected) in spans.items():
+        self.file.seek(0)
+        reader = io.BufferedReader(self.file)
+        pieces = {0: (self.size, crc)} if self.pieces is None else self.pieces
+        for at, (length, expected) in pieces.items():
             if _crc(reader, length, tick) != expected:
                 raise _changed(at, length)
-
-
-def _changed(at: int, length: int) -> DamagedFileError:
-    return DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})")
 
 
 def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
@@ -368,45 +363,3 @@ def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) ->
         run.append(item)
     if run:
         yield run
-
-
-# ------------------------------------------------------------------------------------------- of tensors
-
-# Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
-_IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
-#: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
-_ELEMENTS = 1 << 22
-#: Bytes up to which tensors are summed up together.
-_SMALL = 1 << 10
-
-
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
-    sums: dict[int, int] = {}
-    elsewhere: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-    for block in blocks_of(enumerate(tensors)):
-        rows = flat_rows(block.rows())
-        if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
-            crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
-            sums.update(zip(block.keys, crcs, strict=True))
-        else:
-            elsewhere.setdefault(rows.device, []).append((block.keys, _weighted(rows)))
-    for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
-        fetched = torch.cat([found for _, found in blocks]).tolist()
-        sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
-    return [sums[number] for number in range(len(sums))]
-
-
-def _weighted(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
-    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
-    # Of a row alone: which tensors are summed up together may differ between ranks.
-    width = max(1, min(_ELEMENTS, words.shape[1]))
-    weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
-    totals = []
-    for some in words.split(max(1, _ELEMENTS // width)):
-        total = torch.zeros(len(some), dtype=torch.int64, device=rows.device)
-        for block in some.split(width, dim=1):
-            total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
-        totals.append(total)
-    return torch.cat(totals)

@@ -21,13 +21,13 @@ import numpy as np
 import torch
 
 from te_fsdp.agree import Ranks, digest
-from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of
-from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
+from te_fsdp.checkpoint.entries import Entry, Piece, add_entry
 from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
 from te_fsdp.checkpoint.lazy import Lazy
-from te_fsdp.checkpoint.manifest import Manifest, read_manifest
+from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_manifest
 from te_fsdp.checkpoint.paths import is_remote
-from te_fsdp.checkpoint.sums import Listed, SummedFile, Tick, checksums, synced, without_collector
+from te_fsdp.checkpoint.sums import Listed, SummedFile, Tick, crc32, synced, view_of, without_collector
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
 #: Where a piece begins in the original, and its shape.
@@ -37,50 +37,39 @@ Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Box]]]
 
 
 @dataclass
-class Part:
-    """What one rank hears.
+class Plan:
+    """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all.
+
+    To plan takes a millisecond for each dozen of tensors, and the time of all ranks' tensors on rank 0.
 
     Attributes:
         writes: Numbers of the pieces that it writes, ascending.
         shared: Its pieces that others hold as well, by the number that they have on all ranks.
         groups: Of these numbers, those that the same ranks hold, by the number of that set of ranks.
+        token: Drawn by rank 0 for this plan.
+        signature: What this rank had to write; no tensors.
+        blocks: Numbers of the pieces that are written together.
+        places: A row for each piece, in the order of writing: its number, first byte, bytes; once they are written.
+        names: Of what several ranks hold, by number; rank 0 alone has them, as what follows.
+        tensors: All of them, until index and metadata are made.
+        encoded: Index and metadata.
     """
 
     writes: list[int] = field(default_factory=list)
     shared: dict[int, int] = field(default_factory=dict)
     groups: dict[int, list[int]] = field(default_factory=dict)
+    token: str = ""
+    signature: Any = None
+    blocks: list[list[int]] = field(default_factory=list)
+    places: Rows | None = None
+    names: list[str] = field(default_factory=list)
+    tensors: dict[str, Stored] | None = None
+    encoded: Encoded | None = None
 
 
 def file_of(rank: int) -> str:
     """Name of the file that a rank writes, as DCP has it."""
     return f"__{rank}_0.distcp"
-
-
-@dataclass
-class Plan:
-    """What the ranks agreed on for a save of a model, and agree on again while the model is the same.
-
-    To plan takes a millisecond for each dozen of tensors, and the time of all ranks' tensors on rank 0.
-
-    Attributes:
-        token: Drawn by rank 0 for this plan.
-        signature: What this rank had to write; no tensors.
-        part: What this rank writes, and what of it others hold as well.
-        blocks: Numbers of the pieces that are written together, among all that this rank holds.
-        names: Of what several ranks hold, by number; rank 0 alone has them, as what follows.
-        tensors: All of them, until index and metadata are made.
-        encoded: Index and metadata.
-        places: Of this rank's pieces, a row for each in the order of writing: its number, first byte, bytes.
-    """
-
-    token: str
-    signature: Any
-    part: Part
-    blocks: list[list[int]]
-    names: list[str]
-    tensors: dict[str, Stored] | None = None
-    encoded: Encoded | None = None
-    places: Rows = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
 
 
 @dataclass
@@ -140,23 +129,24 @@ class Writing:
                 lies += [(n, *place) for n, place in zip(numbers, file.write(rows), strict=True)]
                 tick(rows.nbytes)
             listed = file.finish(name, self.save_id)
-        places = np.array(lies, dtype=np.int64).reshape(-1, 3)
-        is_known = len(self.plan.places) > 0
-        if is_known and not np.array_equal(places, self.plan.places):
+        places, known = np.array(lies, dtype=np.int64).reshape(-1, 3), self.plan.places
+        if known is not None and not np.array_equal(places, known):
             raise CheckpointError(
                 f"{self.path}: save: tensors were written in another order than by the save that planned it",
-                expected=f"{len(self.plan.places)} pieces at the places of then",
+                expected=f"{len(known)} pieces at the places of then",
                 got="others",
                 fix="please report this; a model built anew is planned anew",
             )
         self.plan.places = places
-        return None if is_known else places, {name: listed}
+        return None if known is not None else places, {name: listed}
 
     def finish(self, places: list[Rows | None], manifest: Manifest) -> None:
         """Write index and metadata, given the places of all ranks, and list them. Rank 0 alone calls this.
 
         Both are marked with what the manifest says: from now on nothing may change there but ``files``.
         """
+        manifest.folder = self.path.name if is_remote(self.path) else ""
+        manifest.format_version = HAS_FOLDER if manifest.folder else SUMS_PIECES
         plan = self.plan
         if plan.encoded is None:
             files, tensors = [file_of(rank) for rank in range(self.ranks.size)], plan.tensors or {}
@@ -183,25 +173,25 @@ def plan_entries(ranks: Ranks, path: Path, entries: dict[str, Entry], signature:
     Raises:
         CheckpointError: The pieces of all ranks do not fit together. All ranks raise it.
     """
-    names, found = list[str](), list[dict[str, Stored]]()
 
     def mine() -> Held:
         if not is_remote(path):
             path.mkdir(parents=True, exist_ok=True)
         return held(entries)
 
-    def all_of(seen: list[Held]) -> list[tuple[str, Part]]:
+    def all_of(seen: list[Held]) -> list[Plan]:
         with without_collector():
-            parts, shared, tensors = divide(seen)
-        names.extend(shared)
-        found.append(tensors)
+            plans, names, tensors = divide(seen)
         token = secrets.token_hex(16)
-        return [(token, part) for part in parts]
+        for plan in plans:
+            plan.token = token
+        plans[0].names, plans[0].tensors = names, tensors
+        return plans
 
-    token, part = ranks.round(mine, all_of)
-    tensors = tensors_of(entries)
-    blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in part.writes)]
-    return Plan(token, signature, part, blocks, names, found[0] if found else None)
+    plan, tensors = ranks.round(mine, all_of), tensors_of(entries)
+    plan.signature = signature
+    plan.blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in plan.writes)]
+    return plan
 
 
 def held(entries: Mapping[str, Entry]) -> Held:
@@ -212,7 +202,7 @@ def held(entries: Mapping[str, Entry]) -> Held:
     ]
 
 
-def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Stored]]:
+def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Stored]]:
     """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write. Local.
 
     Returns:
@@ -231,7 +221,7 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Store
             for box in boxes:
                 have.setdefault(box, []).append((rank, number))
                 number += 1
-    parts, names = [Part() for _ in all_held], list[str]()
+    plans, names = [Plan() for _ in all_held], list[str]()
     load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
     tensors: dict[str, Stored] = {}
     for key, have in pieces.items():
@@ -241,17 +231,17 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Store
             if len(holders) > 1:
                 group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
                 for rank, at in holders:
-                    parts[rank].shared[len(names)] = at
-                    parts[rank].groups.setdefault(group, []).append(len(names))
+                    plans[rank].shared[len(names)] = at
+                    plans[rank].groups.setdefault(group, []).append(len(names))
                 names.append(key)
                 writer, number = min(holders, key=lambda holder: load[holder[0]])
             load[writer] += math.prod(sizes) * dtype.itemsize
-            parts[writer].writes.append(number)
+            plans[writer].writes.append(number)
             writers.append((writer, number))
         boxes = np.array(list(have), dtype=np.int64).reshape(len(have), 2, len(shape))
         tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
-    for part in parts:
-        part.writes.sort()
+    for plan in plans:
+        plan.writes.sort()
     wrong = [key for key, stored in tensors.items() if not is_tiling(stored.shape, stored.boxes)]
     if wrong:
         raise CheckpointError(
@@ -260,7 +250,7 @@ def divide(all_held: list[Held]) -> tuple[list[Part], list[str], dict[str, Store
             got="others",
             fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
         )
-    return parts, names, tensors
+    return plans, names, tensors
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
@@ -275,12 +265,16 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
         CheckpointError: A tensor cannot be read, or the files cannot be written.
     """
     manifest = replace(manifest, save_id=secrets.token_hex(16), files={})
-    manifest.lay_out(path)
-    entries = {key: _entry_of_blocks(tensor) for key, tensor in tensors.items() if tensor.bytes}
+    blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
+    entries: dict[str, Entry] = {}
+    for tensor, first, last, key in blocks:
+        piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
+        begin = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+        add_entry(entries, key, Entry(tensor.shape, tensor.dtype, (Piece(begin, piece),)))
     alone = Ranks(0, 1, None)
     plan = plan_entries(alone, path, entries, None)
-    pieces = [(tensors[key], piece) for key, entry in entries.items() for piece in entry.pieces]
-    copies = (([at], _rows_of(*pieces[at])) for at in plan.part.writes)
+    rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
+    copies = (([at], row) for at, row in enumerate(rows))
     writing = Writing(alone, path, manifest.save_id, plan, tensors_of(entries), copies)
     try:
         places, files = writing.write(tick)
@@ -292,20 +286,6 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     manifest.files.update(files)
     writing.finish([places], manifest)
     return manifest
-
-
-def _entry_of_blocks(tensor: Lazy) -> Entry:
-    """A tensor that is not in memory, in pieces without data."""
-    below = (0,) * (len(tensor.shape) - 1)
-    shapes = (((f, *below) if tensor.shape else (), tensor.shape_of(f, last)) for f, last in tensor.blocks())
-    pieces = (Piece(at, torch.empty(shape, dtype=tensor.dtype, device="meta")) for at, shape in shapes)
-    return Entry(tensor.shape, tensor.dtype, tuple(pieces))
-
-
-def _rows_of(tensor: Lazy, piece: Piece) -> torch.Tensor:
-    """The rows of a planned block, read now, as one row for the writer."""
-    first, count = (piece.offsets[0], len(piece.tensor)) if piece.offsets else (0, 1)
-    return tensor.rows(first, first + count).unsqueeze(0)
 
 
 def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
@@ -323,11 +303,11 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
     )
 
 
-def check_replicas(ranks: Ranks, part: Part, tensors: list[torch.Tensor], names: list[str]) -> None:
+def check_replicas(ranks: Ranks, plan: Plan, tensors: list[torch.Tensor]) -> None:
     """Raise on all ranks unless this rank's pieces that others hold too have the same bytes on all of them.
 
     Collective over the ranks: a round of a number for each set of ranks that hold the same, of which there are few; one
-    more, of a number for each piece, only if they differ. Rank 0 alone needs ``names``, those of :class:`Plan`.
+    more, of a number for each piece, only if they differ.
 
     Raises:
         CheckpointError: Names the tensors and the ranks.
@@ -337,41 +317,80 @@ def check_replicas(ranks: Ranks, part: Part, tensors: list[torch.Tensor], names:
     sums: dict[int, int] = {}
 
     def digests() -> dict[int, int]:
-        found = checksums(tensors[at] for at in part.shared.values())
-        sums.update(zip(part.shared, found, strict=True))
-        return {group: digest(repr([sums[n] for n in numbers])) for group, numbers in part.groups.items()}
+        found = checksums(tensors[at] for at in plan.shared.values())
+        sums.update(zip(plan.shared, found, strict=True))
+        return {group: digest(repr([sums[n] for n in numbers])) for group, numbers in plan.groups.items()}
 
-    def differ(seen: list[dict[int, int]]) -> list[bool]:
-        first: dict[int, int] = {}
-        same = all(first.setdefault(group, found) == found for one in seen for group, found in one.items())
-        return [not same] * len(seen)
-
-    def compare(seen: list[dict[int, int]]) -> list[None]:
-        first: dict[int, tuple[int, int]] = {}
+    def refuse(seen: list[dict[int, int]]) -> list[None]:
         differing: dict[str, set[tuple[int, int]]] = {}
-        for rank, values in enumerate(seen):
-            for number, value in values.items():
-                holder, expected = first.setdefault(number, (rank, value))
-                if value != expected:
-                    differing.setdefault(names[number], set()).add((rank, holder))
-        raise _drifted(differing)
+        for number, pairs in _unlike(seen).items():
+            differing.setdefault(plan.names[number], set()).update(pairs)
+        shown = []
+        for name, pairs in sorted(differing.items()):
+            who = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
+            shown.append(f"{name} ({', '.join(who[:2])}{', ...' if len(who) > 2 else ''})")
+        raise CheckpointError(
+            f"save: {len(shown)} tensor(s) differ between ranks that must hold the same: {shorten(shown)}",
+            expected="equal values on all ranks",
+            got="differing ones",
+            why="The files hold one of them, and the others would be lost",
+            fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
+            "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; buffers "
+            "that each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts "
+            "that every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
+        )
 
-    if ranks.round(digests, differ):
-        ranks.round(lambda: sums, compare)
+    if ranks.round(digests, lambda seen: [bool(_unlike(seen))] * len(seen)):
+        ranks.round(lambda: sums, refuse)
 
 
-def _drifted(differing: dict[str, set[tuple[int, int]]]) -> CheckpointError:
-    shown = []
-    for name, pairs in sorted(differing.items()):
-        who = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
-        shown.append(f"{name} ({', '.join(who[:2])}{', ...' if len(who) > 2 else ''})")
-    return CheckpointError(
-        f"save: {len(shown)} tensor(s) differ between ranks that must hold the same: {shorten(shown)}",
-        expected="equal values on all ranks",
-        got="differing ones",
-        why="The files hold one of them, and the others would be lost",
-        fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
-        "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; buffers that "
-        "each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts that "
-        "every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
-    )
+def _unlike(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
+    """Of numbers whose values differ: each rank that has another value than the first rank that has one, and that."""
+    first: dict[int, tuple[int, int]] = {}
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank, values in enumerate(seen):
+        for number, value in values.items():
+            holder, expected = first.setdefault(number, (rank, value))
+            if value != expected:
+                found.setdefault(number, []).append((rank, holder))
+    return found
+
+
+# Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
+_IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
+#: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
+_ELEMENTS = 1 << 22
+#: Bytes up to which tensors are summed up together.
+_SMALL = 1 << 10
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
+    sums: dict[int, int] = {}
+    elsewhere: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+    for block in blocks_of(enumerate(tensors)):
+        rows = flat_rows(block.rows())
+        if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
+            crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
+            sums.update(zip(block.keys, crcs, strict=True))
+        else:
+            elsewhere.setdefault(rows.device, []).append((block.keys, _weighted(rows)))
+    for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
+        fetched = torch.cat([found for _, found in blocks]).tolist()
+        sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
+    return [sums[number] for number in range(len(sums))]
+
+
+def _weighted(rows: torch.Tensor) -> torch.Tensor:
+    """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
+    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
+    # Of a row alone: which tensors are summed up together may differ between ranks.
+    width = max(1, min(_ELEMENTS, words.shape[1]))
+    weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
+    totals = []
+    for some in words.split(max(1, _ELEMENTS // width)):
+        total = torch.zeros(len(some), dtype=torch.int64, device=rows.device)
+        for block in some.split(width, dim=1):
+            total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
+        totals.append(total)
+    return torch.cat(totals)

@@ -25,7 +25,7 @@ from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
-from te_fsdp.checkpoint.sums import _ELEMENTS, _weighted, checksums
+from te_fsdp.checkpoint.writing import _ELEMENTS, _weighted, checksums
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
