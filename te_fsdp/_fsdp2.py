@@ -18,9 +18,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
-from te_fsdp._fsdp2_copies import forget_copies
-from te_fsdp._fsdp2_grads import passes_on
-from te_fsdp._fsdp2_patches import fill_unused
+from te_fsdp._fsdp2_patches import fill_unused, forget_gathers, passes_on
 from te_fsdp._torch import (
     dtensor,
     find_managed,
@@ -42,10 +40,6 @@ def gradients_copy_into(dtype: torch.dtype, device: str) -> bool:
     """Whether FSDP2 can copy gradients of other dtypes into a buffer of ``dtype`` (``torch._chunk_cat``).
 
     It always could up to torch 2.13; later sources say that it rejects casts to a narrower dtype.
-
-    Args:
-        dtype: Of the buffer.
-        device: Type of the device.
     """
     out = torch.empty((2, 4), dtype=dtype, device=device)
     try:
@@ -69,7 +63,7 @@ def is_root(unit: nn.Module) -> bool:
 
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
     """The sharded parameters of a unit, gathered or not (``FSDPParam.sharded_param``)."""
-    return [parameter for group in sharded_by_group(unit) for parameter in group]
+    return [managed.sharded_param for managed in managed_by(unit)]
 
 
 def sharded_by_group(unit: nn.Module) -> list[list[torch.nn.Parameter]]:
@@ -197,6 +191,11 @@ def _states(root: nn.Module) -> list[Any]:
     return list(root._get_fsdp_state()._state_ctx.all_states)  # type: ignore[operator]
 
 
+def _groups(root: nn.Module) -> list[Any]:
+    """The parameter groups of the tree under a root."""
+    return [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
+
+
 def _comm(root: nn.Module) -> Any:
     return root._get_fsdp_state()._comm_ctx  # type: ignore[operator]
 
@@ -219,14 +218,10 @@ def interrupted(root: nn.Module) -> str:
 def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
     """Make a tree ready for the next forward after an exception; gradients are left as they are.
 
-    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13), else the same by hand. Torch's own would also drop
-    what HSDP has reduced in part, and from 2.15 on every gradient, those of earlier microbatches too.
-
-    Args:
-        root: A root.
-        stock: Whether to use torch's own where it exists.
+    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13) and ``stock`` is true, else the same by hand. It
+    would also drop what HSDP has reduced in part, and from 2.15 on every gradient, those of earlier microbatches.
     """
-    groups = [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
+    groups = _groups(root)
     kept = [_gradients_of(group) for group in groups]
     if stock and hasattr(root, "reset_iter_state"):
         root.reset_iter_state()  # type: ignore[operator]
@@ -264,15 +259,13 @@ def _reset(root: nn.Module, groups: list[Any]) -> None:
     """``reset_iter_state`` for torch before 2.13. Waits for the device: exceptions are rare."""
     if groups and groups[0].device.type != "cpu":
         torch.accelerator.synchronize(groups[0].device)
-    comm, context = _comm(root), root._get_fsdp_state()._state_ctx  # type: ignore[operator]
-    comm.all_gather_state = None
-    _forget_reductions(comm)
+    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
     for group in groups:
         result = group._all_gather_result
         if result is not None and result.all_gather_work is not None:
             result.all_gather_work.wait()
-        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-        group._reshard_after_forward_event = None
+    _forget_events(_comm(root), groups)
+    for group in groups:
         group._post_forward_indices.clear()
         group._training_state = type(group._training_state).IDLE
         group._to_sharded()
@@ -281,6 +274,14 @@ def _reset(root: nn.Module, groups: list[Any]) -> None:
         state._training_state = type(state._training_state).IDLE
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
+
+
+def _forget_events(comm: Any, groups: list[Any]) -> None:
+    comm.all_gather_state = None
+    for group in groups:
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = None
+    _forget_reductions(comm)
 
 
 def _forget_reductions(comm: Any) -> None:
@@ -298,16 +299,13 @@ def forget_events(root: nn.Module) -> None:
     A stream that is captured must not wait for an event from before, nor any other for one that was recorded in a
     capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
     """
-    comm, context = _comm(root), root._get_fsdp_state()._state_ctx  # type: ignore[operator]
-    for group in (g for state in _states(root) for g in fsdp_parameter_groups(state._modules[0])):
-        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
-        group._reshard_after_forward_event = None
-        forget_copies(group)
-    comm.all_gather_state = None
-    _forget_reductions(comm)
+    comm, groups = _comm(root), _groups(root)
+    _forget_events(comm, groups)
+    for group in groups:
+        forget_gathers(group)
     if hasattr(comm, "_last_post_reduce_events"):
         comm._last_post_reduce_events.clear()
-    context.post_optim_event = None
+    root._get_fsdp_state()._state_ctx.post_optim_event = None  # type: ignore[operator]
 
 
 def forget_forward_order(root: nn.Module) -> None:
@@ -316,8 +314,7 @@ def forget_forward_order(root: nn.Module) -> None:
     FSDP2 gathers ahead in backward by that order, and forgets it after a last backward alone: in a later microbatch the
     first unit would gather the last one of the microbatch before, in the form that backward needs.
     """
-    groups = (group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0]))
-    if not any(group._post_forward_indices for group in groups):
+    if not any(group._post_forward_indices for group in _groups(root)):
         _comm(root).post_forward_order.clear()
 
 
@@ -328,35 +325,31 @@ def reduce_outside_backward(root: nn.Module) -> None:
     least once takes part, with zeros where it has no gradient, so that ranks agree, and so that the parts that HSDP has
     kept are reduced too. Call :func:`wait_for_reductions` before gradients are read.
     """
-    for state in reversed(_states(root)):
-        for group in reversed(fsdp_parameter_groups(state._modules[0])):
-            trained = [m for m in group.fsdp_params if m.sharded_param.requires_grad]
-            if not any(getattr(managed, "_unsharded_param", None) is not None for managed in trained):
-                continue
-            before = group.reduce_grads, group.all_reduce_grads
-            group.reduce_grads = group.all_reduce_grads = True
-            unused = None if passes_on(group) else getattr(group, "reduce_scatter_unused_params", None)
-            if unused is None:
-                fill_unused(group)
-            else:
-                group.reduce_scatter_unused_params = True
-            try:
-                group.post_backward()
-            finally:
-                group._training_state = type(group._training_state).IDLE
-                group.reduce_grads, group.all_reduce_grads = before
-                if unused is not None:
-                    group.reduce_scatter_unused_params = unused
+    for group in reversed(_groups(root)):
+        trained = [m for m in group.fsdp_params if m.sharded_param.requires_grad]
+        if not any(getattr(managed, "_unsharded_param", None) is not None for managed in trained):
+            continue
+        before = group.reduce_grads, group.all_reduce_grads
+        group.reduce_grads = group.all_reduce_grads = True
+        unused = None if passes_on(group) else getattr(group, "reduce_scatter_unused_params", None)
+        if unused is None:
+            fill_unused(group)
+        else:
+            group.reduce_scatter_unused_params = True
+        try:
+            group.post_backward()
+        finally:
+            group._training_state = type(group._training_state).IDLE
+            group.reduce_grads, group.all_reduce_grads = before
+            if unused is not None:
+                group.reduce_scatter_unused_params = unused
 
 
 def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
     """The dtype in which FSDP2 reduces a unit's gradients.
 
-    Without a ``reduce_dtype``: up to torch 2.14 that of compute, later that of the sharded parameters.
-
-    Args:
-        unit: A module that FSDP2 manages.
-        policy: The one that it was sharded with.
+    Without a ``reduce_dtype`` in the policy that it was sharded with: up to torch 2.14 that of compute, later that of
+    the sharded parameters.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
@@ -376,9 +369,8 @@ def wait_for_reductions(root: nn.Module) -> None:
         end()
         return
     comm = _comm(root)
-    for state in _states(root):
-        for group in fsdp_parameter_groups(state._modules[0]):
-            group.finalize_backward()
+    for group in _groups(root):
+        group.finalize_backward()
     kept = getattr(comm, "reduce_scatter_states", None)
     for reduction in kept if kept is not None else [comm.reduce_scatter_state]:
         if reduction is not None and reduction.event is not None:
@@ -387,6 +379,14 @@ def wait_for_reductions(root: nn.Module) -> None:
 
 
 # --- gathers
+
+
+def ranks_of_gathers(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
+    """The ranks that a unit's weights are gathered from; ``None`` where that is one, or there are no weights."""
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            return group.mesh_info.shard_process_group
+    return None
 
 
 def begin_again(unit: nn.Module) -> None:
@@ -418,12 +418,8 @@ def make_room(group: Any, shard: torch.Tensor, sizes: list[int]) -> None:
     """Let a gather bring other buffers of a shard than the one before. Local operation.
 
     FSDP2 makes memory for what its first gather brings, and fills that ever after (``FSDPParam.all_gather_outputs``;
-    ``_unsharded_inner_tensors`` are views of it).
-
-    Args:
-        group: The shard's parameter group, not gathered.
-        shard: Local shard with all-gather hooks of its own.
-        sizes: Numbers of elements of the gathered buffers.
+    ``_unsharded_inner_tensors`` are views of it). The shard, local, has hooks of its own and is not gathered; ``sizes``
+    are numbers of elements of the gathered buffers.
     """
     for managed in group.fsdp_params:
         have = managed.all_gather_outputs
@@ -434,12 +430,8 @@ def make_room(group: Any, shard: torch.Tensor, sizes: list[int]) -> None:
 def gather_again(group: Any, module: nn.Module, names: Collection[str]) -> None:
     """Gather some of a gathered module's parameters once more, into the same gathered parameters.
 
-    Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard``, of fewer ``fsdp_params``).
-
-    Args:
-        group: The module's parameter group, gathered.
-        module: Owner of the parameters.
-        names: Their names there, the same on all ranks.
+    Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard``, of fewer ``fsdp_params``). The
+    names in the module are the same on all ranks, and its group is gathered.
     """
     everything = group.fsdp_params
     group.fsdp_params = [

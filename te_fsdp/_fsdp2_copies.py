@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -35,8 +36,6 @@ from te_fsdp._torch import copy_all_, fsdp_parameter_groups, local_of, owners_of
 ALIGNMENT = 256
 #: Bytes of a piece that is copied with others by one kernel: to begin a copy of its own takes the host longer.
 SMALL = 1 << 16
-#: Attribute of a parameter group: what gathers it.
-_KEY = "_te_fsdp_copies"
 
 
 class Memory(Protocol):
@@ -44,9 +43,7 @@ class Memory(Protocol):
 
     parts: list[torch.Tensor]
     own: torch.Tensor
-
-    def barrier(self) -> None:
-        """Wait for all ranks, on the current stream."""
+    barrier: Callable[[], None]
 
 
 class _Home(NamedTuple):
@@ -55,6 +52,14 @@ class _Home(NamedTuple):
     memory: Memory
     offset: int
     sizes: tuple[int, ...]
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the tensors."""
+        rooms = itertools.accumulate(
+            map(_aligned, self.sizes), initial=self.memory.own.data_ptr() + self.offset
+        )
+        return [*rooms][:-1]
 
 
 class _Copied(NamedTuple):
@@ -156,8 +161,7 @@ class CopiedGathers:
     def install(self, unit: torch.nn.Module) -> None:
         """Gather a unit in this way from now on. Local operation."""
         for group in fsdp_parameter_groups(unit):
-            setattr(group, _KEY, self)
-            gather_with(group, self.unshard, self.wait_for_unshard, self.to_sharded)
+            gather_with(group, self)
 
     # --- shards
 
@@ -166,11 +170,7 @@ class CopiedGathers:
 
         The parameters stay the same objects. Shards that are cast on their way, quantized ones whose buffers are put
         together or padded first, and those on meta stay where they are, as do those that another call has moved and
-        nobody has moved away.
-
-        Args:
-            units: That this gathers.
-            alias: :func:`te_fsdp.sharding.comm_units.alias`.
+        nobody has moved away. ``alias`` is :func:`te_fsdp.sharding.comm_units.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
         found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
@@ -208,7 +208,7 @@ class CopiedGathers:
         if not all(each is not None and each.numel() and each.is_contiguous() for each in found.values()):
             return {}
         home = self._homes.get(id(managed))
-        lies_there = home is not None and [each.data_ptr() for each in found.values()] == _addresses(home)
+        lies_there = home is not None and [each.data_ptr() for each in found.values()] == home.addresses
         return {} if lies_there else found
 
     # --- what FSDP2 calls
@@ -387,18 +387,12 @@ class CopiedGathers:
                 at += _aligned(size)
             every_own.append(own)
         outputs = [managed.all_gather_outputs for managed in records]
-        small = [pair for pair in (*copies, *local) if pair[0].numel() <= SMALL]
-        return _Gather(
-            keys,
-            outputs,
-            every_own,
-            [],
-            [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors],
-            [pair for pair in copies if pair[0].numel() > SMALL],
-            [pair for pair in local if pair[0].numel() > SMALL],
-            ([target for target, _ in small], [source for _, source in small]),
-            joins,
-        )
+        storages = [(tensor.untyped_storage(), tensor.nbytes) for tensors in outputs for tensor in tensors]
+        pairs = [pair for pair in (*copies, *local) if pair[0].numel() <= SMALL]
+        small = [target for target, _ in pairs], [source for _, source in pairs]
+        copies = [pair for pair in copies if pair[0].numel() > SMALL]
+        local = [pair for pair in local if pair[0].numel() > SMALL]
+        return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
 
     def _copy(self, gather: _Gather, is_first: bool) -> None:
         """Read all ranks' parts; in a forward's first gather, beside which nothing computes, the own by a kernel."""
@@ -439,15 +433,6 @@ def _wait(stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
 
-def _addresses(home: _Home) -> list[int]:
-    """Of the tensors of a shard that lie where the others read."""
-    found, at = list[int](), home.memory.own.data_ptr() + home.offset
-    for size in home.sizes:
-        found.append(at)
-        at += _aligned(size)
-    return found
-
-
 def _inputs(managed: Any) -> list[torch.Tensor]:
     """Tensors of a shard that are sent (``FSDPParam.all_gather_inputs``, which looks at hooks' signatures too)."""
     local = local_of(managed.sharded_param)
@@ -482,18 +467,3 @@ def _join(managed: Any, parts: list[torch.Tensor]) -> None:
         chunks = part.view(ranks * shape[0], *shape[1:]).chunk(ranks)
         whole = [length * ranks if at == dim else length for at, length in enumerate(shape)]
         torch.cat(chunks, dim=dim, out=output.data.view(whole))
-
-
-def ranks_of_gathers(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
-    """The ranks that a unit's weights are gathered from; ``None`` where that is one, or there are no weights."""
-    for group in fsdp_parameter_groups(unit):
-        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
-            return group.mesh_info.shard_process_group
-    return None
-
-
-def forget_copies(group: Any) -> None:
-    """Forget the events of a parameter group's gathers (:meth:`CopiedGathers.forget`). Local operation."""
-    gathers: CopiedGathers | None = group.__dict__.get(_KEY)
-    if gathers is not None:
-        gathers.forget()

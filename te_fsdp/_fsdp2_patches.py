@@ -34,15 +34,12 @@ if TYPE_CHECKING:
 
 # --- FSDPParamGroup.post_backward
 
-#: Of a parameter group: what is called before and after it reduces.
+#: Of a parameter group: what is called before it reduces, and after.
 _LISTENERS = "_te_fsdp_listeners"
 
 
 def listen(
-    group: Any,
-    *,
-    before: Callable[[Any], None] = lambda group: None,
-    after: Callable[[Any], None] = lambda group: None,
+    group: Any, *, before: Callable[[Any], None] | None = None, after: Callable[[Any], None] | None = None
 ) -> None:
     """Have a parameter group's reductions announced (``FSDPParamGroup.post_backward``, one wrapper for all).
 
@@ -50,20 +47,24 @@ def listen(
     """
     listeners = group.__dict__.get(_LISTENERS)
     if listeners is None:
-        listeners = group.__dict__[_LISTENERS] = []
-        group.post_backward = functools.partial(_post_backward, group, group.post_backward, listeners)
-    listeners.append((before, after))
+        listeners = group.__dict__[_LISTENERS] = [], []
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, *listeners)
+    for known, new in zip(listeners, (before, after), strict=True):
+        if new is not None:
+            known.append(new)
 
 
-def _post_backward(group: Any, stock: Callable[..., None], listeners: list[Any], *args: Any) -> None:
+def _post_backward(
+    group: Any, stock: Callable[..., None], before: list[Any], after: list[Any], *args: Any
+) -> None:
     if not group.reduce_grads:
         stock(*args)
         return
-    for before, _ in reversed(listeners):
-        before(group)
+    for call in reversed(before):
+        call(group)
     stock(*args)
-    for _, after in listeners:
-        after(group)
+    for call in after:
+        call(group)
 
 
 def fill_unused(group: Any) -> None:
@@ -71,7 +72,7 @@ def fill_unused(group: Any) -> None:
 
     What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it.
     """
-    if all(before is not _fill for before, _ in group.__dict__.get(_LISTENERS, ())):
+    if _fill not in group.__dict__.get(_LISTENERS, ((), ()))[0]:
         listen(group, before=_fill)
 
 
@@ -116,14 +117,10 @@ def around_reductions(
     """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
 
     Every backward comes by at least once for each parameter group of the tree that it runs in, also for those that it
-    has not used (``FSDPParamGroup.post_backward``, ``_post_reduce_event``).
-
-    Args:
-        unit: A module that FSDP2 manages.
-        before: Gets the group's sharded parameters; their ``.grad`` is what the reduction will be added to.
-        after: Gets them when the reduction is enqueued and ``.grad`` is there; the group's number in the unit; and the
-            event after which gradients are final, as far as this backward goes: ``None`` where nothing was reduced, or
-            there are no streams.
+    has not used (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). ``before`` gets the group's sharded
+    parameters; their ``.grad`` is what the reduction will be added to. ``after`` gets them when it is enqueued and
+    ``.grad`` is there, the group's number in the unit, and the event after which gradients are final, as far as this
+    backward goes: ``None`` where nothing was reduced, or there are no streams.
     """
     for number, group in enumerate(fsdp_parameter_groups(unit)):
         listen(
@@ -194,9 +191,9 @@ def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: 
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    for managed in group.fsdp_params:
-        if managed.sharded_param.requires_grad:
-            managed.sharded_param.grad_dtype = dtype
+    for parameter in _parameters_of(group):
+        if parameter.requires_grad:
+            parameter.grad_dtype = dtype
 
 
 # --- quantized shards
@@ -210,9 +207,6 @@ def keep_no_flat_shard(managed: Any) -> None:
     formats answer ``view(-1)`` with a dequantized copy, so that every shard would be held in high precision too.
     The copy is dropped, and the record's ``reset_sharded_param`` replaced by one that makes none and pads nothing
     (the hooks do that). It leaves plain shards to FSDP2, and those that it keeps in pinned memory. Local operation.
-
-    Args:
-        managed: From :func:`managed_by` or :func:`find_managed`.
     """
     if "reset_sharded_param" not in managed.__dict__:
         managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
@@ -222,17 +216,12 @@ def keep_no_flat_shard(managed: Any) -> None:
 
 
 def keep_no_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
-    """:func:`keep_no_flat_shard` for the records of one shard. Local operation; nothing to do without FSDP2.
-
-    Args:
-        module: Owner.
-        local: Its quantized shard.
-    """
+    """:func:`keep_no_flat_shard` of a module's quantized shard. Local operation; nothing to do without FSDP2."""
     for name, parameter in module._parameters.items():
-        if parameter is not None and local_of(parameter) is local:
-            managed = find_managed(module, name)
-            if managed is not None:
-                keep_no_flat_shard(managed)
+        if parameter is None or local_of(parameter) is not local:
+            continue
+        if (managed := find_managed(module, name)) is not None:
+            keep_no_flat_shard(managed)
 
 
 def gathers_itself(parameter: torch.Tensor) -> bool:
@@ -283,17 +272,13 @@ def remember_shard_meshes(unit: nn.Module) -> None:
         assert slicing is not None
         # A subclass, as FSDP2 gives units one: a property cannot be hidden by an attribute of the instance.
         managed.__class__ = _with_shard_mesh(kind)
-        managed.__dict__[_SHARD_MESH] = slicing(managed)
-
-
-#: Attribute of a record of FSDP2's: the mesh of its shards.
-_SHARD_MESH = "_te_fsdp_shard_mesh"
+        managed._te_fsdp_shard_mesh = slicing(managed)
 
 
 @functools.cache
 def _with_shard_mesh(kind: type) -> type:
     """A record's class whose ``shard_mesh`` is what :func:`remember_shard_meshes` has kept."""
-    kept = property(operator.attrgetter(_SHARD_MESH))  # no call of Python's
+    kept = property(operator.attrgetter("_te_fsdp_shard_mesh"))  # no call of Python's
     return type(kind.__name__, (kind,), {"shard_mesh": kept})
 
 
@@ -301,7 +286,7 @@ def _with_shard_mesh(kind: type) -> type:
 
 
 def alias_whole_shards(unit: nn.Module) -> None:
-    """Give the gathered parameters of whole shards the shards' memory. Local operation.
+    """Let whole shards lend their memory to the gathered parameters, and pass their gradients on. Local operation.
 
     Over a shard axis of size 1 FSDP2 copies each shard in every gather and holds both
     (``FSDPParamGroup.wait_for_unshard``). Here what it gathers into (``FSDPParam.all_gather_outputs``) is the shard's
@@ -309,14 +294,19 @@ def alias_whole_shards(unit: nn.Module) -> None:
     FSDP2 does as ever with values that are cast to ``param_dtype``, or lie on the host or in a part of a storage.
     Quantized shards lend their buffers through their hooks (``quantized/all_gather.py``).
 
-    Args:
-        unit: A module that FSDP2 manages.
+    It also copies gradients into the input of a reduction, and from there into its output (``foreach_reduce``). Here
+    they are passed on before, and it finds none; only what it would cast, divide or add is written. FSDP2 does as ever
+    where it all-reduces over ``dp_replicate`` (HSDP) or the user has set a hook for that, and with parameters on the
+    host. Call it before anything else listens to the unit's reductions: it has to be the last before FSDP2.
     """
     for group in fsdp_parameter_groups(unit):
-        if getattr(group.mesh_info, "shard_mesh_size", 1) == 1:
-            for managed in group.fsdp_params:
-                stock = managed.init_all_gather_outputs
-                managed.init_all_gather_outputs = functools.partial(_init_outputs, managed, stock)
+        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            continue
+        for managed in group.fsdp_params:
+            stock = managed.init_all_gather_outputs
+            managed.init_all_gather_outputs = functools.partial(_init_outputs, managed, stock)
+        if not hasattr(group.mesh_info, "replicate_mesh_size"):
+            listen(group, before=_pass_on)
 
 
 def _init_outputs(
@@ -358,43 +348,97 @@ def _lends(managed: Any) -> bool:
 _keep: Callable[[], Any] = tuple
 
 
+def passes_on(group: Any) -> bool:
+    """Whether a parameter group passes its gradients on (:func:`alias_whole_shards`)."""
+    return _pass_on in group.__dict__.get(_LISTENERS, ((), ()))[0]
+
+
+def whole_shards(unit: torch.nn.Module) -> dict[int, bool]:
+    """Parameters of an FSDP module that one rank alone holds, by ``id``: whether their gradients are passed on."""
+    groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
+    return {id(managed.sharded_param): passes_on(group) for group in groups for managed in group.fsdp_params}
+
+
+@torch.no_grad()
+def _pass_on(group: Any) -> None:
+    """What ``foreach_reduce`` comes to where nobody else has a part of the gradients."""
+    if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
+        return
+    show, factor = getattr(group._reduce_scatter_comm, "show", None), group.gradient_divide_factor
+    seen = set[int]()
+    for managed in group.fsdp_params:
+        parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
+        # Before torch 2.15 what several backwards have added up lies apart.
+        if vars(managed).get("unsharded_accumulated_grad") is not None:
+            managed.accumulate_unsharded_grad_if_needed()
+            gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
+        elif whole is not None and whole.grad is not None:
+            gradient, whole.grad = managed.unsharded_grad_data, None
+        else:
+            continue
+        reduced = group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None)
+        gradient = gradient if reduced is None else gradient.to(reduced)
+        if factor not in (None, 1):
+            # Not in place: others may look at it. Of fp16 as FSDP2 does over one rank, twice (torch 2.11 to 2.13).
+            gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
+        if show is not None:
+            show(gradient)
+        kept = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
+        gradient = gradient if kept is None else gradient.to(kept)
+        if parameter.grad is not None:
+            local_of(parameter.grad).add_(gradient)
+        else:
+            # Autograd gives views as gradients, too: what is added to one must not change another.
+            memory = gradient.untyped_storage()
+            if memory.nbytes() != gradient.nbytes or memory.data_ptr() in seen:
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            seen.add(memory.data_ptr())
+            parameter.grad = managed.to_sharded_dtensor(gradient.contiguous())
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)
+
+
 # --- gathers
 
 
-def gather_with(
-    group: Any,
-    unshard: Callable[..., None],
-    wait_for_unshard: Callable[..., None],
-    to_sharded: Callable[..., None],
-) -> None:
-    """Replace how a parameter group gathers and releases; each gets the group and the stock method. Local operation."""
-    group.unshard = functools.partial(unshard, group, group.unshard)
-    group.wait_for_unshard = functools.partial(wait_for_unshard, group, group.wait_for_unshard)
-    group._to_sharded = functools.partial(to_sharded, group, group._to_sharded)
+#: Attribute of a parameter group: what gathers it instead of FSDP2.
+_GATHERS = "_te_fsdp_copies"
+
+
+def gather_with(group: Any, gathers: Any) -> None:
+    """Let a parameter group be gathered and released by another's methods, which get it and the stock ones. Local."""
+    group.__dict__[_GATHERS] = gathers
+    group.unshard = functools.partial(gathers.unshard, group, group.unshard)
+    group.wait_for_unshard = functools.partial(gathers.wait_for_unshard, group, group.wait_for_unshard)
+    group._to_sharded = functools.partial(gathers.to_sharded, group, group._to_sharded)
     for record in group.fsdp_params:
         record.free_unsharded_param = _keep
+
+
+def forget_gathers(group: Any) -> None:
+    """Let what gathers a parameter group instead of FSDP2 forget its events. Local; nothing may be under way."""
+    gathers = group.__dict__.get(_GATHERS)
+    if gathers is not None:
+        gathers.forget()
 
 
 # --- pipelines
 
 
-def around_pipeline_step(root: nn.Module, sync: Callable[[bool], None], end: Callable[[], None]) -> None:
+def around_pipeline_step(stage: Any, sync: Callable[[bool], None], end: Callable[[], None]) -> None:
     """Tell what FSDP2 does not manage which microbatches of a pipeline reduce no gradients, and when the last is over.
 
     torch's stages (``_PipelineStageBase``) tell FSDP2's root alone: they turn reductions off before each backward, and
     after the last one turn them on, reduce, and call the root's ``_root_post_backward_final_callback``, from torch 2.15
     on ``finalize_backward``. Then they divide all gradients by the number of microbatches. Local operation.
 
-    Args:
-        root: The stage, which FSDP2 manages.
-        sync: Gets whether backwards reduce from now on.
-        end: Called at the end of each backward, and when the stage has reduced.
+    ``sync`` gets whether backwards reduce from now on; ``end`` is called at the end of each, and when the stage has
+    reduced.
     """
-    stage: Any = root
     stage.set_requires_gradient_sync = functools.partial(_set_sync, stage.set_requires_gradient_sync, sync)
     state = stage._get_fsdp_state()
     stock = state._root_post_backward_final_callback
-    state._root_post_backward_final_callback = functools.partial(_end_backward, stock, end)
+    state._root_post_backward_final_callback = functools.partial(_finalize, stock, end)
     if hasattr(stage, "finalize_backward"):
         stage.finalize_backward = functools.partial(_finalize, stage.finalize_backward, end)
 
@@ -408,14 +452,9 @@ def _set_sync(
         sync(enabled)
 
 
-def _end_backward(stock: Callable[[], None], end: Callable[[], None]) -> None:
-    stock()
-    end()
-
-
-def _finalize(stock: Callable[..., Any], end: Callable[[], None], async_op: bool = False) -> Any:
-    """``FSDPModule.finalize_backward`` of torch 2.15: what FSDP2 does not manage is reduced with it."""
-    handle = stock(async_op=async_op)
+def _finalize(stock: Callable[..., Any], end: Callable[[], None], *args: Any, **named: Any) -> Any:
+    """The end of a backward, or of a stage (torch 2.15): what FSDP2 does not manage is reduced with it."""
+    handle = stock(*args, **named)
     end()
     return handle
 
@@ -429,11 +468,8 @@ def replace_outer_group(
     """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` through another process group. Local operation.
 
     FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it calls ``dist.all_reduce`` with
-    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else.
-
-    Args:
-        unit: A module that FSDP2 manages, replicated over an axis.
-        make: The group that FSDP2 has -> the one to use, of the same size.
+    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else. ``make`` gives one of the same
+    size for the group that FSDP2 has.
     """
     for group in fsdp_parameter_groups(unit):
         info = copy.copy(group.mesh_info)  # equal to the one it replaces, which other units may share
@@ -444,9 +480,7 @@ def replace_outer_group(
 def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
     """Call something instead of what ``to``, ``float``, ``cuda`` and their like all go through (``Module._apply``).
 
-    Args:
-        module: The module; a call on a module around it comes by as well.
-        call: Gets the method that it stands for, then its arguments.
+    It gets the method that it stands for, then its arguments. A call on a module around this one comes by as well.
     """
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
 
@@ -454,10 +488,8 @@ def around_apply(module: nn.Module, call: Callable[..., Any]) -> None:
 def around_zero_grad(call: Callable[[Callable[..., None], nn.Module, bool], None]) -> None:
     """Call something instead of ``torch.nn.Module.zero_grad``, of all modules. Once in a process.
 
-    A wrapper around a sharded model (``torch.compile``'s, or one of the user's) calls torch's own on itself.
-
-    Args:
-        call: Gets the stock method, the module, and ``set_to_none``.
+    It gets the stock method, the module, and ``set_to_none``. A wrapper around a sharded model (``torch.compile``'s, or
+    one of the user's) calls torch's own on itself.
     """
     stock = torch.nn.Module.zero_grad
 

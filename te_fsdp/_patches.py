@@ -158,10 +158,8 @@ FSDP2 = (
 def markdown(patches: Iterable[Patch]) -> str:
     """A table of patches as ``docs/upstream.md`` has it."""
     lines = ["| whose | attribute | what for | needed by | shown by |", "| --- | --- | --- | --- | --- |"]
-    for patch in patches:
-        lines.append(
-            f"| {patch.owner} | `{patch.attribute}` | {patch.why} | {patch.versions} | `{patch.shown_by}` |"
-        )
+    for row in patches:
+        lines.append(f"| {row.owner} | `{row.attribute}` | {row.why} | {row.versions} | `{row.shown_by}` |")
     return "\n".join(lines)
 
 
@@ -273,28 +271,29 @@ PATCHES: dict[str, Patch] = {
 }
 
 
+def _tensors() -> list[type[torch.Tensor]]:
+    """Quantized tensor classes of this TE version."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor")
+    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
+    return [cls for cls in classes if cls is not None]
+
+
 def gathering_tensors() -> list[type[torch.Tensor]]:
     """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
-    module = importlib.import_module("transformer_engine.pytorch.tensor")
-    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
-    return [c for c in classes if c is not None and hasattr(c, "fsdp_pre_all_gather")]
+    return [cls for cls in _tensors() if hasattr(cls, "fsdp_pre_all_gather")]
 
 
-def _amax_tensors() -> tuple[type, ...]:
-    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
-    found = []
-    for row in FORMATS.values():
-        if "amax" in row.quantizers.values():
-            found.append(_te.tensor_attribute(row.module, row.tensor))
-            found.append(_te.tensor_attribute(f"storage.{row.module}_storage", f"{row.tensor}Storage"))
-    return tuple(found)
-
-
-def _cloning_tensors() -> list[type]:
+def _cloning_tensors() -> list[type[torch.Tensor]]:
     """Classes of quantized tensors that have a ``clone`` of their own."""
-    module = importlib.import_module("transformer_engine.pytorch.tensor")
-    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
-    return [c for c in classes if c is not None and "clone" in c.__dict__]
+    return [cls for cls in _tensors() if "clone" in cls.__dict__]
+
+
+def _amax_tensors() -> list[type]:
+    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
+    rows = [row for row in FORMATS.values() if "amax" in row.quantizers.values()]
+    names = [(row.module, row.tensor) for row in rows]
+    names += [(f"storage.{row.module}_storage", f"{row.tensor}Storage") for row in rows]
+    return [_te.tensor_attribute(module, name) for module, name in names]
 
 
 def _modules_with(name: str) -> list[ModuleType]:
@@ -328,9 +327,7 @@ _PATCHED = "_te_fsdp_patched"
 def install(name: str, make: Callable[[Any], Any]) -> None:
     """Replace an attribute wherever it has not been replaced; later calls do nothing.
 
-    Args:
-        name: Key of :data:`PATCHES`.
-        make: Gets what stands there, ``None`` if nothing does; gives what shall.
+    ``name`` is a key of :data:`PATCHES`; ``make`` gets what stands there, or ``None``, and gives what shall.
     """
     attribute = PATCHES[name].attribute
     for owner in _OWNERS[name]():
@@ -341,11 +338,5 @@ def install(name: str, make: Callable[[Any], Any]) -> None:
 
 
 def install_on(owner: Any, name: str, replacement: Any) -> None:
-    """Replace an attribute of one object.
-
-    Args:
-        owner: The object.
-        name: Key of :data:`PATCHES`.
-        replacement: What shall stand there.
-    """
+    """Replace the attribute of one object that a row of :data:`PATCHES` names."""
     setattr(owner, PATCHES[name].attribute, replacement)

@@ -1,13 +1,15 @@
 """The only file that imports TransformerEngine and knows its private names; checked on TE 2.18 to 2.20.2.
 
-TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's
-``param_init_meta``, ``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``,
-``preserve_high_precision_init_val``, ``wgrad_store``, a quantized tensor's ``_quantizer``, ``_dtype`` and
-``amax_reduction_group``, and the buffers that ``get_metadata()`` lists.
+TE is imported on first use, never at ``import te_fsdp``. Private names used here: a module's ``param_init_meta``,
+``quantizers["scaling_fwd"]``, ``primary_weights_in_fp8``, ``preserve_high_precision_init_val``, ``wgrad_store`` and
+``fp8_meta``, a quantized tensor's ``_quantizer``, ``_dtype`` and ``amax_reduction_group``, and the buffers that
+``get_metadata()`` lists.
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
 import importlib
 import re
@@ -18,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp._te_formats import FORMATS, SCALE_SOURCES, Format, unknown_format
+from te_fsdp.errors import PrecisionError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -78,14 +81,6 @@ def module_class(kind: str) -> type[nn.Module]:
     return getattr(te(), kind)
 
 
-def multiplies_any_order() -> bool:
-    """Whether the device's float8 products take operands in any order (``is_non_tn_fp8_gemm_supported``).
-
-    Hopper's do not: what forward and backward read differently is kept twice there.
-    """
-    return importlib.import_module("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported()
-
-
 def delays_weight_gradients(module: nn.Module) -> bool:
     """Whether a module was built with ``delay_wgrad_compute=True``."""
     store = getattr(module, "wgrad_store", None)
@@ -125,12 +120,10 @@ def argument_of(module: nn.Module, name: str, absent: Any = None) -> Any:
 
 
 def init_function(module: nn.Module, name: str) -> Callable[[torch.Tensor], Any]:
-    """TE's initialiser of a parameter, to be run on the original (unsharded) tensor.
-
-    ``softmax_offset`` is registered without one; its constructor value is zero
-    (``DotProductAttention.__init__``).
-    """
-    if name == "softmax_offset":
+    """TE's initialiser of a parameter, to be run on the original (unsharded) tensor."""
+    if (
+        name == "softmax_offset"
+    ):  # registered without one; its constructor value is zero (DotProductAttention)
         return torch.nn.init.zeros_
     return module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
 
@@ -149,17 +142,6 @@ def weight_quantizer(module: nn.Module, name: str) -> Any | None:
     quantizer.set_usage(rowwise=True, columnwise=torch.is_grad_enabled())
     quantizer.internal = False
     return quantizer
-
-
-def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
-    """Let TE's records of parameters (``param_init_meta``) go by other names; those of ``names``' keys stay too.
-
-    Args:
-        module: A module whose parameters were renamed.
-        names: TE's name -> registered name.
-    """
-    records: dict[str, Any] = module.param_init_meta  # type: ignore[assignment]
-    records.update({new: records[old] for old, new in names.items() if old in records})
 
 
 def keeps_high_precision_value(module: nn.Module) -> bool:
@@ -186,16 +168,14 @@ OF_THE_BYTES = (
 
 def attach_high_precision_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Keep ``value`` on a quantized weight under the names that TE's users read it by."""
-
-    def get(self: torch.Tensor) -> torch.Tensor | None:
-        return high_precision_value(self)
-
-    def clear(self: torch.Tensor) -> None:
-        self.__dict__.pop("_high_precision_init_val", None)
-
     tensor._high_precision_init_val = value  # type: ignore[attr-defined]
-    tensor.get_high_precision_init_val = MethodType(get, tensor)  # type: ignore[attr-defined]
-    tensor.clear_high_precision_init_val = MethodType(clear, tensor)  # type: ignore[attr-defined]
+    tensor.get_high_precision_init_val = MethodType(high_precision_value, tensor)  # type: ignore[attr-defined]
+    tensor.clear_high_precision_init_val = MethodType(forget_high_precision_value, tensor)  # type: ignore[attr-defined]
+
+
+def forget_high_precision_value(tensor: torch.Tensor) -> None:
+    """Drop the value from before quantization, which no longer belongs to the tensor's bytes."""
+    tensor.__dict__.pop("_high_precision_init_val", None)
 
 
 # --- quantized tensors
@@ -282,14 +262,6 @@ def format_of_quantizer(quantizer: Any) -> Format:
     return next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
 
 
-def random_generators() -> list[torch.Generator]:
-    """The generators of TE's ``CudaRNGStatesTracker``, from which dropout inside of tp draws; none before TE runs."""
-    if not is_loaded():
-        return []
-    states = importlib.import_module("transformer_engine.pytorch.distributed").get_all_rng_states()
-    return [state for state in states.values() if isinstance(state, torch.Generator)]
-
-
 def active_recipe() -> Any | None:
     """The recipe of the enclosing ``te.autocast`` (``FP8GlobalStateManager``), ``None`` outside or when it is off."""
     loaded = sys.modules.get("transformer_engine.pytorch.quantization")
@@ -308,8 +280,7 @@ def recipe_in_words(recipe: Any | None) -> str:
 def needs_shared_amax(quantizer: Any) -> bool:
     """Whether a quantizer derives one scale from the amax of the whole tensor at quantization time.
 
-    Current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces its history
-    elsewhere.
+    Current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces its history elsewhere.
     """
     return SCALE_SOURCES.get(type(quantizer).__name__) in ("amax", "parts")
 
@@ -368,9 +339,7 @@ def take_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
 def quantizer_classes(*sources: str, blocks: bool = True) -> tuple[type, ...]:
     """Classes of quantizers whose scale comes from one of ``sources`` (see :class:`te_fsdp._te_formats.Format`).
 
-    Args:
-        sources: ``"amax"``: current scaling and NVFP4; ``"history"``: delayed scaling.
-        blocks: Whether those count too that have scales of blocks besides.
+    ``blocks``: whether those count too that have scales of blocks besides.
     """
     rows = [row for row in FORMATS.values() if blocks or row.has_one_scale]
     found = [(row.module, name) for row in rows for name in row.quantizers if row.quantizers[name] in sources]
@@ -405,12 +374,7 @@ def forget_transpose(tensor: torch.Tensor) -> None:
 
 
 def forget_derived(tensor: torch.Tensor, row: Format) -> None:
-    """Drop what TE has made of the gathered bytes of a weight: transposes, and scales with padding.
-
-    Args:
-        tensor: A quantized weight.
-        row: Its format.
-    """
+    """Drop what TE has made of the gathered bytes of a weight of a format: transposes, and scales with padding."""
     if getattr(tensor, "_transpose", None) is not None:
         forget_transpose(tensor)
     for buffer in row.buffers:
@@ -468,11 +432,54 @@ def fsdp_group_of(module: nn.Module) -> Any:
     return distributed._get_module_fsdp_state(module)._fsdp_param_group
 
 
+# --- delayed scaling
+
+
 def has_delayed_scale(tensor: torch.Tensor) -> bool:
     """Whether a quantized tensor's scale comes from an amax history (delayed scaling). Every gather asks."""
     return type(tensor._quantizer).__name__ == "Float8Quantizer"  # type: ignore[attr-defined]
 
 
-def forget_high_precision_value(tensor: torch.Tensor) -> None:
-    """Drop the value from before quantization, which no longer belongs to the tensor's bytes."""
-    tensor.__dict__.pop("_high_precision_init_val", None)
+def delayed_states(module: nn.Module) -> dict[str, Any] | None:
+    """A module's delayed-scaling state: ``scaling_fwd``, ``scaling_bwd`` with ``scale``, ``amax_history``.
+
+    Local operation. ``None`` where there is none (yet: TE makes it in the first forward, or with quantized weights).
+    The module's quantizers and TE's reduction buffers refer to the tensors: write into them, never replace them.
+
+    Raises:
+        PrecisionError: A custom recipe that mixes delayed scaling in, whose state TE keeps per tensor.
+    """
+    meta = getattr(module, "fp8_meta", None)
+    if not isinstance(meta, dict):
+        return None
+    states = {key: meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta}
+    if any(getattr(state, "_has_delayed_scaling", False) for state in states.values()):
+        raise PrecisionError(
+            f"{type(module).__name__}: delayed scaling inside a custom recipe",
+            expected="DelayedScaling, or a recipe without state",
+            why="Its state has no fixed shape",
+            fix="use another recipe",
+        )
+    found = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
+    return found if len(found) == 2 else None
+
+
+@contextlib.contextmanager
+def reducing_no_amax_after_errors() -> Iterator[None]:
+    """An error in the context leaves ``te.autocast`` without delayed scaling's all-reduce, which TE issues even then.
+
+    Ranks that have not raised, or run under another recipe, would not come to it. The next ``te.autocast`` reduces
+    again: entering one writes what is changed here anew.
+    """
+    try:
+        yield
+    except Exception:
+        loaded = sys.modules.get("transformer_engine.pytorch.quantization")
+        manager = getattr(loaded, "FP8GlobalStateManager", None)
+        known = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
+        for key, (recipe, group) in list(known.items()):
+            if getattr(recipe, "reduce_amax", False):
+                alone = copy.copy(recipe)
+                alone.reduce_amax = False
+                known[key] = alone, group
+        raise

@@ -9,17 +9,14 @@ attention          which backend TE would pick; a stream of the device that it c
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib
 import logging
-import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp import _te
-from te_fsdp.errors import PrecisionError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,31 +27,6 @@ if TYPE_CHECKING:
 def has_recipe_state(module: Any) -> bool:
     """Whether a module is one that recipes keep state in (``fp8_meta``), of whatever recipe."""
     return hasattr(module, "fp8_meta")
-
-
-def delayed_states(module: nn.Module) -> dict[str, Any] | None:
-    """A module's delayed-scaling state: ``scaling_fwd``, ``scaling_bwd`` with ``scale``, ``amax_history``.
-
-    Local operation. ``None`` where there is none (yet: TE makes it in the first forward, or with quantized
-    weights). The tensors are those that the module's quantizers and TE's reduction buffers refer to: write
-    into them, never replace them.
-
-    Raises:
-        PrecisionError: A custom recipe that mixes delayed scaling in, whose state TE keeps per tensor.
-    """
-    meta = getattr(module, "fp8_meta", None)
-    if not isinstance(meta, dict):
-        return None
-    states = {key: meta[key] for key in ("scaling_fwd", "scaling_bwd") if key in meta}
-    if any(getattr(state, "_has_delayed_scaling", False) for state in states.values()):
-        raise PrecisionError(
-            f"{type(module).__name__}: delayed scaling inside a custom recipe",
-            expected="DelayedScaling, or a recipe without state",
-            why="Its state has no fixed shape",
-            fix="use another recipe",
-        )
-    found = {key: s for key, s in states.items() if type(s).__name__ == "DelayedScalingRecipeState"}
-    return found if len(found) == 2 else None
 
 
 def describe_delayed_recipe(module: nn.Module) -> dict[str, Any]:
@@ -84,7 +56,7 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
     recipe = recipes.DelayedScaling(**fields)
     module.fp8_meta.setdefault("recipe", recipe)  # type: ignore[union-attr]
     module.init_fp8_meta_tensors(recipe)  # type: ignore[operator]
-    states = delayed_states(module)
+    states = _te.delayed_states(module)
     assert states is not None
     return states
 
@@ -92,38 +64,29 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
 def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: torch.Tensor) -> None:
     """Give a weight under delayed scaling the scale of a known amax, as TE's update from a history of it would.
 
-    Local operation; writes into the module's own state, which the weight's quantizer refers to.
-
-    Args:
-        module: Owner of the weight.
-        name: The weight's name.
-        local: Its quantized local tensor.
-        amax: One element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
+    Local operation; writes into the module's own state, which the weight's quantizer refers to. ``amax`` has one
+    element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
     """
     recipe: Any = module.fp8_meta["recipe"]  # type: ignore[index]
     scale = recipe.fp8_format.value.max_fwd / amax.float().reshape(()) / 2.0 ** getattr(recipe, "margin", 0)
     finite = torch.finfo(torch.float32)
     scale = torch.where(torch.isinf(scale), scale.new_tensor(finite.max), scale)
-    quantizers: list[Any] = [_te.quantizer_of(local), _te.weight_quantizer(module, name)]
-    for quantizer in quantizers:
-        if _te.is_delayed_quantizer(quantizer) and bool(amax > 0) and bool(torch.isfinite(amax)):
+    if bool(amax > 0) and bool(torch.isfinite(amax)):
+        for quantizer in _delayed_quantizers(module, name, local):
             quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
             quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
 
 
 def follow_scale(module: nn.Module, name: str, local: torch.Tensor) -> None:
-    """Give a weight under delayed scaling the scale that its bytes have, for the next quantization. Local operation.
+    """Give a weight under delayed scaling the scale that its bytes have, for the next quantization. Local operation."""
+    for quantizer in _delayed_quantizers(module, name, local):
+        quantizer.scale.copy_(_te.inverse_scale_of(local).reciprocal().reshape(quantizer.scale.shape))
 
-    Args:
-        module: Owner of the weight.
-        name: The weight's name.
-        local: Its quantized local tensor.
-    """
-    inverse = _te.inverse_scale_of(local)
-    quantizers: list[Any] = [_te.quantizer_of(local), _te.weight_quantizer(module, name)]
-    for quantizer in quantizers:
-        if _te.is_delayed_quantizer(quantizer):
-            quantizer.scale.copy_(inverse.reciprocal().reshape(quantizer.scale.shape))
+
+def _delayed_quantizers(module: nn.Module, name: str, local: torch.Tensor) -> list[Any]:
+    """Those of a weight, of which the module has one and the local tensor may have another."""
+    both = _te.quantizer_of(local), _te.weight_quantizer(module, name)
+    return [quantizer for quantizer in both if _te.is_delayed_quantizer(quantizer)]
 
 
 @contextlib.contextmanager
@@ -148,25 +111,26 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
         setattr(state, attribute, before)
 
 
-@contextlib.contextmanager
-def reducing_no_amax_after_errors() -> Iterator[None]:
-    """An error in the context leaves ``te.autocast`` without delayed scaling's all-reduce, which TE issues even then.
+def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
+    """Let TE's records of parameters (``param_init_meta``) go by other names too: TE's name -> registered name."""
+    records: dict[str, Any] = module.param_init_meta  # type: ignore[assignment]
+    records.update({new: records[old] for old, new in names.items() if old in records})
 
-    Ranks that have not raised, or run under another recipe, would not come to it. The next ``te.autocast`` reduces
-    again: entering one writes what is changed here anew.
+
+def random_generators() -> list[torch.Generator]:
+    """The generators of TE's ``CudaRNGStatesTracker``, from which dropout inside of tp draws; none before TE runs."""
+    if not _te.is_loaded():
+        return []
+    states = importlib.import_module("transformer_engine.pytorch.distributed").get_all_rng_states()
+    return [state for state in states.values() if isinstance(state, torch.Generator)]
+
+
+def multiplies_any_order() -> bool:
+    """Whether the device's float8 products take operands in any order (``is_non_tn_fp8_gemm_supported``).
+
+    Hopper's do not: what forward and backward read differently is kept twice there.
     """
-    try:
-        yield
-    except Exception:
-        loaded = sys.modules.get("transformer_engine.pytorch.quantization")
-        manager = getattr(loaded, "FP8GlobalStateManager", None)
-        known = getattr(getattr(manager, "quantization_state", manager), "autocast_arguments", {})
-        for key, (recipe, group) in list(known.items()):
-            if getattr(recipe, "reduce_amax", False):
-                alone = copy.copy(recipe)
-                alone.reduce_amax = False
-                known[key] = alone, group
-        raise
+    return importlib.import_module("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported()
 
 
 #: cuBLASLt that TE asks for (2.20.2 ``is_module_grouped_tensor_path_supported``).
@@ -205,11 +169,7 @@ class GroupedReads:
 
 
 def grouped_path_problem(recipe: Any | None) -> str:
-    """Why TE's grouped kernels do not run a ``GroupedLinear`` here; empty if they do. Local operation.
-
-    Args:
-        recipe: A recipe, or ``None`` for bf16.
-    """
+    """Why TE's grouped kernels run no ``GroupedLinear`` here, under a recipe or in bf16; empty if they do. Local."""
     linear = _te.te().module.grouped_linear
     if linear.is_module_grouped_tensor_path_supported(recipe, torch.bfloat16):
         return ""
@@ -258,13 +218,9 @@ def new_stream() -> Any:
 
 
 def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str, Any]:
-    """What TE's ``DotProductAttention`` would run in bf16 with a causal mask, with TE's own reasons. Local.
+    """What TE's ``DotProductAttention`` would run in bf16 with a causal mask, with TE's own reasons. Local operation.
 
-    Args:
-        heads: Attention heads of the query.
-        groups: Heads of key and value.
-        head_dim: Elements of a head.
-        sequence: Tokens.
+    ``heads`` are those of the query, ``groups`` those of key and value; ``sequence`` is in tokens.
 
     Returns:
         ``backend`` ("flash", "fused", "unfused" or "none"), ``reasons``, the lines that TE logs about it, and
@@ -305,10 +261,6 @@ def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str
         "flash-attn-3": "v3_is_installed",
         "flash-attn-4": "v4_is_installed",
     }
-    return {
-        "backend": next((name for name, taken in names.items() if taken), "none"),
-        "reasons": seen.lines,
-        "taken": {
-            name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()
-        },
-    }
+    taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
+    backend = next((name for name, chosen in names.items() if chosen), "none")
+    return {"backend": backend, "reasons": seen.lines, "taken": taken}

@@ -6,12 +6,14 @@ Each function says which private name it stands for, so that a torch release tha
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store, _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 
@@ -34,14 +35,10 @@ def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return type(first)._concatenate([first, second])
 
 
-def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """1-D flattening of ``mesh``, row-major, cached by torch on the root mesh (``DeviceMesh._flatten``)."""
-    return mesh._flatten(name)
-
-
-def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was cut out of, itself if it was not (``DeviceMesh._get_root_mesh``)."""
-    return mesh._get_root_mesh()
+#: 1-D flattening of a mesh under a name, row-major, cached by torch on the root mesh (``DeviceMesh._flatten``).
+flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
+#: The mesh that a mesh was cut out of, itself if it was not (``DeviceMesh._get_root_mesh``).
+root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def placed(
@@ -121,9 +118,8 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> Device
     return mesh._unflatten(place, tuple(sizes.values()), tuple(sizes))
 
 
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements, global shape and stride of a DTensor (``DTensor._spec``)."""
-    return tensor._spec
+#: Mesh, placements, global shape and stride of a DTensor (``DTensor._spec``).
+spec_of: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
@@ -243,19 +239,18 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks)
 
 
+#: A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``).
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread (``torch._C._current_graph_task_id``)."""
+    """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Call something when the backward that runs has added all gradients (``Engine.queue_callback``)."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def backward_id() -> int:
-    """A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``)."""
-    return torch._C._current_graph_task_id()
 
 
 #: What lies in nested tuples, lists and dictionaries, and how it lies there; and the opposite
@@ -320,8 +315,7 @@ def largest(tensors: list[torch.Tensor]) -> torch.Tensor:
 def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     """Norm of each plain tensor that is not empty, added up in fp32 at least (``torch._foreach_norm``).
 
-    Returns:
-        fp32 scalars, in the order of kinds of tensors, not of tensors.
+    fp32 scalars, in the order of kinds of tensors, not of tensors.
     """
     found: list[torch.Tensor] = []
     for (_, dtype), group in _by_kind(filter(torch.Tensor.numel, tensors)).items():
@@ -335,7 +329,7 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     state = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
-        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
 
 
@@ -401,17 +395,13 @@ def _all_managed() -> Iterator[tuple[Any, Any]]:
 def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
     """How FSDP2 reduces a unit's gradients now (``FSDPParamGroup.mesh_info`` and ``all_reduce_grads``).
 
-    Returns:
-        Ranks that the gradients are cut over, ranks that they are replicated over, and whether the backward that
-        runs all-reduces over the latter.
+    Ranks that they are cut over, ranks that they are replicated over, and whether the backward that runs all-reduces
+    over the latter.
     """
     group = fsdp_parameter_groups(unit)[0]
     info = group.mesh_info
-    return (
-        getattr(info, "shard_mesh_size", 1),
-        getattr(info, "replicate_mesh_size", 1),
-        group.all_reduce_grads,
-    )
+    shards, replicas = getattr(info, "shard_mesh_size", 1), getattr(info, "replicate_mesh_size", 1)
+    return shards, replicas, group.all_reduce_grads
 
 
 # --- files

@@ -180,7 +180,7 @@ def _delayed(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """Modules with delayed-scaling state, by name."""
     found = {}
     for name, module in _modules(model).items():
-        states = _te_modules.delayed_states(module)
+        states = _te.delayed_states(module)
         if states is not None:
             found[name] = (module, states)
     return found

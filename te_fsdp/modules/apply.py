@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import check_1d
@@ -344,7 +344,7 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
     replicated = module.__dict__.get(NO_SHARD)
     if isinstance(replicated, frozenset):
         module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, replicated))
-    _te.rename_parameters(module, {name: experts.registered_name(name) for name in own})
+    _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in own})
 
 
 def _place(

@@ -214,7 +214,7 @@ def guard(module: nn.Module, stock: Any) -> Any:
     if binding_of(module) is None or not isinstance(stock, torch.Tensor):
         return stock
     # Bytes without states are the pickle of a custom recipe, which TE ignores when it loads it.
-    states = _te_modules.delayed_states(module) if stock.numel() else None
+    states = _te.delayed_states(module) if stock.numel() else None
     marks = _conditions(module)[0] or ()
     if states is None:
         return pack(marks, None).as_subclass(_Entry) if marks else stock.new_empty(0)
@@ -280,7 +280,7 @@ def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
 
 def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
     """Write delayed scaling's state into the module's live tensors, made where there are none."""
-    present = _te_modules.delayed_states(module)
+    present = _te.delayed_states(module)
     for key, state in (present or {}).items():
         have, got = tuple(state.scale.shape), tuple(saved[f"{key}.scale"].shape)
         if have != got:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp._te_modules import GroupedReads, grouped_path_problem
+from te_fsdp._te_modules import GroupedReads, grouped_path_problem, rename_parameters
 from te_fsdp.agree import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
@@ -192,7 +192,7 @@ def adopt_single(module: Any) -> None:
         for part in parts:
             module._parameters[part] = None
         module._parameters[name] = new
-        _te.rename_parameters(module, {parts[0]: name})
+        rename_parameters(module, {parts[0]: name})
 
 
 def single_cuts(

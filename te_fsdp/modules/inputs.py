@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_fsdp import _te, _te_modules, _torch
+from te_fsdp import _te, _torch
 from te_fsdp.agree import are_equal, digest, gather, rank
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, shorten
@@ -184,7 +184,7 @@ def check_inputs(
         named = dict(zip(names, dict(tensors).values(), strict=True))
         # The ranks that have seen these shapes do not come: an error, where collectives would meet others.
         meeting = collective_call("forward with inputs of new shapes", mesh)
-        with _te_modules.reducing_no_amax_after_errors(), meeting, _torch.without_modes():
+        with _te.reducing_no_amax_after_errors(), meeting, _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
             else:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from te_fsdp import _te
+from te_fsdp import _te, _te_modules
 from te_fsdp.layout import GATED_ACTIVATIONS
 from te_fsdp.planning.job import Gating
 
@@ -105,7 +105,7 @@ def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list
         tp: Size of that axis.
     """
     value, float8 = VALUE_BYTES[job.recipe], job.recipe in ("delayed", "current")
-    both = value * (1 if float8 and _te.multiplies_any_order() else 2)
+    both = value * (1 if float8 and _te_modules.multiplies_any_order() else 2)
     rows = value if float8 else both
     sizes = _Bytes(work, tp, value or _E, both or _E, rows, value > 0)
     found: list[Stage] = []

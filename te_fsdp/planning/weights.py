@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp._fsdp2_grads import whole_shards
+from te_fsdp._fsdp2_patches import whole_shards
 from te_fsdp._te_formats import FORMATS, Format
 from te_fsdp.parameters import places_of, plan_of
 from te_fsdp.planning.job import OPTIMIZERS
@@ -50,7 +50,7 @@ class Weight:
     #: Whether no other rank has a part of it, though FSDP2 manages it: nothing is sent, and the gathered parameter has
     #: the shard's memory, unless its values are cast.
     is_alone: bool
-    #: Whether its gradient becomes the reduced one without a buffer (:mod:`te_fsdp._fsdp2_grads`).
+    #: Whether its gradient becomes the reduced one without a buffer (:mod:`te_fsdp._fsdp2_patches`).
     is_passed: bool
     gathered: int  #: Of the gathered parameter in forward, beside the shard; 0 where nothing is gathered
     gathered_again: int  #: Of the gathered parameter in backward

@@ -14,11 +14,10 @@ amax of the whole weight, and reads the gathered bytes with the scale that it ho
 2.20.2 passes over an empty tensor (its extension returns before the all-reduce, and the other ranks wait for ever;
 its Adam kernel for delayed scaling leaves the scale alone).
 
-Before a step: the optimizer keeps fp32 main weights. torch's optimizers would otherwise update quantized weights by
-dequantizing and requantizing them operation by operation, which loses most small updates in silence; TE's
-FusedAdam without main weights raises, or leaves delayed-scaling weights as they are (TE 2.20.2). After it:
-delayed-scaling weights have the amax of the whole weight in their histories, where FusedAdam put that of
-a shard; and no cached transpose, which FusedAdam does not update (Hopper layout). Only bound weights are looked at.
+torch's optimizers would update quantized weights by dequantizing and requantizing them operation by operation, which
+loses most small updates in silence: they must keep fp32 main weights. TE's FusedAdam without main weights raises, or
+leaves delayed-scaling weights as they are; with them it puts the amax of a shard into their histories, and does not
+update cached transposes of the Hopper layout (TE 2.20.2).
 
 :func:`write_all` writes new values into many weights at once:
 
@@ -301,18 +300,13 @@ def refuse(optimizer: Optimizer, label: str) -> None:
     """
     if hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
         return
-    if not _te.is_fused_adam(optimizer):
-        got, fix = "none", "call te_fsdp.main_weights(model, optimizer) once, before the first step"
-    else:
+    got, fix = "none", "call te_fsdp.main_weights(model, optimizer) once, before the first step"
+    if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
-        if (
-            fused.master_weights
-            and fused.master_weight_dtype == torch.float32
-            and not fused.store_param_remainders
-        ):
+        options = fused.master_weights, fused.master_weight_dtype, fused.store_param_remainders
+        if options[0] and options[1] == torch.float32 and not options[2]:
             return
-        got = f"master_weights={fused.master_weights}, master_weight_dtype={fused.master_weight_dtype}, "
-        got += f"store_param_remainders={fused.store_param_remainders}"
+        got = "master_weights={}, master_weight_dtype={}, store_param_remainders={}".format(*options)
         fix = "FusedAdam(..., master_weights=True), master_weight_dtype and store_param_remainders at their defaults"
     raise PrecisionError(
         f"{label}: {type(optimizer).__name__} on a quantized weight",
@@ -404,7 +398,7 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[An
     for local, value in pairs:
         quantizer = getattr(local, _te.QUANTIZER, None)
         if quantizer is None or (has_current_scale(type(quantizer)) and not hasattr(local, "experts")):
-            found.append((local, quantizer, value))
+            found.append((local, quantizer, value))  # most of them
         elif _te.is_grouped(local):
             weight: Any = local
             weight.mark_experts()

@@ -9,7 +9,7 @@ over ``dp_replicate``, and casts it to the sharded gradient's dtype. It takes wh
               fp32 sums: these need an all-reduce of our own, for which FSDP2 is given a process group that does it
 
 Without a wire nothing needs one, but for ``zero_copy_gradients``: gradients are then sent from where they lie, and
-FSDP2 is given nothing to copy them into (``te_fsdp/_fsdp2_grads.py``). ``"auto"`` does so in units gathered by
+FSDP2 is given nothing to copy them into (``te_fsdp/_torch_transport.py``). ``"auto"`` does so in units gathered by
 ``copy_engine``, if any of their large gradients can be sent so.
 
 The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engines:
@@ -26,7 +26,7 @@ reads and its next writes, there is a barrier:
 =======  ============================================================  ==================================
 device   memory                                                        barrier
 =======  ============================================================  ==================================
-cuda     symmetric memory of torch (``te_fsdp/_torch_symm.py``)        a small kernel on the current stream
+cuda     symmetric memory of torch (``te_fsdp/_torch_transport.py``)        a small kernel on the current stream
 cpu      a file of each rank in a temporary folder, mapped by all      an all-reduce of one element
 =======  ============================================================  ==================================
 """
@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_grads, _fsdp2_patches, _te, _torch, _torch_symm
+from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_patches, _te, _torch, _torch_transport
 from te_fsdp.agree import gather, rank
 from te_fsdp.all_ranks import collective_timeout, is_simulated
 from te_fsdp.errors import shorten
@@ -77,7 +77,7 @@ def reduce_unused(model: nn.Module) -> None:
         if not _torch.is_fsdp_module(unit):
             continue
         groups = _torch.fsdp_parameter_groups(unit)
-        passes_on = any(map(_fsdp2_grads.passes_on, groups))
+        passes_on = any(map(_fsdp2_patches.passes_on, groups))
         if hasattr(unit, "set_reduce_scatter_unused_params") and not passes_on:
             unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
         else:  # torch before 2.13; or where FSDP2 finds no gradients at all
@@ -153,14 +153,14 @@ class UnitReduceScatter(_torch.ReduceScatter):
             self._input = None
             seen, self._buffer = self._buffer, None
             if seen is not None:  # FSDP2 has filled it
-                for part in seen.sent if isinstance(seen, _fsdp2_grads.Input) else [seen]:
+                for part in seen.sent if isinstance(seen, _torch_transport.Input) else [seen]:
                     self.show(part)
             given = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
             given = _input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = _torch.fsdp_parameter_groups(unit)
-            buffer = _fsdp2_grads.input_of(group, numel, given)
+            buffer = _torch_transport.input_of(group, numel, given)
         if buffer is None:
             buffer = torch.empty(*size, dtype=given, device=device)
         if self._input is not None and self.comm.look is not None:
@@ -185,7 +185,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         A range of the profiler, by the name of the unit.
         """
         assert not async_op  # FSDP2 runs it on a stream of its own
-        source = input_tensor.sent if isinstance(input_tensor, _fsdp2_grads.Input) else input_tensor
+        source = input_tensor.sent if isinstance(input_tensor, _torch_transport.Input) else input_tensor
         with torch.profiler.record_function(f"te_fsdp::reduce_scatter ({self.name})"):
             reduce_scatter(output_tensor, source, group, self.comm, op=op)
 
@@ -212,7 +212,7 @@ def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy, wanted
         own = policy if precision is None else precision.fsdp2_policy(name)
         reduced = _input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
         found = dict[str, str]()
-        for managed, why in _fsdp2_grads.large_gradients(group):
+        for managed, why in _torch_transport.large_gradients(group):
             parameter = _fsdp2.sharded_of(managed)
             computed = own.param_dtype or parameter.dtype
             if parameter.requires_grad:
@@ -221,7 +221,7 @@ def reduce_from_where_they_lie(state: ShardingState, policy: Fsdp2Policy, wanted
         state.copied |= found
         if wanted == "auto" and all(found.values()):
             continue  # FSDP2 copies all of them by one kernel
-        _fsdp2_grads.reduce_from_where_they_lie(group)
+        _torch_transport.reduce_from_where_they_lie(group)
         if precision is None:
             install_comm(unit, comm, name)
     if rank() == 0:
@@ -262,7 +262,7 @@ def choose_transports(state: ShardingState, wanted: str) -> None:
     """
     device, known = state.meshes.device, dict[str, _fsdp2_copies.CopiedGathers | str]()
     for name, unit in state.modules.items():
-        ranks = _fsdp2_copies.ranks_of_gathers(unit)
+        ranks = _fsdp2.ranks_of_gathers(unit)
         if ranks is None:
             held = _torch.fsdp_parameter_groups(unit)
             why = "one rank holds whole shards" if held else "it has no sharded weights"
@@ -356,7 +356,7 @@ class PeerMemory:
         """
         seconds = collective_timeout()
         if self._handle is not None:
-            _torch_symm.barrier(self._handle, seconds)
+            _torch_transport.barrier(self._handle, seconds)
             return
         work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
         assert work is not None
@@ -364,11 +364,11 @@ class PeerMemory:
 
 
 class Peers:
-    """Ranks that can read each other's memory; ``token``: see :class:`te_fsdp._torch_symm.Exchange`."""
+    """Ranks that can read each other's memory; ``token``: see :class:`te_fsdp._torch_transport.Exchange`."""
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, token: str) -> None:
         self.device, self.group = device, group
-        self._exchange = None if device.type == "cpu" else _torch_symm.Exchange(group, token)
+        self._exchange = None if device.type == "cpu" else _torch_transport.Exchange(group, token)
 
     def share(self, size: int) -> PeerMemory:
         """Memory that all ranks read. Collective over the group; waits for the device.
@@ -382,7 +382,7 @@ class Peers:
         size = max(size, _LEAST)
         if self._exchange is None:
             return PeerMemory(_mapped_files(size, self.group), self.group)
-        handle, parts = _torch_symm.share(size, self.device, self._exchange)
+        handle, parts = _torch_transport.share(size, self.device, self._exchange)
         return PeerMemory(parts, self.group, handle)
 
 
@@ -412,7 +412,7 @@ def connect(device: torch.device, group: dist.ProcessGroup) -> tuple[Peers, Peer
     boot = Path("/proc/sys/kernel/random/boot_id")
     # This machine since it was started: containers of one host have names of their own.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    own = host, _identity(device), _out_of_reach(device), _torch_symm.may_share_a_gpu(), uuid.uuid4().hex
+    own = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
     told = gather(own, group)
     hosts = {host for host, *_ in told}
     identities = [identity for _, identity, *_ in told]
@@ -450,7 +450,7 @@ def _out_of_reach(device: torch.device) -> set[str] | None:
     """GPUs that this process sees and whose memory this rank's has no direct access to; ``None``: it never has."""
     if device.type == "cpu":
         return set()
-    if not _torch_symm.is_there():
+    if not _torch_transport.is_there():
         return None
     own = torch.cuda.current_device() if device.index is None else device.index
     others = (number for number in range(torch.cuda.device_count()) if number != own)

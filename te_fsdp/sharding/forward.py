@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from te_fsdp import _fsdp2, _fsdp2_patches, _te, _te_modules, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
 from te_fsdp.agree import are_equal, by_rank, digest
 from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated, ranks_in_words
 from te_fsdp.errors import CollectiveError, MeshError, OrderError, PlacementError, PrecisionError, shorten
@@ -366,7 +366,7 @@ def _meeting(what: str, mesh: DeviceMesh) -> Iterator[None]:
     """What is in the context begins when all ranks have come. Those that wait in vain say what has changed here."""
     call, _, here = what.partition(": ")
     come = False
-    with _te_modules.reducing_no_amax_after_errors():
+    with _te.reducing_no_amax_after_errors():
         try:
             with collective_call(call, mesh):
                 come = True

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2, _fsdp2_grads, _fsdp2_patches, _te, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import PlacementError, require_flags, shorten
@@ -263,7 +263,6 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
                 _fsdp2_patches.keep_no_flat_shard(managed)
         _fsdp2_patches.remember_shard_meshes(unit)
         _fsdp2_patches.alias_whole_shards(unit)
-        _fsdp2_grads.pass_whole_gradients(unit)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
     if state.precision_plan is not None:

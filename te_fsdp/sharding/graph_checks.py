@@ -45,7 +45,7 @@ class Snapshot:
             self._watch(module._parameters)
             self._watch(module._buffers)
             # Delayed scaling's scales and histories, which no buffer of the module holds.
-            for recipe_state in (_te_modules.delayed_states(module) or {}).values():
+            for recipe_state in (_te.delayed_states(module) or {}).values():
                 self._watch(vars(recipe_state))
         # By parameter and name: the dictionaries in between are made anew when state dicts are taken.
         self._states = [
@@ -230,7 +230,7 @@ class CudaRecorder:
     def record(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
         """Record what a function enqueues, without running it; raises what the function or the recording raises."""
         graph = torch.cuda.CUDAGraph()
-        generators = (*_te.random_generators(), *self._generators)
+        generators = (*_te_modules.random_generators(), *self._generators)
         for generator in generators:
             graph.register_generator_state(generator)
         # The id of a pool is good while a graph lives that was recorded into it; later the allocators refuse it.

@@ -28,10 +28,9 @@ TORCH_DOORS = tuple(
     for name in (
         "_patches",
         "_torch",
-        "_torch_symm",
+        "_torch_transport",
         "_fsdp2",
         "_fsdp2_copies",
-        "_fsdp2_grads",
         "_fsdp2_patches",
     )
 )

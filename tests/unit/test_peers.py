@@ -6,14 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _torch_symm
+from te_fsdp import _torch_transport
 from te_fsdp.sharding import comm_units as peers
 
 
 def test_numbers_of_a_group():
     """Torch numbers keys by process: two ranks that have met other ranks before use the same ones all the same."""
     store = dist.HashStore()
-    first, second = _torch_symm._Numbered(store), _torch_symm._Numbered(store)
+    first, second = _torch_transport._Numbered(store), _torch_transport._Numbered(store)
     for number in range(3):
         for kind in ("memory", "handles"):
             first.set(f"{kind}/{number}/0", f"{kind} {number}".encode())

@@ -11,7 +11,7 @@ from harness import assert_same_bits
 from harness.exchange import GLOO_VARIABLE
 from strategies import copied
 
-from te_fsdp import _torch_symm
+from te_fsdp import _torch_transport
 
 DP2 = {"dp_shard": 2}
 #: Float8-block weights are cut along their columns: dim 0 has no whole blocks for two ranks.
@@ -51,7 +51,7 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 def _can_copy(request):
     """Ranks on one GPU are gathered from by NCCL, unless torch is told to share memory between them."""
     marker = request.node.get_closest_marker("ranks")
-    if marker and 0 < torch.cuda.device_count() < marker.args[0] and not _torch_symm.may_share_a_gpu():
+    if marker and 0 < torch.cuda.device_count() < marker.args[0] and not _torch_transport.may_share_a_gpu():
         pytest.skip(
             f"copies need {marker.args[0]} GPUs, found {torch.cuda.device_count()}, or "
             "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 beside --nodes"

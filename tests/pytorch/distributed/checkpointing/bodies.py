@@ -53,7 +53,7 @@ def load_through(route: str, run: Run, path: str) -> None:
 
 def local_state(run: Run) -> dict[str, torch.Tensor]:
     """Every tensor that this rank holds, raw: quantized weights as bytes and scales, optimizer state, buffers."""
-    from te_fsdp import _te, _te_modules, _torch
+    from te_fsdp import _te, _torch
 
     found: dict[str, torch.Tensor] = {}
     names = {}
@@ -72,7 +72,7 @@ def local_state(run: Run) -> dict[str, torch.Tensor]:
             if isinstance(value, torch.Tensor):
                 found[f"{names[id(parameter)]}.{key}"] = _torch.local_of(value).detach().clone()
     for name, module in run.model.named_modules():
-        for key, state in (_te_modules.delayed_states(module) or {}).items():
+        for key, state in (_te.delayed_states(module) or {}).items():
             found[f"{name}:{key}.scale"] = state.scale.clone()
             # The newest row is each rank's own until the next forward takes the maximum over ranks.
             found[f"{name}:{key}.amax_history"] = state.amax_history[1:].clone()

@@ -158,13 +158,13 @@ def _pieces(
 
 def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
     """Delayed scaling's state by expert; without the newest row, which is each rank's own until the next forward."""
-    from te_fsdp import _te, _te_modules
+    from te_fsdp import _te
     from te_fsdp.parameters import binding_of
 
     binding = binding_of(module)
     first = binding.experts.first if binding is not None and binding.experts is not None else 0
     count = module.num_gemms if _te.kind_of(module) == "GroupedLinear" else 1
-    for key, state in (_te_modules.delayed_states(module) or {}).items():
+    for key, state in (_te.delayed_states(module) or {}).items():
         for name, tensor in (("scale", state.scale), ("amax_history", state.amax_history[1:])):
             for index, part in enumerate(tensor.cpu().clone().chunk(count, dim=-1), first):
                 mine[f"{prefix}:{key}.{name}.{index}"] = (tuple(part.shape), [((...,), part)])

@@ -17,7 +17,7 @@ def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
     from unittest import mock
 
     import te_fsdp
-    from te_fsdp import _te, _te_modules, _torch
+    from te_fsdp import _te, _torch
     from te_fsdp.checkpoint import saving
 
     axes = {"dp_shard": 1}
@@ -27,7 +27,7 @@ def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
     other = QuantizedTraining("delayed", axes, seed=1)
     other.steps(1)
     for module in other.model.modules():
-        for state in (_te_modules.delayed_states(module) or {}).values():
+        for state in (_te.delayed_states(module) or {}).values():
             state.recipe = type(state.recipe)(fp8_format=_te_format("E4M3"), amax_history_len=4)
     try:
         te_fsdp.checkpoint.load(f"{directory}/step", other.model, other.optimizer)

@@ -62,9 +62,9 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
     Args:
         fault: ``"lost"``: negative control, what is sent as it lies is empty.
     """
-    from te_fsdp import _fsdp2_grads
+    from te_fsdp import _torch_transport
 
-    seen, stock = {"reduced": 0, "copied": 0}, _fsdp2_grads.Input._fill
+    seen, stock = {"reduced": 0, "copied": 0}, _torch_transport.Input._fill
 
     def fill(self: Any, gradients: Any, chunk_cat: Any) -> None:
         stock(self, gradients, chunk_cat)
@@ -76,23 +76,23 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
             if fault == "lost" and not is_copy:
                 part.zero_()
 
-    _fsdp2_grads.Input._fill = fill
+    _torch_transport.Input._fill = fill
     try:
         yield seen
     finally:
-        _fsdp2_grads.Input._fill = stock
+        _torch_transport.Input._fill = stock
 
 
 @contextlib.contextmanager
 def small_ones_by_themselves() -> Iterator[None]:
     """Gradients of models as small as these are sent as large ones are."""
-    from te_fsdp import _fsdp2_grads
+    from te_fsdp import _torch_transport
 
-    stock, _fsdp2_grads.LARGE = _fsdp2_grads.LARGE, 512
+    stock, _torch_transport.LARGE = _torch_transport.LARGE, 512
     try:
         yield
     finally:
-        _fsdp2_grads.LARGE = stock
+        _torch_transport.LARGE = stock
 
 
 @small_ones_by_themselves()

@@ -222,10 +222,10 @@ def requantize(oracle: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """What one process does in a training step: scales from the amaxes so far, then one quantization of each weight."""
     import transformer_engine_torch as tex
 
-    from te_fsdp import _te_modules
+    from te_fsdp import _te
 
     for module in oracle.modules():
-        if _te_modules.delayed_states(module) is not None:
+        if _te.delayed_states(module) is not None:
             state = module.fp8_meta["scaling_fwd"]
             recipe, newest = state.recipe, state.amax_history[0].clone()
             algorithm, dtype = recipe.amax_compute_algo, forward_dtype(recipe)
@@ -316,9 +316,9 @@ def same_history(
     checks: harness.Comparisons, label: str, module: nn.Module, own: str, oracle: nn.Module
 ) -> None:
     """Delayed scaling's scale and amax history of a weight equal one process's, on every rank."""
-    from te_fsdp import _te_modules
+    from te_fsdp import _te
 
-    if _te_modules.delayed_states(module) is None:
+    if _te.delayed_states(module) is None:
         return
     index = module.param_init_meta[own].fp8_meta_index
     mine, theirs = module.fp8_meta["scaling_fwd"], oracle.fp8_meta["scaling_fwd"]

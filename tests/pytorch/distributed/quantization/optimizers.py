@@ -230,7 +230,7 @@ def delayed_state_dict(dp_replicate: int, tp: int) -> int:
     import os
 
     import te_fsdp
-    from te_fsdp import _te_modules
+    from te_fsdp import _te
 
     os.environ.pop("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", None)
     model, step = prepare("delayed", dp_replicate, tp)
@@ -245,7 +245,7 @@ def delayed_state_dict(dp_replicate: int, tp: int) -> int:
     fresh.load_state_dict(state)
     checks, count = harness.Comparisons(), 0
     for (name, ours), theirs in zip(model.named_modules(), fresh.modules(), strict=True):
-        states, others = _te_modules.delayed_states(ours), _te_modules.delayed_states(theirs)
+        states, others = _te.delayed_states(ours), _te.delayed_states(theirs)
         for key in states or {}:
             checks.same_bits(f"{name} {key} scale", others[key].scale, states[key].scale)
             checks.same_bits(f"{name} {key} history", others[key].amax_history, states[key].amax_history)

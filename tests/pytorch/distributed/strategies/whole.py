@@ -9,7 +9,7 @@ import harness
 import torch
 
 import te_fsdp
-from te_fsdp import _fsdp2_grads, _fsdp2_patches, _torch
+from te_fsdp import _fsdp2_patches, _torch
 from te_fsdp.quantized import all_gather
 
 HIDDEN, TOKENS = 128, 32
@@ -82,15 +82,14 @@ def training(
             *[te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS, **meshes.te_kwargs()) for _ in "ab"]
         )
     stock, arrange = _fsdp2_patches.alias_whole_shards, all_gather._arrange
-    passing = _fsdp2_grads.pass_whole_gradients
     if not lend:
-        _fsdp2_patches.alias_whole_shards = _fsdp2_grads.pass_whole_gradients = lambda unit: None
+        _fsdp2_patches.alias_whole_shards = lambda unit: None
         all_gather._arrange = functools.partial(_copied, arrange)
     try:
         policy = te_fsdp.MixedPrecisionPolicy(**precision) if precision else None
         te_fsdp.fully_shard(model, meshes, units=[te.LayerNormMLP], strategy=strategy, precision=policy)
     finally:
-        _fsdp2_patches.alias_whole_shards, _fsdp2_grads.pass_whole_gradients = stock, passing
+        _fsdp2_patches.alias_whole_shards = stock
     te_fsdp.materialize(model, seed=0)
     shards = {name: {b.data_ptr() for b in _buffers(p)} for name, p in model.named_parameters()}
     lent: dict[str, bool] = {}

@@ -1,12 +1,12 @@
-"""FSDP2's reduction of gradients from where they lie, instead of from a buffer that they are copied into.
+"""What transports (``docs/transport.md``) need of torch by private names, checked on torch 2.11 to 2.15.
 
-Of whole shards nothing is reduced, and their gradients are passed on (:func:`pass_whole_gradients`). Over several ranks
-(``zero_copy_gradients``):
+Gathers by copies: memory of a GPU that its peers read, torch's symmetric memory
+(``torch.distributed._symmetric_memory``).
 
-FSDP2 copies all gradients of a unit into the input of one reduce-scatter, cut into what each rank shall get. A gradient
-that is cut along its first dim into equal parts can be sent as it is. So here each large gradient is a part of its own,
-small ones are copied together, and the parts are reduced by reduce-scatters that NCCL runs as one operation. The output
-is the same:
+``zero_copy_gradients``: FSDP2 copies all gradients of a unit into the input of one reduce-scatter, cut into what each
+rank shall get. A gradient that is cut along its first dim into equal parts can be sent as it is. So here each large
+gradient is a part of its own, small ones are copied together, and the parts are reduced by reduce-scatters that NCCL
+runs as one operation. The output is the same:
 
     FSDP2   a0 b0 c0 a1 b1 c1    one reduce-scatter        rank r: ar br cr
     here    a0 a1 | b0 c0 b1 c1  one for "a", for "b c"    rank r: ar br cr
@@ -17,19 +17,117 @@ or holes, is copied by itself. FSDP2 keeps what it takes for the input until the
 FSDP2 asks a reduce-scatter of one's own for the input's memory, but fills it itself (``chunk_cat``, from torch 2.15 on
 ``chunk_cat_mixed_dtype``), and divides it where the dtype has little range. It gets a tensor that answers these two
 operations in its own way, and no other (``__torch_function__``).
-
-Private names of FSDP2, checked on torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from te_fsdp._fsdp2_patches import listen
-from te_fsdp._torch import fsdp_parameter_groups, local_of
+from te_fsdp._torch import default_store
+
+# --- memory that peers read
+
+
+def is_there() -> bool:
+    """Whether this torch has symmetric memory for CUDA devices."""
+    try:
+        import torch.distributed._symmetric_memory
+    except ImportError:
+        return False
+    return torch.cuda.is_available()
+
+
+def may_share_a_gpu() -> bool:
+    """Whether torch shares memory between two ranks on one GPU: its own switch for tests on fewer GPUs than ranks."""
+    return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
+
+
+class _Numbered(dist.Store):
+    """A store of one group of ranks, for keys that torch numbers by process: here they are numbered by group.
+
+    Up to torch 2.14 ranks find each other by the number of rendezvous that a process has made, in whatever group, and
+    wait for ever where that differs (pytorch issue #196082).
+    """
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        kind, _, rank = key.rpartition("/")
+        return f"{self._numbers.setdefault(kind, len(self._numbers))}/{rank}"
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        """Write a value."""
+        self._store.set(self._key(key), value)  # type: ignore[bad-argument-type]
+
+    def get(self, key: str) -> bytes:
+        """Wait for a value."""
+        return self._store.get(self._key(key))
+
+    def wait(self, keys: list[str], *timeout: Any) -> None:  # type: ignore[override]
+        """Wait for values."""
+        self._store.wait([self._key(key) for key in keys], *timeout)
+
+
+class Exchange:
+    """What the ranks of a group find each other's memory by; torch knows them by ``name``."""
+
+    def __init__(self, group: dist.ProcessGroup, token: str = "") -> None:
+        """Local operation. ``token`` is the same on all ranks, and of no other exchange.
+
+        With it torch knows the ranks by a process group without a backend, whose store counts their rendezvous alone;
+        without by ``group``.
+        """
+        from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
+
+        self.name, self.group = f"te_fsdp/peers/{token}" if token else group.group_name, group
+        if token:
+            # Both are kept here: C++ alone keeps neither the group nor the object that Python's methods belong to.
+            self._store = _Numbered(dist.PrefixStore(self.name, default_store()))
+            self._ranks = dist.ProcessGroup(self._store, group.rank(), group.size())
+            _register_process_group(dist.GroupName(self.name), self._ranks)
+            weakref.finalize(self, _unregister_process_group, dist.GroupName(self.name))
+
+
+def share(size: int, device: torch.device, exchange: Exchange) -> tuple[Any, list[torch.Tensor]]:
+    """Memory of each rank that all ranks of a group can read (``empty``, ``rendezvous``, ``get_buffer``).
+
+    Collective over the group; waits for the device. It is no part of what torch's caching allocator counts. Freeing it
+    waits for the device as well. The size in bytes is the same on all ranks.
+
+    Returns:
+        What :func:`barrier` takes; by rank a uint8 tensor of ``size`` elements, all on this rank's device for torch, so
+        that a contiguous copy from any of them is a plain memory copy.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    own, group = symmetric.empty(size, dtype=torch.uint8, device=device), exchange.group
+    handle = symmetric.rendezvous(own, exchange.name)  # type: ignore[bad-argument-type]
+    shared = [
+        own if rank == group.rank() else handle.get_buffer(rank, (size,), torch.uint8)
+        for rank in range(group.size())
+    ]
+    return handle, shared
+
+
+def barrier(handle: Any, seconds: float) -> None:
+    """Let the current stream wait for the same call of all ranks (``_SymmetricMemory.barrier``).
+
+    One small kernel, which a graph can hold. It fails, and with it the process' use of the device, when a rank has not
+    come after ``seconds``.
+    """
+    handle.barrier(channel=0, timeout_ms=int(1e3 * seconds))
+
+
+# --- gradients that are sent from where they lie
 
 #: Elements of a gradient that is sent by itself: copying smaller ones together costs less than sending them apart.
 LARGE = 1 << 16
@@ -44,12 +142,7 @@ class Part(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """How the gradients of a parameter group are sent.
-
-    Attributes:
-        ranks: Over which they are cut.
-        parts: In the order of the gradients.
-    """
+    """How the gradients of a parameter group are sent, in their order; they are cut over so many ranks."""
 
     ranks: int
     parts: tuple[Part, ...]
@@ -128,16 +221,10 @@ def reduce_from_where_they_lie(group: Any) -> None:
 
 
 def input_of(group: Any, numel: int, dtype: torch.dtype) -> Input | None:
-    """What FSDP2 is to be given for the input of a reduction, if it is not memory. Local operation.
+    """What FSDP2 is to be given for a reduction's input of so many elements, if it is not memory. Local operation.
 
-    Args:
-        group: The parameter group that reduces.
-        numel: Elements that FSDP2 asks for.
-        dtype: That is sent.
-
-    Returns:
-        ``None`` where nothing can be sent as it lies, or FSDP2 reduces other gradients than those of all trained
-        parameters: on all ranks then.
+    ``None`` where nothing can be sent as it lies, or FSDP2 reduces other gradients than those of all trained
+    parameters: on all ranks then.
     """
     if not group.__dict__.get(_KEY, False):
         return None
@@ -191,80 +278,3 @@ def large_gradients(group: Any) -> list[tuple[Any, str]]:
     ranks = group.mesh_info.shard_mesh_size
     large = (m for m in group.fsdp_params if m.padded_sharded_param_size.numel() * ranks >= LARGE)
     return [(managed, _why_copied(managed, ranks)) for managed in large]
-
-
-# --- shards that are whole
-
-#: Attribute of a parameter group: whether it passes its gradients on.
-_PASSES = "_te_fsdp_passes"
-
-
-def pass_whole_gradients(unit: torch.nn.Module) -> None:
-    """Make gradients of whole shards those of the sharded parameters as they are. Local operation.
-
-    Over a shard axis of size 1 FSDP2 has nothing to reduce, yet it copies gradients into the input of a reduction, and
-    from there into its output (``foreach_reduce``). Here they are passed on before it reduces, and it finds none; only
-    what it would cast, divide or add is written. FSDP2 does as ever where it all-reduces over ``dp_replicate`` (HSDP),
-    where the user has set a hook for that, and for parameters that lie on the host.
-
-    Call it before anything else listens to the unit's reductions: it has to be the last before FSDP2.
-
-    Args:
-        unit: A module that FSDP2 manages.
-    """
-    for group in fsdp_parameter_groups(unit):
-        info = group.mesh_info
-        if getattr(info, "shard_mesh_size", 0) == 1 and not hasattr(info, "replicate_mesh_size"):
-            group.__dict__[_PASSES] = True
-            listen(group, before=_pass_on)
-
-
-def passes_on(group: Any) -> bool:
-    """Whether a parameter group passes its gradients on (:func:`pass_whole_gradients`)."""
-    return group.__dict__.get(_PASSES, False)
-
-
-def whole_shards(unit: torch.nn.Module) -> dict[int, bool]:
-    """Parameters of an FSDP module that one rank alone holds, by ``id``: whether their gradients are passed on."""
-    groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
-    return {id(managed.sharded_param): passes_on(group) for group in groups for managed in group.fsdp_params}
-
-
-@torch.no_grad()
-def _pass_on(group: Any) -> None:
-    """What ``foreach_reduce`` comes to where nobody else has a part of the gradients."""
-    if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
-        return
-    show, factor = getattr(group._reduce_scatter_comm, "show", None), group.gradient_divide_factor
-    seen = set[int]()
-    for managed in group.fsdp_params:
-        parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
-        # Before torch 2.15 what several backwards have added up lies apart.
-        if vars(managed).get("unsharded_accumulated_grad") is not None:
-            managed.accumulate_unsharded_grad_if_needed()
-            gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
-        elif whole is not None and whole.grad is not None:
-            gradient, whole.grad = managed.unsharded_grad_data, None
-        else:
-            continue
-        gradient = gradient.to(
-            group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None) or gradient.dtype
-        )
-        if factor not in (None, 1):
-            # Not in place: others may look at it. Of fp16 as FSDP2 does over one rank, twice (torch 2.11 to 2.13).
-            gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
-        if show is not None:
-            show(gradient)
-        kept = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
-        gradient = gradient if kept is None else gradient.to(kept)
-        if parameter.grad is not None:
-            local_of(parameter.grad).add_(gradient)
-        else:
-            # Autograd gives views as gradients, too: what is added to one must not change another.
-            memory = gradient.untyped_storage()
-            if memory.nbytes() != gradient.nbytes or memory.data_ptr() in seen:
-                gradient = gradient.clone(memory_format=torch.contiguous_format)
-            seen.add(memory.data_ptr())
-            parameter.grad = managed.to_sharded_dtensor(gradient.contiguous())
-        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(parameter)
