@@ -1,12 +1,10 @@
 """Saves that go on while training does: one at a time in a process, each with a handle; and a bar of progress.
 
-Before that tensors are copied to the host, those of one kind together, into memory that is kept. A copy of a small
-tensor costs a call to the device each, and so does each call of torch in Python. So tensors of one dtype, shape and
-device are stacked where they are, and copied and written as one.
-
-DCP's ``DefaultStager`` keeps memory too, but copies whole storages one by one. 8,000 tensors of 64 elements take it
-0.12 s of CPU time the second time, against 0.015 s here; views of half a tensor take it twice the memory, since the
-other half is copied along; and it page-locks each copy by itself.
+Before that tensors are copied to the host, into memory that is kept. A copy of a small tensor costs a call to the
+device each, and so does each call of torch in Python. So tensors of one dtype, shape and device are stacked where they
+are, and copied and written as one. DCP's ``DefaultStager`` keeps memory too, but copies whole storages one by one:
+8,000 tensors of 64 elements take it 0.12 s of CPU time the second time, against 0.015 s here; views of half a tensor
+take it twice the memory; and it page-locks each copy by itself.
 """
 
 from __future__ import annotations
@@ -26,12 +24,13 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from te_fsdp.agree import Ranks, rank
+from te_fsdp.agree import rank
 from te_fsdp.all_ranks import REPORT_AFTER, collective_timeout
 from te_fsdp.errors import CheckpointError, TeFsdpError, message
 
@@ -72,6 +71,11 @@ class Block(Generic[K]):
         """Where they are."""
         return self.tensors[0].device
 
+    @property
+    def is_here(self) -> bool:
+        """Whether that is the host."""
+        return self.device.type == "cpu"
+
     def rows(self) -> torch.Tensor:
         """The tensors as rows of one, where they are; a view if it is one alone."""
         return self.tensors[0].unsqueeze(0) if len(self.tensors) == 1 else torch.stack(self.tensors)
@@ -80,10 +84,9 @@ class Block(Generic[K]):
         """What is to be copied into which part of the rows: several threads may share a large tensor."""
         first = self.tensors[0]
         if len(self.tensors) > 1 or first.nbytes <= _PART:
-            yield self.tensors, rows
-            return
+            return iter([(self.tensors, rows)])
         step = max(1, _PART * len(first) // first.nbytes)
-        yield from (([part], into) for part, into in zip(first.split(step), rows.split(step, 1), strict=True))
+        return (([part], into) for part, into in zip(first.split(step), rows.split(step, 1), strict=True))
 
 
 def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
@@ -115,14 +118,14 @@ def aligned(count: int) -> int:
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _host_memory(count: int) -> torch.Tensor:
+def _host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
     """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
 
     The system gives fresh memory away page by page when it is first written, 0.4 s of CPU time per GiB in pages of
     4 KiB and 0.1 s in pages of 2 MiB: as much as it takes to read as many bytes from a file.
     """
-    if count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(count, dtype=torch.uint8, device="cpu")
+    if pinned or count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system that has none gives small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -168,48 +171,51 @@ class Staging:
 
         Copies from a device are queued on its current stream, after the kernels that make the values. Local operation.
         """
-        devices = {block.device for block in blocks if block.device.type != "cpu"}
-        places, sizes = _pack([block.bytes for block in blocks])
-        self._provide(sizes, pinned=bool(devices))
-        copies, on_host = [], []
-        for block, (slab, offset) in zip(blocks, places, strict=True):
-            memory, first = self._slabs[slab][offset : offset + block.bytes], block.tensors[0]
-            copies.append(memory.view(first.dtype).view(len(block.tensors), *first.shape))
-            if block.device.type != "cpu":
-                copies[-1].copy_(block.rows(), non_blocking=True)
-            else:
-                on_host += block.parts(copies[-1])
-        _copy_on_host(on_host)
+        devices = {block.device for block in blocks if not block.is_here}
+        if self._pinned != bool(devices):
+            self._slabs, self._pinned = [], bool(devices)
+        copies, here, count = [], [], 0
+        for count, some in enumerate(_by_slab(blocks), 1):
+            rest = self._slab(count - 1, sum(aligned(block.bytes) for block in some))
+            for block in some:
+                memory, rest = rest[: block.bytes], rest[aligned(block.bytes) :]
+                first = block.tensors[0]
+                copies.append(memory.view(first.dtype).view(len(block.tensors), *first.shape))
+                if block.is_here:
+                    here += block.parts(copies[-1])
+                else:
+                    copies[-1].copy_(block.rows(), non_blocking=True)
+        del self._slabs[count:]
+        _copy_on_host(here)
         for device in devices:
             torch.get_device_module(device.type).current_stream(device).synchronize()
         return copies
 
+    def _slab(self, number: int, size: int) -> torch.Tensor:
+        """One of the slabs: that of the last time, if it is large enough."""
+        if number == len(self._slabs) or len(self._slabs[number]) < size:
+            del self._slabs[number : number + 1]  # freed before the larger one is made
+            self._slabs.insert(number, _host_memory(size, pinned=self._pinned))
+        return self._slabs[number]
+
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
         """Blocks, in their order, with their rows on the host until the next is asked for; at most a slab is copied."""
-        waiting: list[Block[K]] = []
-        for block in blocks:
-            on_host = block.device.type == "cpu"
-            if waiting and (on_host or sum(b.bytes for b in waiting) + block.bytes > _SLAB):
-                yield from zip(waiting, self.copy(waiting), strict=True)
-                waiting = []
-            if on_host:
-                yield block, block.rows()
-            else:
-                waiting.append(block)
-        if waiting:
-            yield from zip(waiting, self.copy(waiting), strict=True)
+        for is_here, alike in groupby(blocks, lambda block: block.is_here):
+            for some in _by_slab(alike):
+                yield from zip(some, map(Block.rows, some) if is_here else self.copy(some), strict=True)
 
-    def _provide(self, sizes: list[int], *, pinned: bool) -> None:
-        """Have slabs of at least these sizes, those of the last time if they are large enough."""
-        if pinned != self._pinned:
-            self._slabs, self._pinned = [], pinned
-        for index, size in enumerate(sizes):
-            if index < len(self._slabs) and self._slabs[index].numel() >= size:
-                continue
-            del self._slabs[index : index + 1]  # freed before the larger one is made
-            slab = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _host_memory(size)
-            self._slabs.insert(index, slab)
-        del self._slabs[len(sizes) :]
+
+def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
+    """Blocks, in their order, that fit into a slab together; a larger one alone."""
+    some, size = list[Block[K]](), 0
+    for block in blocks:
+        if some and size + aligned(block.bytes) > _SLAB:
+            yield some
+            some, size = [], 0
+        some.append(block)
+        size += aligned(block.bytes)
+    if some:
+        yield some
 
 
 def _copy_on_host(parts: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
@@ -227,22 +233,8 @@ def _copy_on_host(parts: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
 
     # torch may have threads of its own for each copy.
     threads = threads_here(_MOST_THREADS * torch.get_num_threads()) // torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads, "te_fsdp copy") if threads > 1 else None
-    with pool or contextlib.nullcontext():
-        for _ in (pool.map if pool else map)(copy, parts):
-            pass  # raises what went wrong
-
-
-def _pack(sizes: list[int]) -> tuple[list[tuple[int, int]], list[int]]:
-    """Slab and offset of each piece in turn, and the sizes of the slabs; a large piece has a slab of its own."""
-    places, slabs = [], [0]
-    for size in sizes:
-        room = aligned(size)
-        if slabs[-1] and slabs[-1] + room > _SLAB:
-            slabs.append(0)
-        places.append((len(slabs) - 1, slabs[-1]))
-        slabs[-1] += room
-    return places, slabs
+    with ThreadPoolExecutor(threads, "te_fsdp copy") if threads > 1 else contextlib.nullcontext() as pool:
+        list((pool.map if pool else map)(copy, parts))  # raises what went wrong
 
 
 class SaveHandle:
@@ -255,9 +247,7 @@ class SaveHandle:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.stall = 0.0
-        self.bytes = 0
+        self.path, self.stall, self.bytes = path, 0.0, 0
         self._finished = threading.Event()
         self._error: TeFsdpError | None = None
         self._asked = False
@@ -300,11 +290,11 @@ class Background:
     def __init__(self) -> None:
         self.staging = Staging()
         self.plans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        atexit.register(self._report)
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        self._ranks: Ranks | None = None
+        self._waits: dict[int, float] = {}
         self._watch: threading.Thread | None = None
+        atexit.register(self._report)
 
     def wait(self) -> float:
         """Wait for the running save, if there is one; the seconds that it took. Local operation."""
@@ -341,28 +331,31 @@ class Background:
         threading.main_thread().join()
         began, path = time.monotonic(), None if self._last is None else self._last.path
         while self._thread is not None and self._thread.is_alive():
-            waits = {} if self._ranks is None else dict(self._ranks.waits)
-            source, since = next(iter(waits.items()), (None, math.inf))
-            silent, timeout = time.monotonic() - max(began, since), collective_timeout()
-            if silent >= timeout:
-                sys.stderr.write(f"te_fsdp: {_gave_up(path, source, silent)}\n")
+            source, since = next(iter(dict(self._waits).items()), (None, math.inf))
+            silent = time.monotonic() - max(began, since)  # -inf while nobody is waited for
+            left = collective_timeout() - silent
+            if left <= 0:
+                text = message(
+                    f"{path}: given up when the program ended",
+                    expected=f"an answer of rank {source}",
+                    got=f"none for {silent:.0f} s",
+                    why="The checkpoint is not whole on this rank's word; the process ends with status 1",
+                    fix="end ranks that hang; or give slow ones more time: te_fsdp.set_collective_timeout(seconds)",
+                )
+                sys.stderr.write(f"te_fsdp: {text}\n")
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)  # the thread holds up any other end
             if time.monotonic() - began >= REPORT_AFTER:
                 whom = "it is being written" if source is None else f"waiting for rank {source}"
                 sys.stderr.write(f"te_fsdp: the program ends when {path} is saved: {whom}\n")
-            self._thread.join(min(REPORT_AFTER, max(timeout - silent, 0.0)) if waits else REPORT_AFTER)
+            self._thread.join(min(REPORT_AFTER, left))
 
-    def start(self, handle: SaveHandle, work: Callable[[], None], waited: float, ranks: Ranks) -> None:
-        """Do the rest of a save in a thread, which tells the handle how it ends; the interpreter does not end before.
+    def start(self, handle: SaveHandle, work: Callable[[], None], waits: dict[int, float]) -> None:
+        """Do the rest of a save in a thread, which tells the handle if it fails; the interpreter does not end before.
 
-        Its caller has waited so many seconds for the save before. ``ranks`` are those that the work waits for.
+        ``waits`` are, at any time, those of the ranks that the work waits for (:attr:`te_fsdp.agree.Ranks.waits`).
         """
-        text = (
-            "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
-        )
-        _log.info(text, handle.path, handle.stall, waited)
 
         def run() -> None:
             time.sleep(_HEAD_START)
@@ -374,25 +367,13 @@ class Background:
             except BaseException as error:  # nothing may vanish with the thread
                 _log.exception("%s: the save has failed", handle.path)
                 handle.finish(CheckpointError(f"{handle.path}: {type(error).__name__}: {error}"))
-            else:
-                handle.finish()
 
-        self._last, self._ranks = handle, ranks
+        self._last, self._waits = handle, waits
         if self._watch is None or not self._watch.is_alive():  # in a forked process it is not
             self._watch = threading.Thread(target=self._watch_the_end, name="te_fsdp end", daemon=True)
             self._watch.start()
         self._thread = threading.Thread(target=run, name=f"te_fsdp save {handle.path.name}", daemon=False)
         self._thread.start()
-
-
-def _gave_up(path: Path | None, source: int | None, silent: float) -> str:
-    return message(
-        f"{path}: given up when the program ended",
-        expected=f"an answer of rank {source}",
-        got=f"none for {silent:.0f} s",
-        why="The checkpoint is not whole on this rank's word; the process ends with status 1",
-        fix="end ranks that hang; or give slow ones more time: te_fsdp.set_collective_timeout(seconds)",
-    )
 
 
 @functools.cache
@@ -417,15 +398,14 @@ def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[
     columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     # Drawn by whoever moves the bytes: while the interpreter ends, no thread can be started for it.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        task, drawn = progress.add_task(text, total=total), [0.0]
+        task, drawn = progress.add_task(text, total=total), 0.0
 
         def tick(count: int) -> None:
-            progress.advance(task, count)
-            if time.monotonic() - drawn[0] > _INTERVAL:
-                progress.refresh()
-                drawn[0] = time.monotonic()
+            nonlocal drawn
+            is_due = time.monotonic() - drawn > _INTERVAL
+            progress.update(task, advance=count, refresh=is_due)
+            drawn = time.monotonic() if is_due else drawn
 
         yield tick
         # Replicas that other ranks write never pass here.
-        progress.update(task, completed=total)
-        progress.refresh()
+        progress.update(task, completed=total, refresh=True)

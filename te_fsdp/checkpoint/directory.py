@@ -11,14 +11,12 @@ hidden, never taken for a checkpoint, and removed by a later save. All this hold
     DIR/.step-60.te_fsdp-replaced.OWNER       its place is being taken, or was when the job was killed
 
 Object storage has neither renaming nor locks: there a checkpoint is whole when its manifest is there. A save writes
-under a name of its own below its target. The manifest, written last and only where none lies, names that folder: of two
-jobs that save to one path the first to end has it, and neither writes what the other one reads.
+into a folder of its own below its target. The manifest, written last and only where none lies, names that folder: of
+two jobs that save to one path the first to end has it, and neither writes what the other one reads.
 
     s3://bucket/run/step-100/te_fsdp.json                  whole, with what is in the folder that it names
     s3://bucket/run/step-100/te_fsdp-data.OWNER/...
     s3://bucket/run/step-200/te_fsdp-data.OWNER/...       being written or removed, or left by a killed job
-
-What a process of another machine has left there, which gives no sign of life, goes a day after it last wrote.
 """
 
 from __future__ import annotations
@@ -26,15 +24,17 @@ from __future__ import annotations
 import difflib
 import fcntl
 import logging
+import math
 import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
+from te_fsdp.checkpoint import paths
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -44,20 +44,9 @@ from te_fsdp.checkpoint.manifest import (
     read_manifest,
     save_number,
 )
-from te_fsdp.checkpoint.paths import (
-    LOCK,
-    Owner,
-    RemotePath,
-    check,
-    is_remote,
-    place_of,
-    release,
-    release_dead,
-    take,
-    written_by,
-)
+from te_fsdp.checkpoint.paths import LOCK, Owner, RemotePath, is_remote, place_of
 from te_fsdp.checkpoint.sums import sync, telling_why
-from te_fsdp.errors import CheckpointError, message
+from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
 _SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
@@ -73,24 +62,18 @@ _FREE = "a path where nothing lies"
 def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> Path:
     """Take the lock of a target, remove what killed jobs have left beside it, and make the hidden directory.
 
-    One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it.
-
-    Args:
-        target: What is to appear.
-        force: Whether it may take the place of what lies there; ``None`` in a save, which may not.
-        is_file: Only return the hidden path, for a file.
+    One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it. ``force``: whether it may
+    take the place of what lies there (``None`` in a save, which may not). For a file it only returns the path.
 
     Raises:
         CheckpointError: Another process writes this target, something lies there already, or it cannot be written.
     """
     if is_remote(target):
         return _begin_folder(target, force, is_file)
-    owner = Owner.new()
     with telling_why(target):
         if not target.parent.exists():  # else what is wrong with it shows below
             target.parent.mkdir(parents=True, exist_ok=True)
-        take(target, owner)
-        temporary = _hidden_name(target, _SAVING, owner)
+        temporary = _hidden_name(target, _SAVING, paths.take(target))
         try:
             for left in target.parent.glob(".*.te_fsdp-*"):
                 _remove_left(left, target)
@@ -116,7 +99,7 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
     if is_remote(temporary):
         return _commit_folder(temporary)
     owner = Owner.parse(temporary.name.rpartition(f"{_SAVING}.")[2])
-    check(target, owner)
+    paths.check(target, owner)
     _check_free(target, force)
     sync(temporary)
     aside = None
@@ -130,7 +113,7 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
             os.rename(aside, target)
         raise
     sync(target.parent)
-    release(target, owner)
+    paths.release(target, owner)
     if aside is not None:
         remove(aside)
 
@@ -142,7 +125,7 @@ def discard(temporary: Path) -> None:
     remove(temporary)
     found = _HIDDEN.fullmatch(temporary.name)
     assert found is not None
-    release(temporary.with_name(found[1]), Owner.parse(found[3]))
+    paths.release(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
 def _check_free(target: Path, force: bool | None) -> None:
@@ -170,14 +153,12 @@ def _remove_left(left: Path, target: Path) -> None:
         return
     name, mark, text = found.groups()
     if mark == LOCK and text is None:
-        release_dead(left)
-        return
-    alive = Owner.parse(text or "").is_alive()
+        return paths.release_dead(left)
     try:
-        silent = time.time() - left.stat().st_mtime > _ABANDONED
+        last = 0.0 if (name, mark) == (target.name, _SAVING) else left.stat().st_mtime
     except OSError:
         return  # somebody else has removed it
-    if alive or (alive is None and not silent and (name != target.name or mark != _SAVING)):
+    if not _has_gone(Owner.parse(text or ""), last):
         return
     _log.info("%s was left by a job that was killed", left)
     place = left.with_name(name)
@@ -185,6 +166,12 @@ def _remove_left(left: Path, target: Path) -> None:
         remove(left)
     elif place == target:  # the only copy; of other targets it waits for those who hold their locks
         os.rename(left, place)
+
+
+def _has_gone(owner: Owner, last: float) -> bool:
+    """Whether an owner is dead or, where nobody can tell, has written nothing for a day."""
+    alive = owner.is_alive()
+    return time.time() - last > _ABANDONED if alive is None else not alive
 
 
 @contextmanager
@@ -196,14 +183,10 @@ def new_directory(
     is_file: bool = False,
     is_checkpoint: bool = False,
 ) -> Iterator[Path]:
-    """Yield a hidden directory beside ``target``, which becomes ``target`` when the block ends well.
+    """Yield a hidden directory beside ``target``, or its path for a file, which becomes ``target`` if all goes well.
 
-    Args:
-        target: Where it shall lie.
-        force: Replace what lies there; it stays until the new one is whole.
-        needed: Bytes that will be written, for messages.
-        is_file: Yield the hidden path alone, for a file.
-        is_checkpoint: A manifest is written too, without which nothing appears whole on object storage.
+    With ``force`` what lies there is replaced; it stays until the new one is whole. ``needed`` are the bytes that will
+    be written, for messages. A checkpoint has a manifest, without which nothing appears whole on object storage.
 
     Raises:
         CheckpointError: Something lies there already, another process writes it, or it cannot be written.
@@ -223,7 +206,12 @@ def new_directory(
 def remove(path: Path) -> None:
     """Remove a file or a directory, as far as that is possible: a later save removes what is left. Local operation."""
     if is_remote(path):
-        _try(path, path.remove_all)
+        try:
+            path.remove_all()
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            _log.warning("%s: cannot be removed: %s", path, error)
     elif path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -248,9 +236,9 @@ def _begin_folder(target: RemotePath, force: bool | None, is_file: bool) -> Any:
         raise _exists(target, _FREE)
     for owner in _remove_left_folders(target):
         if owner.is_alive():
-            raise written_by(target, owner)
-        text = "%s: begun by another job as well, %s; the first to end has it"
-        _log.warning(text, target, owner.describe())
+            raise paths.written_by(target, owner)
+        who = owner.describe()
+        _log.warning("%s: begun by another job as well, %s; the first to end has it", target, who)
     folder = target / f"{_DATA}{Owner.new()}"
     (folder / _BEGUN).write_bytes(b"")
     return folder
@@ -269,9 +257,8 @@ def _remove_left_folders(target: RemotePath) -> list[Owner]:
     for folder in target.iterdir():
         if (owner := _owner_of_folder(folder)) is None:
             continue
-        alive, last = owner.is_alive(), folder.touched()
         # One save runs at a time: another one of this process has failed, and could not clean up.
-        if alive is False or owner.is_here or (alive is None and last and time.time() - last > _ABANDONED):
+        if owner.is_here or _has_gone(owner, folder.touched() or math.inf):
             _log.info("%s was left by a job that was killed", folder)
             remove(cast(Path, folder))
         else:
@@ -289,7 +276,7 @@ def _commit_folder(folder: RemotePath) -> None:
         if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
             raise _exists(target, _FREE) from error
     for name in (FILE_NAME, _BEGUN):
-        _try(target, (folder / name).unlink)
+        remove(cast(Any, folder / name))
 
 
 def _discard_folder(folder: Any) -> None:
@@ -304,53 +291,37 @@ def _discard_folder(folder: Any) -> None:
     remove(folder)
 
 
-def _try(path: RemotePath, call: Callable[[], Any]) -> None:
-    try:
-        call()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        _log.warning("%s: cannot be removed: %s", path, error)
-
-
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint in a directory of checkpoints. Local operation.
+    """The newest whole checkpoint of a directory, such as ``DIR`` of ``DIR/step-200``, or itself. Local operation.
 
     Newest is what was saved last, by the number that each save gives its checkpoint, whatever the names, the steps and
     the clock: a rolled-back run finds its own last one. What is not whole (no readable manifest, files missing or of
-    the wrong size) is passed over with a warning.
-
-    Args:
-        directory: Directory whose entries are checkpoints, such as ``DIR`` of ``DIR/step-200``; or one itself.
-
-    Returns:
-        Path of the checkpoint; ``None`` where nothing is.
+    the wrong size) is passed over with a warning. ``None`` where nothing is.
     """
     place = place_of(directory)
     while True:
         seen = visible(place) or [place] * (place / FILE_NAME).is_file()
-        whole = (path for path, manifest in reversed(in_order(seen)) if _is_whole(path, manifest))
-        newest = next(whole, None)
+        whole = None
+        for path, manifest in reversed(in_order(seen)):
+            problems = problems_shown(path, manifest)
+            if not problems:
+                whole = path
+                break
+            if path.exists():
+                _log.warning("%s is not whole, passed over: %s", path, "; ".join(problems))
         if all(path.exists() for path in seen):
-            return newest
+            return whole
         # Another job's keep_last has removed some, since it has saved newer ones.
 
 
-def _is_whole(path: Path, manifest: Manifest) -> bool:
-    problems = problems_shown(path, manifest)
-    if problems and path.exists():
-        _log.warning("%s is not whole, passed over: %s", path, "; ".join(problems))
-    return not problems
-
-
-def in_order(paths: Iterable[Path]) -> list[tuple[Path, Manifest]]:
+def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
     """Those checkpoints whose manifests can be read, the oldest first; the others with a warning. Local operation.
 
     In the order of their save numbers; where two jobs gave the same one, of their steps (``extra["step"]``, else the
     last number in the name). Those of earlier versions, without a number, come first, in the order of their times.
     """
     found = []
-    for path in paths:
+    for path in checkpoints:
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:
@@ -373,15 +344,14 @@ def next_number(directory: Path) -> int:
 
 
 def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
-    """Give all but the last few checkpoints of a directory hidden names; they are no checkpoints from then on.
+    """Give all but the last few checkpoints of a directory hidden names: each is whole, or none, from then on.
 
-    Renaming is one step, so that a crash leaves each of them whole or hidden. What another job has saved since counts
-    as newer, and stays. Rank 0 alone calls this, once the newest, which counts, is visible, and removes what it gets.
+    What another job has saved since counts as newer, and stays. Rank 0 alone calls this, once the newest, which counts,
+    is visible, and removes what it gets.
     """
     beside = in_order(path for path in visible(newest.parent) if path != newest)
     older = [path for path, other in beside if other.number < manifest.number]
-    hidden = [_hide(path) for path in older[: max(0, len(older) + 1 - keep_last)]]
-    gone = [path for path in hidden if path is not None]
+    gone = [*filter(None, map(_hide, older[: max(0, len(older) + 1 - keep_last)]))]
     if gone and not is_remote(newest):
         # The new names must be on disk before the first file goes: a partial directory must not reappear.
         sync(newest.parent)
@@ -450,7 +420,7 @@ def open_checkpoint(path: Path) -> Manifest:
         CheckpointError: No checkpoint there, an unreadable manifest, or missing or truncated files.
     """
     if not has_manifest(path):
-        raise CheckpointError(_nothing_there(path))
+        raise _nothing_there(path)
     manifest = read_manifest(path)
     damaged(path, problems_shown(path, manifest))
     return manifest
@@ -466,10 +436,10 @@ def damaged(path: Path, problems: list[str]) -> None:
         )
 
 
-def _nothing_there(path: Path) -> str:
+def _nothing_there(path: Path) -> CheckpointError:
     """Why a path is no checkpoint, with the checkpoints that are near it."""
     if (path / DCP_METADATA).is_file():
-        return message(
+        return CheckpointError(
             f"{path}: {FILE_NAME} is missing beside its {DCP_METADATA}",
             expected="a checkpoint of te_fsdp, or a plain one whose metadata tells the nested dict (planner_data)",
             got="neither for certain",
@@ -481,16 +451,16 @@ def _nothing_there(path: Path) -> str:
     if inside:
         got = f"{', '.join(p.name for p in inside[-5:])} inside"
         fix = f"load one of them: te_fsdp.checkpoint.latest({str(path)!r}) finds the newest"
-        return message(f"{path}: a directory of checkpoints", expected="one of them", got=got, fix=fix)
+        return CheckpointError(
+            f"{path}: a directory of checkpoints", expected="one of them", got=got, fix=fix
+        )
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
-    close = difflib.get_close_matches(path.name, beside, n=3, cutoff=0.4) or beside[-3:]
-    fix = (
-        f"in {path.parent} there is {', '.join(close)}"
-        if close
-        else "check the path; no checkpoint lies near it"
-    )
+    fix = "check the path; no checkpoint lies near it"
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
     elif path.is_file():
         fix = f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of a torch.save or safetensors file"
-    return message(f"{path}: no such checkpoint", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)
+    elif close := difflib.get_close_matches(path.name, beside, n=3, cutoff=0.4) or beside[-3:]:
+        fix = f"in {path.parent} there is {', '.join(close)}"
+    expected = f"a directory with {FILE_NAME}"
+    return CheckpointError(f"{path}: no such checkpoint", expected=expected, got=got, fix=fix)

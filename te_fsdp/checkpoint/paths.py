@@ -1,22 +1,21 @@
 """Paths of checkpoints, on disk or on object storage, and which process writes one: no two jobs write one path.
 
-Object storage (``s3://bucket/...``) is reached through fsspec, which comes with torch and imports the library for a
-kind of storage (s3fs, gcsfs, adlfs) when a path of that kind is first touched. Listings are not cached: other processes
-write there. ``file://`` is a local path.
+Object storage (``s3://bucket/...``) is reached through fsspec, which imports the library for a kind of storage (s3fs,
+gcsfs, adlfs) when a path of that kind is first touched. Listings are not cached: other processes write there.
 
-A local path that is being written has a lock::
+A local path that is being written has a lock, a directory with one file, whose name is its holder::
 
     DIR/.step-200.te_fsdp-lock/HOST-BOOT.PID.START.SINCE.TOKEN     held by the process of this name
     DIR/.step-200.te_fsdp-lock.HOST-BOOT.PID.START.SINCE.TOKEN/    being taken, or left by a killed job
 
-The lock is a directory with one file, whose name is its holder. It is taken by renaming a directory that has the file
-already, which fails where another's file lies; handed on by renaming the file, which of several can be done by one;
-given back by removing the file, which cannot meet another's. Each is one step for every file system with directories,
-those without ``fcntl`` locks included, and whoever is killed between two steps leaves a name that tells who it was.
+It is taken by renaming a directory that has the file already, which fails where another's file lies; handed on by
+renaming the file, which of several can be done by one; given back by removing the file, which cannot meet another's.
+Each is one step for every file system with directories, those without ``fcntl`` locks included, and whoever is killed
+between two steps leaves a name that tells who it was.
 
-A process on this machine is known to live or to be dead, by its id and the time of its start. One elsewhere is known to
-live by a sign of life: it touches its file every few seconds. Who finds such a lock looks for :data:`SILENCE` seconds
-whether that happens. Clocks are not compared.
+A process on this machine is known to live or to be dead, by its id and the time of its start. One elsewhere gives signs
+of life: it touches its file every few seconds. Who finds such a lock looks for :data:`SILENCE` seconds whether that
+happens. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, partialmethod
 from pathlib import Path, PurePath
 from types import SimpleNamespace
-from typing import Any, TypeGuard, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 from te_fsdp.errors import CheckpointError
 
@@ -74,7 +73,9 @@ def place_of(path: str | os.PathLike[str] | Path) -> Path:
     if found is None:
         return Path(text)
     scheme, rest = found.groups()
-    return Path(rest) if scheme in ("file", "local") else cast(Any, RemotePath(f"{scheme}://{rest}"))
+    return (
+        Path(rest) if scheme in ("file", "local") else cast(Any, RemotePath(f"{scheme}://{rest}".rstrip("/")))
+    )
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:
@@ -92,20 +93,13 @@ def is_remote(path: Path) -> TypeGuard[Any]:
 class RemotePath:
     """An object, or the common beginning of several, on object storage.
 
-    It stands where a ``Path`` does, with those of its methods that checkpoints use. It inherits none: all others would
-    look for a directory ``s3:`` on the local disk. Errors of the libraries below, which have many classes, come as
-    ``OSError``, so that whoever handles a failing disk handles failing storage as well.
-
-    Attributes:
-        url: With its scheme.
-        listed: What a listing told of it.
+    It has those methods of ``Path`` that checkpoints use, and inherits none: they would look for a directory ``s3:`` on
+    the local disk. Errors of the libraries below, which have many classes, come as ``OSError``, as those of disks do.
     """
 
-    url: str
+    url: str  #: With its scheme, and no slash at the end
+    #: What a listing told of it
     listed: dict[str, Any] | None = field(default=None, compare=False, repr=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def __reduce__(self) -> Any:  # connections stay in their process
         return RemotePath, (self.url,)
@@ -116,20 +110,9 @@ class RemotePath:
     def __truediv__(self, name: Any) -> RemotePath:
         return RemotePath(f"{self.url}/{name}")
 
-    @property
-    def name(self) -> str:
-        """The last part."""
-        return self.url.rpartition("/")[2]
-
-    @property
-    def suffix(self) -> str:
-        """The last part's, with its dot."""
-        return PurePath(self.name).suffix
-
-    @property
-    def parent(self) -> RemotePath:
-        """Without the last part."""
-        return RemotePath(self.url.rpartition("/")[0])
+    name = property(lambda self: self.url.rpartition("/")[2])
+    suffix = property(lambda self: PurePath(self.name).suffix)
+    parent = property(lambda self: RemotePath(self.url.rpartition("/")[0]))
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
@@ -155,13 +138,11 @@ class RemotePath:
         except Exception as error:  # botocore's and aiohttp's have a base class each
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.url) from error
 
-    # Whether there is an object; one, or one whose name begins so; several whose names begin so.
-    is_file, exists, is_dir = (
-        partialmethod(call, "isfile"),
-        partialmethod(call, "exists"),
-        partialmethod(call, "isdir"),
-    )
-    read_bytes, write_bytes = partialmethod(call, "cat_file"), partialmethod(call, "pipe_file")
+    is_file = partialmethod(call, "isfile")
+    is_dir = partialmethod(call, "isdir")  # whether there are objects whose names begin so
+    exists = partialmethod(call, "exists")  # one or the other
+    read_bytes = partialmethod(call, "cat_file")
+    write_bytes = partialmethod(call, "pipe_file")
     unlink = partialmethod(call, "rm_file")
     remove_all = partialmethod(call, "rm", recursive=True)  # all objects whose names begin so
 
@@ -191,8 +172,7 @@ class RemotePath:
     def create(self, data: bytes) -> None:
         """Write an object, or raise FileExistsError where there is one: of several processes that do, one succeeds.
 
-        S3, Google's and Azure's storage decide it; with an fsspec that cannot ask them to, there is a moment between
-        looking and writing.
+        S3, Google's and Azure's storage decide it; an fsspec that cannot ask them to looks, and writes a moment later.
         """
         try:
             self.call("pipe_file", data, mode="create")
@@ -228,9 +208,7 @@ class RangeFile(io.RawIOBase):
         """Yes."""
         return True
 
-    def seekable(self) -> bool:
-        """Yes."""
-        return True
+    seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Go to a byte."""
@@ -259,28 +237,22 @@ def read_at(file: Any, view: memoryview, offset: int) -> int:
 # --------------------------------------------------------------------------------------------------------- locks
 
 
-@dataclass(frozen=True)
-class Owner:
-    """A process that writes, or removes, a checkpoint. As text it is a part of a file's name.
+class Owner(NamedTuple):
+    """A process that writes, or removes, a checkpoint. As text it is a part of a file's name."""
 
-    Attributes:
-        machine: Name of the host, and digits of what a process id means there: its boot and its process ids' namespace.
-        start: Time of the process' start, in ticks since the boot; empty where the system does not tell.
-        since: When it began this piece of work, in seconds since 1970, by its clock.
-        token: Makes each piece of work another owner.
-    """
-
-    machine: str
+    machine: (
+        str  #: The host, and digits of what a process id means there: its boot and its process ids' namespace
+    )
     pid: int
-    start: str
-    since: int
-    token: str
+    start: str  #: Of the process, in ticks since the boot; empty where the system does not tell
+    since: int  #: When it began this piece of work, in seconds since 1970, by its clock
+    token: str  #: Makes each piece of work another owner
 
     @classmethod
     def new(cls) -> Owner:
         """This process, beginning something."""
-        start = _start_of(os.getpid()) or ""
-        return cls(_machine(), os.getpid(), start, int(time.time()), secrets.token_hex(4))
+        pid = os.getpid()
+        return cls(_machine(), pid, _start_of(pid) or "", int(time.time()), secrets.token_hex(4))
 
     @classmethod
     def parse(cls, text: str) -> Owner:
@@ -291,7 +263,7 @@ class Owner:
         return cls(parts[0], int(parts[1]), parts[2], int(parts[3]), parts[4])
 
     def __str__(self) -> str:
-        return f"{self.machine}.{self.pid}.{self.start}.{self.since}.{self.token}"
+        return ".".join(map(str, self))
 
     def describe(self) -> str:
         """For messages."""
@@ -322,15 +294,11 @@ class Owner:
 
 def _machine() -> str:
     """Where a process id means what it means here: hosts may share a name, and containers a host."""
-    known = [os.uname().sysname]
-    for read in (
-        lambda: Path("/proc/sys/kernel/random/boot_id").read_text(),
-        lambda: str(os.stat("/proc/self/ns/pid").st_ino),
-    ):
-        try:
-            known.append(read())
-        except OSError:
-            known.append("")  # no Linux
+    known = [os.uname().sysname, "", ""]  # empty where it is no Linux
+    with suppress(OSError):
+        known[1] = Path("/proc/sys/kernel/random/boot_id").read_text()
+    with suppress(OSError):
+        known[2] = str(os.stat("/proc/self/ns/pid").st_ino)
     digits = hashlib.blake2b("\n".join(known).encode(), digest_size=4).hexdigest()
     return f"{socket.gethostname().replace('.', '_')[:48]}-{digits}"
 
@@ -345,49 +313,49 @@ def _start_of(pid: int) -> str | None:
     return "" if fields[0] in "ZX" else fields[19]
 
 
-def take(target: Path, owner: Owner) -> None:
-    """Take the lock of a path whose parent exists, from a dead holder too, and give signs of life from then on.
+def take(target: Path) -> Owner:
+    """Take the lock of a path whose parent exists, from a dead holder too, and give signs of life from then on. Local.
 
-    Local operation. Waits up to :data:`SILENCE` seconds for a holder on another machine.
+    Waits up to :data:`SILENCE` seconds for a holder on another machine.
 
     Raises:
         CheckpointError: Another process writes this target; names it.
     """
-    lock = _lock_of(target)
+    lock, owner = _lock_of(target), Owner.new()
     own = lock.with_name(f"{lock.name}.{owner}")
     own.mkdir()
     try:
         (own / str(owner)).touch()
-        while not (_rename(own, lock) or _inherit(target, lock, owner)):
+        while not _has_taken(target, owner, lock, own):
             time.sleep(0.01)  # it was given back, or taken, between two looks
     finally:
         if own.exists():
             shutil.rmtree(own, ignore_errors=True)
-    file, _held[owner] = lock / str(owner), threading.Event()
-    threading.Thread(
-        target=_beat, args=(file, _held[owner]), name=f"te_fsdp {file.name}", daemon=True
-    ).start()
+    ended = _held[owner] = threading.Event()
+
+    def give_signs() -> None:
+        while not ended.wait(BEAT):
+            try:
+                os.utime(lock / str(owner))
+            except OSError as error:
+                _log.debug("%s: no sign of life: %s", lock, error)
+
+    threading.Thread(target=give_signs, name=f"te_fsdp {owner}", daemon=True).start()
+    return owner
 
 
-def _rename(own: Path, lock: Path) -> bool:
-    """Take a lock that nobody has."""
+def _has_taken(target: Path, owner: Owner, lock: Path, own: Path) -> bool:
+    """Take a lock that nobody has, or that of a dead holder; whether that was possible."""
     try:
         os.rename(own, lock)
-    except OSError as error:
-        # A server that answers late is asked twice: the second time the lock is there, and it is ours.
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) or _holder(lock) is not None:
-            return False
-        raise
-    return True
-
-
-def _inherit(target: Path, lock: Path, owner: Owner) -> bool:
-    """Take the lock of a dead holder; whether that was possible."""
-    holder = _holder(lock)
-    if holder is None:
-        return False
-    if holder.name == str(owner):
         return True
+    except OSError as error:
+        holder = _holder(lock)
+        if holder is None and error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+    if holder is None or holder.name == str(owner):
+        # A server that answers late is asked twice: the second time the lock is there, and it is ours.
+        return holder is not None
     known = Owner.parse(holder.name)
     alive = known.is_alive()
     if alive or (alive is None and not _is_silent(holder)):
@@ -415,26 +383,13 @@ def _is_silent(holder: Path) -> bool:
     """Whether a holder elsewhere gives no sign of life, for as long as this takes."""
     _log.warning("%s: waiting for a sign of life, at most %.0f s", holder, SILENCE)
     deadline = time.monotonic() + SILENCE
-    try:
+    with suppress(FileNotFoundError):  # it has gone meanwhile: taking it will tell
         seen = holder.stat().st_mtime_ns
         while time.monotonic() < deadline:
             time.sleep(min(BEAT, SILENCE) / 10)
             if holder.stat().st_mtime_ns != seen:
                 return False
-    except FileNotFoundError:
-        pass  # it has gone meanwhile: taking it will tell
     return True
-
-
-def _beat(file: Path, ended: threading.Event) -> None:
-    """Give signs of life until the lock is given back, or another's."""
-    while not ended.wait(BEAT):
-        try:
-            os.utime(file)
-        except FileNotFoundError:
-            return
-        except OSError as error:
-            _log.debug("%s: no sign of life: %s", file, error)
 
 
 def check(target: Path, owner: Owner) -> None:
@@ -464,9 +419,7 @@ def release(target: Path, owner: Owner) -> None:
 
 def release_dead(lock: Path) -> None:
     """Remove a lock whose holder is known to be dead, or that nobody holds. Local operation."""
-    with suppress(
-        OSError
-    ):  # held, or taken between the two steps; or another user's, which may not be looked into
+    with suppress(OSError):  # held, or taken between the two steps; or another user's
         holder = _holder(lock)
         if holder is not None and Owner.parse(holder.name).is_alive() is False:
             holder.unlink()

@@ -8,11 +8,11 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -67,6 +67,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
+#: What rank 0 hears of a rank: digests of what must be the same on all ranks of a stage, values per rank, states of
+#: experts, token of the plan that it can use again, and its stage with what that says if this rank speaks for it.
+_Seen = tuple[dict[str, bytes], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None]
 
 
 def save(
@@ -85,12 +88,11 @@ def save(
     The files hold every parameter and optimizer state in the layout of the unsharded module, each element once. They
     appear at ``path`` when whole and on disk; a killed save leaves a hidden directory that a later save removes.
 
-    Collective over the world: call on all ranks, between steps. All ranks must reach the directory. Small messages go
-    over a gloo group of our own, made at the first call.
+    Collective over the world, between steps. Small messages go over a gloo group of our own, made at the first call.
 
     Args:
-        path: Where the checkpoint shall lie; a directory per checkpoint, for example ``DIR/step-200``, or
-            ``"s3://..."``. Nothing may lie there yet but an empty directory.
+        path: Where the checkpoint shall lie, within reach of all ranks; a directory per checkpoint, for example
+            ``DIR/step-200``, or ``"s3://..."``. Nothing may lie there yet but an empty directory.
         model: Any model; FSDP2 units that are gathered are resharded first. On each rank of a pipeline its stage or
             stages, under the names of the whole model, which the files hold.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters.
@@ -119,160 +121,121 @@ def save(
         waited = background().wait()
         writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last, shared)
         handle.bytes = writing.bytes
-        complete = partial(_complete, writing, handle.path, manifest, keep_last, progress, began)
+        complete = partial(_complete, handle, writing, manifest, keep_last, progress, began)
         if asynchronous:
             writing.copy(background().staging)
         else:
             complete()
-            handle.finish()
         handle.stall = time.perf_counter() - began
         if asynchronous:
-            background().start(handle, complete, waited, writing.ranks)
+            text = "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
+            _log.info(text, handle.path, handle.stall, waited)
+            background().start(handle, complete, writing.ranks.waits)
         return handle
 
 
 @dataclass
-class _Described:
-    """What a save has found out about a model and its optimizer, for the next one: no tensors, which may go meanwhile.
+class _Known:
+    """What a save has found out about a model and its optimizer, for the next: no tensors, which may go meanwhile."""
 
-    Attributes:
-        fields: Of the manifest.
-        states: The optimizer's, as the manifest has them; empty without one.
-        names: Of the files' tensors, by the ``id`` of the parameters in the optimizer's groups.
-        digests: Of what must be the same on all ranks.
-        look: From :func:`_look`; ``None``: unknown, so that the next save describes everything anew.
-        views: Which of the tensors that :func:`_look` gives is stored, and shape, strides and offset of a part of it.
-    """
-
-    fields: dict[str, Any]
-    states: States
-    names: dict[int, str]
-    digests: dict[str, bytes]
-    look: list[Any] | None = None
-    views: list[tuple[int, tuple[Any, ...] | None]] = field(default_factory=list)
-
-
-class _Seen(NamedTuple):
-    """What rank 0 hears of a rank.
-
-    Attributes:
-        digests: Of what must be the same on all ranks of a stage.
-        own: Values per rank.
-        experts: States of experts.
-        token: Of the plan that it can use again.
-        stage: Its number, and what it says in the manifest if this rank speaks for it.
-    """
-
-    digests: dict[str, bytes]
-    own: Any
-    experts: dict[str, States]
-    token: str | None
-    stage: tuple[int, dict[str, Any] | None] | None
+    fields: dict[str, Any]  #: Of the manifest, but for the optimizer's groups
+    names: dict[int, str]  #: Of the files' tensors, by the ``id`` of the parameters in the optimizer's groups
+    digests: dict[str, bytes]  #: Of what must be the same on all ranks
+    #: From :func:`_look`; ``None``: unknown, so that the next save describes everything anew
+    look: list[Any] | None
+    #: Which of the tensors that :func:`_look` gives is stored, and shape, strides and offset of a part of it
+    views: list[tuple[int, tuple[Any, ...] | None]]
+    plan: Plan | None = None
 
 
 class _Collected:
     """What one rank contributes: its tensors, and what the manifest says of them. With all errors that a rank can have.
 
-    ``plan`` and ``before`` are of the last save of this model, and taken if nothing has changed since.
+    ``before`` is of the last save of this model, and taken if nothing has changed since.
     """
 
+    whole: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
+
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer | None,
-        extra: Mapping[str, Any] | None,
-        plan: Plan | None,
-        before: _Described | None,
+        self, model: nn.Module, optimizer: Optimizer | None, extra: Any, before: _Known | None
     ) -> None:
-        self.model, self.optimizer, self.plan, self.own = model, optimizer, plan, OwnParts(rank())
-        self.stage = stage_of(model)
+        self.optimizer, self.own, self.stage = optimizer, OwnParts(rank()), stage_of(model)
         check_whole_job(model, self.stage)
-        self.extra, self.extra_entries = encode(as_dict(extra), own=self.own)
+        self.extra, extra_entries = encode(as_dict(extra), own=self.own)
         self.delayed, self.delayed_entries = delayed_state(model)
-        self.look, self.leaves = _look(model, optimizer, self.others()) or (None, [])
-        self.is_known = before is not None and self.look is not None and before.look == self.look
+        more = {**self.delayed_entries, **(extra_entries if rank() == 0 else {}), **self.own.entries}
+        self.others = _stored(more)  # with rank 0's of the user, and every rank's own
+        look, self.leaves = _look(model, optimizer, self.others) or (None, [])
+        self.is_known = before is not None and look is not None and before.look == look
         if before is not None and self.is_known:
-            self.described = before
-            self.groups = [] if optimizer is None else describe_groups(optimizer, before.names)
+            self.known = before
         else:
-            self.describe()
+            self._describe_anew(model, look, before)
+        self.groups = [] if optimizer is None else describe_groups(optimizer, self.known.names)
         self.semantics = record(model)
 
-    def describe(self) -> None:
-        """Describe model and optimizer, whatever is known from before."""
-        model, optimizer, self.is_known = self.model, self.optimizer, False
-        self.state = model_state(model)
-        self.optimized = OptimizerState({"groups": [], "state": {}}, {})
-        if optimizer is not None:
-            check_optimizer(model, optimizer)
-            check_scaled_state(optimizer)
-            self.optimized = optimizer_state(optimizer, self.state.owned)
-        self.groups, states = self.optimized.described["groups"], self.optimized.described["state"]
+    def _describe_anew(self, model: nn.Module, look: list[Any] | None, before: _Known | None) -> None:
+        """Describe model and optimizer; the plan of the save before is taken if this rank holds the same."""
+        self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
+        if self.optimizer is not None:
+            check_optimizer(model, self.optimizer)
+            check_scaled_state(self.optimizer)
+            self.optimized = optimizer_state(self.optimizer, self.state.owned)
         fields = {
             "parameters": self.state.described,
             "buffers": self.state.buffers,
             "mesh": mesh_sizes(model),
+            "extra_states": modules_with_extra_state(model),
+            "tied": tied_names(model),
+            "optimizer": None if self.optimizer is None else self.optimized.described,
         }
-        fields |= {"extra_states": modules_with_extra_state(model), "tied": tied_names(model)}
         digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
+        digests["optimizer"] = _digest(self.optimized.described["state"])
         names = {id(o.parameter): o.key for o in self.state.owned.values()}
-        self.described = _Described(fields, states, names, digests | {"optimizer": _digest(states)})
         views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
-        if self.look is not None and views is not None:
-            self.described.look, self.described.views = self.look, views
+        self.known = _Known(fields, names, digests, None if views is None else look, views or [])
         # Of all ranks these tell what every rank's experts lack, which is added later.
         self.signature = rank(), world_size(), signature_of(self.entries())
-        if self.plan is not None and self.plan.signature != self.signature:
-            self.plan = None
+        if before is not None and before.plan is not None and before.plan.signature == self.signature:
+            self.known.plan = before.plan
 
     def seen(self, target: Path) -> _Seen:
         """What rank 0 hears."""
-        kind = type(self.optimizer).__name__
+        known, stage, kind = self.known, None, type(self.optimizer).__name__
         digests = {
             "path": str(target).encode(),
-            **self.described.digests,
-            "optimizer": self.described.digests["optimizer"] + _digest((kind, self.groups)),
+            **known.digests,
+            "optimizer": known.digests["optimizer"] + _digest((kind, self.groups)),
             "delayed-scaling state": _digest(self.delayed),
             # A rank's experts may not have run, and a user's modules may know their rank.
             "settings of modules": _digest(to_json(from_json(self.semantics))),
         }
-        experts = {} if self.is_known else self.optimized.experts
-        token, stage = None if self.plan is None else self.plan.token, None
         if self.stage is not None:
             speaks = int(self.stage.mesh.mesh.min()) == rank()
             stage = self.stage.across.get_local_rank(), self.fields() if speaks else None
-        return _Seen(digests, self.own.encoded, experts, token, stage)
+        experts = {} if self.is_known else self.optimized.experts
+        token = None if known.plan is None else known.plan.token
+        return digests, self.own.encoded, experts, token, stage
 
     def fields(self) -> dict[str, Any]:
         """What this rank says in the manifest."""
-        fields = {
-            **self.described.fields,
-            "delayed": self.delayed,
-            "semantics": self.semantics,
-            "optimizer": None,
-        }
+        fields = {**self.known.fields, "delayed": self.delayed, "semantics": self.semantics}
         if self.optimizer is not None:
-            kind, states = type(self.optimizer).__name__, self.described.states
-            fields["optimizer"] = {"class": kind, "groups": self.groups, "state": states}
+            fields["optimizer"] = {**fields["optimizer"], "groups": self.groups}
         return fields
 
     def entries(self) -> dict[str, Entry]:
-        """All tensors that have elements, with rank 0's of the user, and every rank's own."""
-        return _stored({**self.state.entries, **self.optimized.entries}) | self.others()
-
-    def others(self) -> dict[str, Entry]:
-        """Those that are not the model's and the optimizer's own."""
-        extra = self.extra_entries if rank() == 0 else {}
-        return _stored({**self.delayed_entries, **extra, **self.own.entries})
+        """All tensors that have elements."""
+        return _stored({**self.state.entries, **self.optimized.entries}) | self.others
 
     def tensors(self) -> list[torch.Tensor]:
         """Those of all pieces of :meth:`entries`, by the numbers that pieces have."""
         if not self.is_known:
             return tensors_of(self.entries())
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.leaves]
-        views = ((leaves[at], part) for at, part in self.described.views)
+        views = ((leaves[at], part) for at, part in self.known.views)
         found = [leaf if part is None else leaf.as_strided(*part) for leaf, part in views]
-        return [*found, *tensors_of(self.others())]
+        return [*found, *tensors_of(self.others)]
 
 
 def _stored(entries: dict[str, Entry]) -> dict[str, Entry]:
@@ -301,27 +264,23 @@ def _look(
         return None
     look: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
     parameters, buffers = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-    states: list[torch.Tensor] = []
+    states = list[torch.Tensor]()
     for prefix, module in model.named_modules():
         binding = binding_of(module)
         tie = binding and (binding.tp_mesh, dict(binding.rules), binding.ep_mesh, binding.experts_mesh)
-        look.append((prefix, id(module), type(module), tie, *module._buffers))
-        for name, parameter in module._parameters.items():
-            look.append((name, id(parameter)))
-            if parameter is not None:
-                parameters.setdefault(id(parameter), parameter)
         saved = [b for n, b in module._buffers.items() if b is not None and _torch.is_persistent(module, n)]
-        look.append([id(buffer) for buffer in saved])
-        for buffer in saved:
-            buffers.setdefault(id(buffer), buffer)
+        parameters |= {id(p): p for p in module._parameters.values() if p is not None}
+        buffers |= {id(buffer): buffer for buffer in saved}
+        own = [(name, id(parameter)) for name, parameter in module._parameters.items()]
+        look.append((prefix, id(module), type(module), tie, own, *module._buffers, *map(id, saved)))
     if optimizer is not None:
         look.append((type(optimizer), [[id(p) for p in group["params"]] for group in optimizer.param_groups]))
         for parameter, state in optimizer.state.items():
-            look.append(id(parameter))
-            for key, value in state.items():
-                look.append(key if isinstance(value, torch.Tensor) else (key, repr(value)))
-                if isinstance(value, torch.Tensor):
-                    states.append(value)
+            states += (value for value in state.values() if isinstance(value, torch.Tensor))
+            kept = [
+                key if isinstance(value, torch.Tensor) else (key, repr(value)) for key, value in state.items()
+            ]
+            look.append((id(parameter), kept))
     tensors = [*parameters.values(), *buffers.values(), *states]
     leaves = _torch.locals_of(tensors)
     # By columns, which takes half of the time of a row for each tensor.
@@ -347,47 +306,43 @@ def _prepare(
 
     Returns what this rank writes, and the manifest without the list of files; complete on rank 0 alone.
     """
-    found: list[_Collected] = []
-    begun: list[Path] = []
-    whole: list[dict[str, Any] | None] = []
     model = as_one(given, optimizer)
-    plan, before = background().plans.get(model, (None, None))
-    if plan is None or (ranks.rank == 0 and plan.encoded is None):
-        plan = before = None  # there was none, or the save that it was made for has failed
+    found, begun = list[_Collected](), list[Path]()
+    before: _Known | None = background().plans.get(model)
+    if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
+        before = None  # the save that its plan was made for has failed
 
-    def mine() -> Any:
+    def mine(before: _Known | None) -> _Seen:
         background().raise_unasked()
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             expected = "None (keep all) or a whole number from 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
-        found.append(_Collected(model, optimizer, extra, plan, before))
-        return found[0].seen(target)
-
-    def anew() -> Any:
-        found[0].plan = None
-        found[0].describe()
+        found[:] = [_Collected(model, optimizer, extra, before)]
         return found[0].seen(target)
 
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
-        if len({one.token for one in seen}) > 1:
+        digests, own, experts, tokens, stages = map(list, zip(*seen, strict=True))
+        if len({*tokens}) > 1:
             return [None] * len(seen)  # what is new to one rank is planned anew by all
-        check_same_model([one.digests for one in seen], [one.stage and one.stage[0] for one in seen])
-        whole.append(join([one.stage for one in seen], shared))
-        found[0].extra = join_ranks(found[0].extra, [one.own for one in seen])
-        experts = join_ranks_experts([one.experts for one in seen])
+        check_same_model(digests, [stage and stage[0] for stage in stages])
+        found[0].whole = join(stages, shared) or {}
+        found[0].extra = join_ranks(found[0].extra, own)
+        everywhere = join_ranks_experts(experts)
         begun.append(directories.begin(target))
-        return [(begun[0], experts, secrets.token_hex(16))] * len(seen)
+        return [(begun[0], everywhere, secrets.token_hex(16))] * len(seen)
 
     try:
-        begun_with = ranks.round(mine, begin) or ranks.round(anew, begin)
+        begun_with = ranks.round(partial(mine, before), begin) or ranks.round(partial(mine, None), begin)
         assert begun_with is not None
         temporary, experts, save_id = begun_with
-        manifest, collected = _describe(ranks, found[0], experts, save_id, *whole), found[0]
-        plan = collected.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
+        collected, known = found[0], found[0].known
+        manifest = _describe(ranks, collected, experts, save_id)
+        plan = known.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
         check_replicas(ranks, plan, tensors)
         writing = Writing(ranks, temporary, save_id, plan, tensors)
-        background().plans[model] = plan, collected.described
+        known.plan = plan
+        background().plans[model] = known
         return writing, manifest
     except BaseException:
         for temporary in begun:
@@ -395,17 +350,8 @@ def _prepare(
         raise
 
 
-def _describe(
-    ranks: Ranks,
-    collected: _Collected,
-    experts: dict[str, States],
-    save_id: str,
-    whole: dict[str, Any] | None = None,
-) -> Manifest:
-    """The manifest without files; completes what experts of this rank lack. Collective over the ranks.
-
-    ``experts`` are of all ranks, ``whole`` are fields of all stages of a pipeline, on rank 0.
-    """
+def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], save_id: str) -> Manifest:
+    """The manifest without files; completes what ``experts``, of all ranks, lack here. Collective over the ranks."""
     if experts:  # allocates
 
         def complete() -> None:
@@ -418,17 +364,17 @@ def _describe(
     versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
-    fields = {**collected.fields(), **(whole or {})}
+    fields = {**collected.fields(), **collected.whole}
+    fields |= {"versions": versions, "extra": collected.extra}
     if fields["optimizer"] is not None:
         # Not in place: a later save takes what is there now.
         fields["optimizer"] |= {"state": {**fields["optimizer"]["state"], **experts}}
-    fields |= {"versions": versions, "extra": collected.extra}
     return Manifest(saved_at=time.time_ns(), save_id=save_id, **fields)
 
 
 def _complete(
+    handle: SaveHandle,
     writing: Writing,
-    target: Path,
     manifest: Manifest,
     keep_last: int | None,
     progress: bool | None,
@@ -438,7 +384,7 @@ def _complete(
 
     Collective over the ranks, in any thread.
     """
-    ranks, hidden = writing.ranks, []
+    ranks, target, hidden = writing.ranks, handle.path, []
 
     def mine() -> tuple[Any, dict[str, Listed]]:
         bar = bytes_bar(f"saving {target.name}", writing.bytes, progress)
@@ -474,3 +420,4 @@ def _complete(
     for path in hidden:
         directories.remove(path)
     _log.info("saved %s in %.2f s", target, time.perf_counter() - began)
+    handle.finish()
