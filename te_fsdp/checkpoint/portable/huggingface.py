@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,17 +20,12 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import Differences, check_whole_job
-from te_fsdp.checkpoint.contents import (
-    Contents,
-    describe,
-    empty_manifest,
-    split_experts,
-    stack_experts,
-)
+from te_fsdp.checkpoint.contents import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy import (
     Lazy,
     deal,
+    is_safetensors,
     open_safetensors,
     total_bytes,
     write_file,
@@ -39,21 +34,16 @@ from te_fsdp.checkpoint.lazy import (
 )
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
-from te_fsdp.checkpoint.model_state import ModelState, model_state, owned_parameters, tied_names
-from te_fsdp.checkpoint.portable.huggingface_config import (
-    Architecture,
-    first_given,
-    read_config,
-    write_config,
-)
+from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
+from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
     Description,
-    Exchange,
     Share,
     TeBlocks,
     TeNames,
     Transfer,
+    arrivals,
     describe_shares,
     parameter_names,
     plan_exchange,
@@ -113,8 +103,8 @@ def import_huggingface(
     Raises:
         CheckpointError: A model that is not supported; missing, unexpected or wrongly shaped tensors.
     """
-    tensors, folder = _opened(source)
-    weights = WeightMap.build(first_given(config, folder), blocks, names).for_names(tensors)
+    tensors, described, _ = _opened(source, config)
+    weights = WeightMap.build(described, blocks, names, files=tensors)
     converted = weights.lazily(tensors, to_te=True, dtype=dtype)
     return ((name, tensor.whole()) for name, tensor in converted.items())
 
@@ -152,7 +142,7 @@ def export_huggingface(
         CheckpointError: Something lies at ``target``; neither ``like`` nor ``config``; options that are not known;
             what :meth:`WeightMap.lazily` raises.
     """
-    described = first_given(like, config)
+    described = config if like is None else like
     if any(isinstance(tensor, DTensor) for tensor in source.values()):
         raise CheckpointError(
             "export_huggingface of a sharded model's state dict",
@@ -160,8 +150,8 @@ def export_huggingface(
             got="DTensors",
             fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...) writes it from all ranks",
         )
-    weights, _ = WeightMap.of(read_config(described), source.keys(), {}, blocks, names)
-    tensors = weights.like(described).lazily(source, to_te=False, dtype=dtype)
+    weights, _ = WeightMap.of(read_config(described), source.keys(), {}, blocks, names, _names_in(described))
+    tensors = weights.lazily(source, to_te=False, dtype=dtype)
     write_huggingface(Path(os.path.abspath(target)), tensors, described, tick, shard_bytes=max_file_bytes)
 
 
@@ -203,11 +193,11 @@ def load_huggingface(
     Collective over the world: call on all ranks.
 
     Args:
-        source: As for :func:`import_huggingface`.
+        source: As for :func:`import_huggingface`, and ``config`` and ``names`` as well.
         model: On its device, sharded or not, quantized or not.
         optimizer: If it keeps main weights, those of quantized weights are made of the values that were read, before
             its first step too.
-        config: As for :func:`import_huggingface`.
+        config: The model's description; ``None``: of the folder.
         names: Names of the model's parts.
         blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
 
@@ -217,42 +207,43 @@ def load_huggingface(
             each other. The same on all ranks, and nothing has changed.
         OrderError: An optimizer of other parameters.
     """
-
-    def prepare() -> Filling:
-        if optimizer is not None:
-            check_optimizer(model, optimizer)
-        check_whole_job(model, None)
-        (tensors, folder), state = _opened(source), model_state(model, may_cut_blocks=True)
-        described, parameters = first_given(config, folder), parameter_names(model)
-        weights, wrong = WeightMap.of(described, parameters, semantics_of(model), blocks, names)
-        contents = _contents(folder or Path("tensors in memory"), weights, tensors)
-        _compare(weights, model, state, contents, wrong)
-        quantized = {n: "quantized" for n, about in state.described.items() if about["format"] is not None}
-        opened = Source(contents.source, contents.manifest, contents.tensors, contents.kind)
-        return Filling(opened, model, optimizer, state, Differences(converted=quantized))
-
     with collective_call("checkpoint.load_huggingface"):
-        filling = all_agree(prepare)
+        filling = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
         filling.run()
     for note in filling.notes if rank() == 0 else ():
         _log.warning("%s: %s", filling.source.path, note)
 
 
-def _compare(
-    weights: WeightMap, model: nn.Module, state: ModelState, contents: Contents, wrong: list[str]
-) -> None:
-    """All parameters of the model against what is there for them."""
-    shapes = {name: described["shape"] for name, described in state.described.items()}
-    theirs = {name: described["shape"] for name, described in contents.manifest.parameters.items()}
+def _filling(
+    source: str | os.PathLike[str] | Tensors,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    config: Any,
+    names: TeNames | None,
+    blocks: TeBlocks | None,
+) -> Filling:
+    """A Hugging Face model's tensors that are to go into a model, if they fit. Local operation."""
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    check_whole_job(model, None)
+    (tensors, described, folder), state = _opened(source, config), model_state(model, may_cut_blocks=True)
+    here = parameter_names(model), semantics_of(model)
+    weights, wrong = WeightMap.of(described, *here, blocks, names, tensors)
+    contents = _contents(folder, weights, tensors)
+    shapes = {name: about["shape"] for name, about in state.described.items()}
+    theirs = {name: about["shape"] for name, about in contents.manifest.parameters.items()}
     ours = {*shapes, *tied_names(model)}
-    other = {n: f"{n} ({shapes[n]}, not {shape})" for n, shape in theirs.items() if n in shapes}
-    differences = {
+    other = {name: shape for name, shape in theirs.items() if shapes.get(name, shape) != shape}
+    found = {
         "the model has no": [name for name in theirs if name not in ours],
         "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
-        "other shapes": [text for name, text in other.items() if shapes[name] != theirs[name]],
+        "other shapes": [f"{name} ({shapes[name]}, not {shape})" for name, shape in other.items()],
         "layers that would compute something else": wrong,
     }
-    _check_fits("load_huggingface", model, weights, differences)
+    _check_fits("load_huggingface", model, weights, found)
+    quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
+    opened = Source(contents.source, contents.manifest, contents.tensors, contents.kind)
+    return Filling(opened, model, optimizer, state, Differences(converted=quantized))
 
 
 def _check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str, list[str]]) -> None:
@@ -321,10 +312,10 @@ def save_huggingface(
     """
     target = Path(os.path.abspath(path))
     with collective_call("checkpoint.save_huggingface"):
-        seen = all_agree(lambda: _look(model, optimizer, config, names, blocks))
-        saving = _Saving(*seen, dtype, max_file_bytes)
+        shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
+        saving = _Saving(shares, weights, dtype, max_file_bytes)
         described, plan = own_ranks().round(
-            lambda: {name: share.about for name, share in saving.shares.items()}, saving.plan
+            lambda: {name: share.about for name, share in shares.items()}, saving.plan
         )
         with ExitStack() as stack:
             folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
@@ -345,13 +336,14 @@ def _look(
     check_whole_job(model, None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    weights, wrong = WeightMap.of(config, parameter_names(model), semantics_of(model), blocks, names)
+    here = parameter_names(model), semantics_of(model)
+    weights, wrong = WeightMap.of(config, *here, blocks, names, _names_in(config))
     _check_fits("save_huggingface", model, weights, {"layers that would compute something else": wrong})
     shares, known = shares_of(model, optimizer), weights.shapes(te=True)
     for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
         if first in shares and first not in known and name in known:
             shares[name] = shares.pop(first)
-    return shares, weights.like(config)
+    return shares, weights
 
 
 class _Saving(NamedTuple):
@@ -365,34 +357,37 @@ class _Saving(NamedTuple):
     def plan(self, seen: list[dict[str, Description]]) -> list[tuple[dict[str, Description], list[Transfer]]]:
         """For each rank what it needs to know of all, and what it does."""
         described = describe_shares(seen)
-        files = self.files(self.tensors(described, None)).values()
+        files = self.files(self.tensors(described, iter(()))).values()
         writers = {name: _writer(n, len(files), len(seen)) for n, names in enumerate(files) for name in names}
         queues: list[list[list[str]]] = [[] for _ in seen]
-        for batch in self.weights.batches(to_te=False):
-            queue = queues[writers[batch[0].written(to_te=False)[0]]]
-            queue.append([name for group in batch for name in group.te.names if name in described])
+        for group in self.weights.groups:
+            queue = queues[writers[group.huggingface.names[0]]]
+            queue.append([name for name in group.names(te=True, tied=True) if name in described])
         return [(described, plan) for plan in plan_exchange(seen, queues)]
 
-    def tensors(self, described: dict[str, Description], exchange: Exchange | None) -> dict[str, Lazy]:
-        """What is written, of tensors that come over an exchange, or that are only described."""
+    def tensors(
+        self, described: dict[str, Description], arriving: Iterator[tuple[str, torch.Tensor]]
+    ) -> dict[str, Lazy]:
+        """What is written, of tensors that arrive in the order in which they are read."""
 
-        def arriving(name: str, one: Description) -> Lazy:
-            # There, all of it and once, when its group has come.
-            return Lazy(one.shape, one.dtype, lambda first, last: exchange.take(name))  # type: ignore[union-attr]
+        def come(name: str, first: int, last: int) -> torch.Tensor:
+            came, tensor = next(arriving)
+            assert came == name
+            return tensor
 
-        source = {name: arriving(name, one) for name, one in described.items()}
+        source = {n: Lazy(one.shape, one.dtype, partial(come, n)) for n, one in described.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)
 
     def files(self, tensors: Mapping[str, Lazy]) -> dict[str, list[str]]:
         """Tensors by file; what is read together is in one."""
         most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // world_size())))
-        together = (batch[0].written(to_te=False) for batch in self.weights.batches(to_te=False))
+        together = (group.names(te=False, tied=False) for group in self.weights.groups)
         return deal(tensors, together, most)
 
     def write(self, folder: Path, described: dict[str, Description], plan: list[Transfer]) -> dict[str, Lazy]:
         """Write this rank's files. Collective over the world, even on a rank that fails."""
-        exchange = Exchange(own_ranks(), self.shares, described, deque(plan))
-        tensors = self.tensors(described, exchange)
+        arriving = arrivals(own_ranks(), self.shares, described, plan)
+        tensors = self.tensors(described, arriving)
         files = self.files(tensors)
         try:
             for n, (file, names) in enumerate(files.items()):
@@ -400,7 +395,8 @@ class _Saving(NamedTuple):
                     write_file(folder / file, {name: tensors[name] for name in names}, {}, silent)
                     sync(folder / file)
         finally:
-            exchange.drain()
+            for _ in arriving:  # what is left: others wait for this rank there
+                pass
         return tensors
 
 
@@ -420,8 +416,8 @@ def open_huggingface(path: Path, blocks: TeBlocks, names: TeNames, *, untie: boo
     Raises:
         CheckpointError: A model that is not supported, or tensors that do not fit its description.
     """
-    source, _ = open_safetensors(path)
-    weights = WeightMap.build(read_config(path), blocks, names)
+    source, described, _ = _opened(path, None)
+    weights = WeightMap.build(described, blocks, names, files=source)
     contents, architecture = _contents(path, weights, source), weights.architecture
     contents.notes.insert(0, f"{architecture.model_type} model of {architecture.layers} layers")
     if architecture.tied and names.head in contents.manifest.parameters and not untie:
@@ -435,7 +431,7 @@ def open_huggingface(path: Path, blocks: TeBlocks, names: TeNames, *, untie: boo
 
 def _contents(path: Path, weights: WeightMap, source: Tensors) -> Contents:
     """A Hugging Face model's tensors as contents of a checkpoint, converted when read."""
-    tensors, layouts = weights.for_names(source).lazily(source, to_te=True), weights.layouts()
+    tensors, layouts = weights.lazily(source, to_te=True), weights.layouts()
     manifest = empty_manifest()
     manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in tensors.items()}
     keys = {f"model.{name}": tensor for name, tensor in tensors.items()}
@@ -458,7 +454,7 @@ def values_for_huggingface(
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
-    weights, wrong = WeightMap.of(read_config(like), saved, recorded, blocks, names)
+    weights, wrong = WeightMap.of(read_config(like), saved, recorded, blocks, names, _names_in(like))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
     wrong += [
@@ -472,11 +468,17 @@ def values_for_huggingface(
             why="Nothing was written",
             fix="take the config.json of this model; where options were given, those of its layers",
         )
-    return weights.like(like).lazily({name: contents.value(name) for name in contents.names}, to_te=False)
+    return weights.lazily({name: contents.value(name) for name in contents.names}, to_te=False)
 
 
-def _opened(source: str | os.PathLike[str] | Tensors) -> tuple[Tensors, Path | None]:
-    """Tensors, and the folder that they lie in, if any."""
+def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tensors, Any, Path]:
+    """Tensors, their description, and the folder that they lie in."""
     if isinstance(source, (str, os.PathLike)):
-        return open_safetensors(Path(source))[0], Path(source)
-    return source, None
+        return open_safetensors(Path(source))[0], source if config is None else config, Path(source)
+    return source, config, Path("tensors in memory")
+
+
+def _names_in(folder: Any) -> Collection[str]:
+    """Names of the tensors in a folder, if it is one with weights."""
+    is_folder = isinstance(folder, (str, os.PathLike)) and is_safetensors(Path(folder))
+    return open_safetensors(Path(folder))[0] if is_folder else ()

@@ -22,84 +22,54 @@ from te_fsdp.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Experts:
-    """The mixture of experts in a model's layers.
+    """The mixture of experts in a model's layers."""
 
-    Attributes:
-        count: Experts of a layer.
-        ffn: Width inside one.
-        layers: Numbers of the layers that have experts; the others have a plain MLP.
-        shared_ffn: Width inside the expert that all tokens pass, whose output has a gate; 0: there is none.
-    """
-
-    count: int
-    ffn: int
-    layers: frozenset[int]
-    shared_ffn: int = 0
+    count: int  #: Of a layer
+    ffn: int  #: Width inside one
+    layers: frozenset[int]  #: Numbers of the layers that have experts; the others have a plain MLP
+    shared_ffn: int = (
+        0  #: Width inside the expert that all tokens pass, whose output has a gate; 0: there is none
+    )
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder model of Llama's or GPT-2's style.
+    """A decoder model of Llama's or GPT-2's style."""
 
-    Attributes:
-        model_type: transformers' name of the family.
-        style: ``"llama"`` (RMSNorm, rotary embedding, gated MLP) or ``"gpt2"`` (LayerNorm, learned positions, GELU).
-        layers: Number of layers.
-        hidden: Width.
-        ffn: Width inside the MLP.
-        heads: Query heads.
-        kv_heads: Key and value heads (GQA groups).
-        head_dim: Width of a head.
-        vocabulary: Rows of the embedding.
-        positions: Rows of the learned position embedding; 0 with rotary embedding.
-        norm_eps: Epsilon of all norms.
-        activation: TransformerEngine's name of the MLP's activation.
-        qkv_bias: Whether query, key and value have biases.
-        proj_bias: Whether the attention's output projection has one.
-        mlp_bias: Whether the MLP's projections have biases.
-        qk_norm: Whether query and key are normalised per head, before the rotary embedding.
-        tied: Whether the head shares the embedding's weight.
-        zero_centered: Whether the Hugging Face model stores its norms' weights minus one.
-        branch_norms: Whether attention and MLP have a norm after them, too.
-        embedding_scale: What embeddings are multiplied by before the first layer.
-        logit_cap: Cap of the logits, ``cap * tanh(logits / cap)``; ``None``: none.
-        experts: The layers' experts, if any.
-        rope_theta: Base of the rotary embedding.
-        rope_scaling: The rotary embedding's further settings; ``None`` for the plain one.
-        window_rope_theta: Base in layers with a window, where it is another one.
-        windows: Of each layer: positions that a token attends to, itself included; ``None``: all before it.
-        attention_dropout: Of attention probabilities.
-        hidden_dropout: Of the branches' outputs.
-    """
-
-    model_type: str
+    model_type: str  #: transformers' name of the family
+    #: RMSNorm, rotary embedding, gated MLP; or LayerNorm, learned positions, GELU
     style: Literal["llama", "gpt2"]
-    layers: int
-    hidden: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocabulary: int
-    positions: int
-    norm_eps: float
-    activation: str
-    qkv_bias: bool
-    proj_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied: bool
-    zero_centered: bool = False
-    branch_norms: bool = False
-    embedding_scale: float = 1.0
-    logit_cap: float | None = None
-    experts: Experts | None = None
-    rope_theta: float = 10000.0
-    rope_scaling: Mapping[str, Any] | None = None
-    window_rope_theta: float | None = None
+    layers: int  #: Number of layers
+    hidden: int  #: Width
+    ffn: int  #: Width inside the MLP
+    heads: int  #: Query heads
+    kv_heads: int  #: Key and value heads (GQA groups)
+    head_dim: int  #: Width of a head
+    vocabulary: int  #: Rows of the embedding
+    positions: int  #: Rows of the learned position embedding; 0 with rotary embedding
+    norm_eps: float  #: Epsilon of all norms
+    activation: str  #: TransformerEngine's name of the MLP's activation
+    qkv_bias: bool  #: Whether query, key and value have biases
+    proj_bias: bool  #: Whether the attention's output projection has one
+    mlp_bias: bool  #: Whether the MLP's projections have biases
+    qk_norm: bool  #: Whether query and key are normalised per head, before the rotary embedding
+    tied: bool  #: Whether the head shares the embedding's weight
+    zero_centered: bool = False  #: Whether the Hugging Face model stores its norms' weights minus one
+    branch_norms: bool = False  #: Whether attention and MLP have a norm after them, too
+    embedding_scale: float = 1.0  #: What embeddings are multiplied by before the first layer
+    logit_cap: float | None = None  #: Cap of the logits, ``cap * tanh(logits / cap)``; ``None``: none
+    experts: Experts | None = None  #: The layers' experts, if any
+    rope_theta: float = 10000.0  #: Base of the rotary embedding
+    rope_scaling: Mapping[str, Any] | None = None  #: Its further settings; ``None`` for the plain one
+    window_rope_theta: float | None = None  #: Its base in layers with a window, where it is another one
+    #: Of each layer: positions that a token attends to, itself included; ``None``: all before it
     windows: tuple[int | None, ...] = ()
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0  #: Of attention probabilities
+    hidden_dropout: float = 0.0  #: Of the branches' outputs
+
+    def is_sparse(self, layer: int) -> bool:
+        """Whether a layer has experts instead of an MLP."""
+        return self.experts is not None and layer in self.experts.layers
 
     def te_attention_kwargs(self, layer: int = 0) -> dict[str, Any]:
         """Arguments of ``te.MultiheadAttention`` for the attention of a layer, its norm included."""
@@ -117,9 +87,8 @@ class Architecture:
         }
         if self.qk_norm:
             kwargs |= {"qk_norm_type": "RMSNorm", "qk_norm_eps": self.norm_eps, "qk_norm_before_rope": True}
-        if self.windows and self.windows[layer] is not None:
-            kwargs["window_size"] = (self.windows[layer] - 1, 0)  # type: ignore[operator]
-        return kwargs
+        window = self.windows[layer] if self.windows else None
+        return kwargs if window is None else {**kwargs, "window_size": (window - 1, 0)}
 
     def te_kwargs(self, layer: int = 0) -> dict[str, Any]:
         """Arguments of ``te.TransformerLayer`` for a layer that computes what the Hugging Face layer does.
@@ -129,7 +98,7 @@ class Architecture:
         Raises:
             CheckpointError: The layer has experts, or norms after its branches.
         """
-        sparse = self.experts is not None and layer in self.experts.layers
+        sparse = self.is_sparse(layer)
         if sparse or self.branch_norms:
             raise CheckpointError(
                 f"te.TransformerLayer for layer {layer} of a {self.model_type} model",
@@ -162,38 +131,24 @@ class Architecture:
         return {"dim": self.head_dim, "rotary_base": base, "interleaved": False}
 
 
-class Style(NamedTuple):
-    """Hugging Face's names of a model's parts, to which ``.weight`` and ``.bias`` are added."""
+class Names(NamedTuple):
+    """Hugging Face's names of a model's parts, here Llama's; ``.weight`` and ``.bias`` are added."""
 
-    prefix: str
-    embedding: str
-    layer: str
-    attention_norm: str
-    qkv: tuple[str, ...]
-    proj: str
-    mlp_norm: str
-    fc1: tuple[str, ...]
-    fc2: str
-    final_norm: str
-
-
-# fmt: off
-STYLES = {
-    "llama": Style(
-        "model.", "embed_tokens", "layers.{}.",
-        "input_layernorm", tuple(f"self_attn.{part}_proj" for part in "qkv"), "self_attn.o_proj",
-        "post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj", "norm",
-    ),
-    "gpt2": Style(
-        "transformer.", "wte", "h.{}.",
-        "ln_1", ("attn.c_attn",), "attn.c_proj",
-        "ln_2", ("mlp.c_fc",), "mlp.c_proj", "ln_f",
-    ),
-}
-#: Of an expert block: its prefix, and the projections of an expert.
-EXPERTS = ("mlp.", ("gate_proj", "up_proj"), "down_proj")
-MIXTRALS = ("block_sparse_moe.", ("w1", "w3"), "w2")
-# fmt: on
+    prefix: str = "model."
+    embedding: str = "embed_tokens"
+    layer: str = "layers.{}."
+    attention_norm: str = "input_layernorm"
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    proj: str = "self_attn.o_proj"
+    #: Of families with ``branch_norms``: after attention, and after the MLP
+    out_norms: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm")
+    mlp_norm: str = "post_attention_layernorm"
+    fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    fc2: str = "mlp.down_proj"
+    experts: str = "mlp."  #: Prefix of router and experts
+    expert_fc1: tuple[str, ...] = ("gate_proj", "up_proj")
+    expert_fc2: str = "down_proj"
+    final_norm: str = "norm"
 
 
 class _Family(NamedTuple):
@@ -205,8 +160,9 @@ class _Family(NamedTuple):
     always: Mapping[str, Any] = {}
     #: Key of ``config.json``, and its values with which TransformerEngine's activation is the model's.
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
-    #: Whether all layers have the window, where nothing tells which.
-    windowed: bool = False
+    names: Names = Names()
+    #: Keys of the number of experts and of their width, and of the shared expert's.
+    experts: tuple[str, ...] = ()
 
 
 #: Files beside the weights that a copy of a model needs.
@@ -222,24 +178,37 @@ _GEMMA3 = {
     "sliding_window_pattern": 6,
 }
 _CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
+#: Every layer has the window, if there is one.
+_WINDOWED = {"sliding_window_pattern": 1_000_000}
+_BRANCHES = Names(mlp_norm="pre_feedforward_layernorm")
 # fmt: off
-_FAMILIES = {
+FAMILIES = {
     "llama": _Family(),
-    "mistral": _Family({"num_key_value_heads": 8, "sliding_window": 4096}, windowed=True),
+    "mistral": _Family({"num_key_value_heads": 8, "sliding_window": 4096, **_WINDOWED}),
     "mixtral": _Family(
-        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None}, windowed=True
+        {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6, "sliding_window": None, **_WINDOWED},
+        names=Names(experts="block_sparse_moe.", expert_fc1=("w1", "w3"), expert_fc2="w2"),
+        experts=("num_local_experts", "intermediate_size"),
     ),
     "qwen2": _Family({"num_key_value_heads": 32, "qkv_bias": True}, {"proj_bias": False}),
-    "qwen2_moe": _Family({"num_key_value_heads": 16, "qkv_bias": True}, {"proj_bias": False}),
+    "qwen2_moe": _Family(
+        {"num_key_value_heads": 16, "qkv_bias": True, "shared_expert_intermediate_size": 5632}, {"proj_bias": False},
+        experts=("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    ),
     "qwen3": _Family({"num_key_value_heads": 32, "head_dim": 128}, {"qk_norm": True}),
-    "qwen3_moe": _Family({"num_key_value_heads": 4}, {"qk_norm": True}),
+    "qwen3_moe": _Family(
+        {"num_key_value_heads": 4}, {"qk_norm": True}, experts=("num_experts", "moe_intermediate_size")
+    ),
     # Old files of Gemma say "gelu" and mean the approximation by tanh, as transformers knows.
     "gemma": _Family(
         {"tie_word_embeddings": True, "num_key_value_heads": 16}, _GEMMA, ("hidden_act", (*_TANH, "gelu"))
     ),
-    "gemma2": _Family(_GEMMA3 | _CAPS, _GEMMA | {"branch_norms": True}, ("hidden_activation", _TANH)),
+    "gemma2": _Family(
+        _GEMMA3 | _CAPS, _GEMMA | {"branch_norms": True}, ("hidden_activation", _TANH), _BRANCHES
+    ),
     "gemma3_text": _Family(
-        _GEMMA3 | {"rope_theta": 1e6}, _GEMMA | {"branch_norms": True, "qk_norm": True}, ("hidden_activation", _TANH)
+        _GEMMA3 | {"rope_theta": 1e6}, _GEMMA | {"branch_norms": True, "qk_norm": True},
+        ("hidden_activation", _TANH), _BRANCHES,
     ),
     "gpt2": _Family(
         {
@@ -248,12 +217,21 @@ _FAMILIES = {
         },
         {"style": "gpt2", "activation": "gelu", "qkv_bias": True, "proj_bias": True, "mlp_bias": True},
         ("activation_function", _TANH),
+        Names(
+            "transformer.", "wte", "h.{}.", "ln_1", ("attn.c_attn",), "attn.c_proj",
+            mlp_norm="ln_2", fc1=("mlp.c_fc",), fc2="mlp.c_proj", final_norm="ln_f",
+        ),
     ),
 }
+# fmt: on
 _SIZE = Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
 _NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
 _FLAG = Kind("true, false or null", lambda value: value is None or type(value) is bool)
 _ROPE = Kind("an object or null", lambda value: value is None or isinstance(value, Mapping))
+_LAYERS = Kind("a whole number from 1 to 100000", lambda value: _SIZE.fits(value) and value <= 100_000)
+_WINDOW = Kind(
+    "a whole number from 0, or null", lambda value: value is None or (type(value) is int and value >= 0)
+)
 
 
 def _or_null(kind: Kind) -> Kind:
@@ -261,31 +239,35 @@ def _or_null(kind: Kind) -> Kind:
 
 
 def _list_of(words: str, fits: Callable[[Any], bool]) -> Kind:
-    return Kind(f"a list of {words}", lambda value: isinstance(value, (list, tuple)) and all(map(fits, value)))
+    return Kind(
+        f"a list of {words}", lambda value: isinstance(value, (list, tuple)) and all(map(fits, value))
+    )
 
 
 #: What is read of a configuration, by kind.
-_KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size", "n_embd", "n_head", "n_positions"), _SIZE),
-    **dict.fromkeys(("num_local_experts", "num_experts", "moe_intermediate_size", "decoder_sparse_step"), _SIZE),
-    **dict.fromkeys(("sliding_window_pattern", "intermediate_size"), _SIZE),
-    **dict.fromkeys(("num_key_value_heads", "head_dim", "n_inner"), _or_null(_SIZE)),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer"),
-        Kind("a whole number from 1 to 100000", lambda value: _SIZE.fits(value) and value <= 100_000),
-    ),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "rope_theta", "rope_local_base_freq"), _NUMBER),
-    **dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop"), _NUMBER),
-    **dict.fromkeys(("final_logit_softcapping", "partial_rotary_factor"), _or_null(_NUMBER)),
-    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_sliding_window"), _FLAG),
-    **dict.fromkeys(("rope_parameters", "rope_scaling", "full_attention", "sliding_attention"), _ROPE),
-    "sliding_window": Kind(
-        "a whole number from 0, or null", lambda value: value is None or (type(value) is int and value >= 0)
-    ),
-    "layer_types": _or_null(_list_of("full_attention and sliding_attention", _ATTENTIONS.__contains__)),
-    "mlp_only_layers": _or_null(_list_of("numbers of layers", lambda value: type(value) is int)),
+_KINDS = {
+    key: kind
+    for kind, keys in (
+        (
+            _SIZE,
+            "hidden_size num_attention_heads vocab_size n_embd n_head n_positions num_local_experts num_experts",
+        ),
+        (_SIZE, "moe_intermediate_size decoder_sparse_step sliding_window_pattern intermediate_size"),
+        (_or_null(_SIZE), "num_key_value_heads head_dim n_inner"),
+        (_LAYERS, "num_hidden_layers n_layer"),
+        (_NUMBER, "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq"),
+        (_NUMBER, "attention_dropout attn_pdrop resid_pdrop"),
+        (_or_null(_NUMBER), "final_logit_softcapping partial_rotary_factor"),
+        (_FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_sliding_window"),
+        (_ROPE, "rope_parameters rope_scaling full_attention sliding_attention"),
+        (_WINDOW, "sliding_window"),
+        (_or_null(_list_of("full_attention and sliding_attention", _ATTENTIONS.__contains__)), "layer_types"),
+        (_or_null(_list_of("numbers of layers", lambda value: type(value) is int)), "mlp_only_layers"),
+    )
+    for key in keys.split()
 }
 #: Llama's keys, and GPT-2's; what else a configuration of GPT-2 has is not Llama's.
+# fmt: off
 _GPT2_KEYS = {
     **{key: key for key in ("model_type", "vocab_size", "n_positions", "resid_pdrop", "tie_word_embeddings")},
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
@@ -295,10 +277,9 @@ _GPT2_KEYS = {
 
 
 def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Architecture:
-    """Read a model's description. Local operation.
+    """Read a model's description: a folder with ``config.json``, that file, its contents, or a ``transformers`` one.
 
-    Args:
-        source: A folder with ``config.json``, that file, its contents, or a ``transformers`` configuration.
+    Local operation.
 
     Raises:
         CheckpointError: No such file, keys missing, or a model that computes something else than the supported
@@ -306,26 +287,26 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
     """
     config = config_contents(source)
     named = config.get("model_type", "")
-    family = _FAMILIES.get(named) if isinstance(named, str) else None
+    family = FAMILIES.get(named) if isinstance(named, str) else None
     if family is None:
         got = repr(config.get("model_type"))
-        raise CheckpointError("config.json: model_type", expected=f"one of {', '.join(_FAMILIES)}", got=got)
+        raise CheckpointError("config.json: model_type", expected=f"one of {', '.join(FAMILIES)}", got=got)
     config = {**family.defaults, **config}
-    problems, architecture = _of_other_kinds(config), None
+    problems, found = _of_other_kinds(config), None
     if not problems:
         problems = _unsupported(config, family)
         try:
-            architecture = _architecture(config, family)
+            found = _architecture(config, family)
         except KeyError as error:
             problems.append(f"{error.args[0]} is missing")
-    if architecture is not None and architecture.heads % architecture.kv_heads:
-        problems.append(f"{architecture.heads} query heads for {architecture.kv_heads} key heads")
-    if problems or architecture is None:
+    if found is not None and found.heads % found.kv_heads:
+        problems.append(f"{found.heads} query heads for {found.kv_heads} key heads")
+    if problems or found is None:
         raise CheckpointError(
-            f"config.json of a {config['model_type']} model: {'; '.join(problems)}",
+            f"config.json of a {named} model: {'; '.join(problems)}",
             why="TransformerEngine's layer would compute something else",
         )
-    return architecture
+    return found
 
 
 def config_contents(source: Any) -> Mapping[str, Any]:
@@ -334,7 +315,13 @@ def config_contents(source: Any) -> Mapping[str, Any]:
         return source
     if hasattr(source, "to_dict"):
         return source.to_dict()
-    path = Path(first_given(source if isinstance(source, (str, os.PathLike)) else None))
+    if not isinstance(source, (str, os.PathLike)):
+        raise CheckpointError(
+            "Hugging Face model without a description",
+            expected="a folder with config.json, or config=...",
+            fix="pass config=model.config, or the folder that the model came from",
+        )
+    path = Path(source)
     path = path / "config.json" if path.is_dir() else path
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
@@ -347,25 +334,12 @@ def config_contents(source: Any) -> Mapping[str, Any]:
     return contents
 
 
-def first_given(*descriptions: Any) -> Any:
-    """The first of a model's descriptions that was given; a CheckpointError where none was."""
-    for description in descriptions:
-        if description is not None:
-            return description
-    raise CheckpointError(
-        "Hugging Face model without a description",
-        expected="a folder with config.json, or config=...",
-        fix="pass config=model.config, or the folder that the model came from",
-    )
-
-
 def write_config(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list[str]:
     """Write ``config.json``, which tells the files' dtype, and copy what lies beside it; the files' names."""
     contents = dict(config_contents(config))
     dtypes = {dtype_name(tensor.dtype) for tensor in tensors.values()}
     if len(dtypes) == 1:
-        key = "dtype" if "dtype" in contents else "torch_dtype"
-        contents[key] = next(iter(dtypes))
+        contents["dtype" if "dtype" in contents else "torch_dtype"] = dtypes.pop()
     words = contents["model_type"].removesuffix("_text").split("_")
     kind = "GPT2LMHeadModel" if words == ["gpt2"] else "".join(map(str.capitalize, words)) + "ForCausalLM"
     contents["architectures"] = contents.get("architectures") or [kind]
@@ -412,7 +386,7 @@ def _unsupported(config: Mapping[str, Any], family: _Family) -> list[str]:
     types = config.get("layer_types")
     if types and len(types) != config.get("num_hidden_layers"):
         problems.append(f"layer_types names {len(types)} layers, num_hidden_layers is another number")
-    if config.get("use_sliding_window") and not config.get("layer_types"):
+    if config.get("use_sliding_window") and not types:
         problems.append("use_sliding_window without layer_types does not say which layers have the window")
     return problems
 
@@ -421,13 +395,13 @@ def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
     gpt2, gemma = config["model_type"] == "gpt2", "zero_centered" in family.always
     if gpt2:
         config = {llamas: config[own] for llamas, own in _GPT2_KEYS.items()}
-    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    hidden, heads, layers = config["hidden_size"], config["num_attention_heads"], config["num_hidden_layers"]
     theta, scaling, window_theta = _rope(config)
     bias = bool(config.get("attention_bias", False))
     values: dict[str, Any] = {
         "model_type": config["model_type"],
         "style": "llama",
-        "layers": config["num_hidden_layers"],
+        "layers": layers,
         "hidden": hidden,
         "ffn": config["intermediate_size"] or 4 * hidden,
         "heads": heads,
@@ -444,11 +418,11 @@ def _architecture(config: Mapping[str, Any], family: _Family) -> Architecture:
         "tied": config.get("tie_word_embeddings", False),
         "embedding_scale": hidden**0.5 if gemma else 1.0,
         "logit_cap": config.get("final_logit_softcapping"),
-        "experts": _experts(config),
+        "experts": _experts(config, *family.experts) if family.experts else None,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "window_rope_theta": window_theta,
-        "windows": _windows(config, family),
+        "windows": _windows(config),
         "attention_dropout": config.get("attention_dropout", 0.0),
         "hidden_dropout": config["resid_pdrop"] if gpt2 else 0.0,
     }
@@ -471,27 +445,17 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, Mapping[str, Any] | None, f
     return theta, None if plain else rope, window_theta
 
 
-def _windows(config: Mapping[str, Any], family: _Family) -> tuple[int | None, ...]:
-    layers = config["num_hidden_layers"]
+def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     types, size = config.get("layer_types"), config.get("sliding_window", 4096)
-    if types is None and "sliding_window_pattern" in config:
-        every = config["sliding_window_pattern"]
-        types = ["sliding_attention" if (n + 1) % every else "full_attention" for n in range(layers)]
-    elif types is None:
-        always = family.windowed and size is not None
-        types = ["sliding_attention" if always else "full_attention"] * layers
+    if types is None:
+        every = config.get("sliding_window_pattern", 1)
+        types = [_ATTENTIONS[(n + 1) % every > 0] for n in range(config["num_hidden_layers"])]
     return tuple(size if kind == "sliding_attention" else None for kind in types)
 
 
-def _experts(config: Mapping[str, Any]) -> Experts | None:
-    if config["model_type"] == "mixtral":
-        every = frozenset(range(config["num_hidden_layers"]))
-        return Experts(config["num_local_experts"], config["intermediate_size"], every)
-    if not config["model_type"].endswith("_moe"):
-        return None
+def _experts(config: Mapping[str, Any], number: str, width: str, shared: str = "") -> Experts:
     # transformers 5 writes Qwen 3's number under Mixtral's key.
-    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    count = config["num_local_experts"] if "num_local_experts" in config else config[number]
     step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = {n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0}
-    shared = config.get("shared_expert_intermediate_size", 5632) if config["model_type"] == "qwen2_moe" else 0
-    return Experts(count, config["moe_intermediate_size"], frozenset(layers), shared)
+    return Experts(count, config[width], frozenset(layers), config.get(shared, 0))

@@ -16,28 +16,19 @@ from __future__ import annotations
 
 import fnmatch
 import logging
-import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
-from te_fsdp.checkpoint.lazy import InMemory, Lazy, is_safetensors, open_safetensors
-from te_fsdp.checkpoint.portable.huggingface_config import (
-    EXPERTS,
-    MIXTRALS,
-    STYLES,
-    Architecture,
-    Experts,
-    read_config,
-)
+from te_fsdp.checkpoint.lazy import InMemory, Lazy
+from te_fsdp.checkpoint.portable.huggingface_config import FAMILIES, Architecture, Names, read_config
 from te_fsdp.checkpoint.portable.huggingface_model import (
     Recorded,
     TeBlocks,
@@ -54,11 +45,14 @@ _log = logging.getLogger("te_fsdp")
 #: Tensors by name, in memory or yet to be read.
 Tensors = Mapping[str, torch.Tensor | Lazy]
 Shape = tuple[int, ...]
+#: Whether projections have biases in the Hugging Face model, and in TransformerEngine's; those it lacks there are zero.
+Biases = tuple[bool, bool]
 
 # Causal masks and frequencies that older versions of transformers saved; recomputed there, not needed here.
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
 # Pickles of TransformerEngine's modules and the frequencies of its RotaryPositionEmbedding.
 _IGNORED_TE = r"(.*\.)?(_extra_state|inv_freq)"
+_ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
 
 
 @dataclass(frozen=True)
@@ -66,21 +60,15 @@ class Form:
     """How one side stores the parts of a group.
 
     A name for each part; or one name for all, which lie one below the other; or several names for one part, of which
-    all but the first may be absent (a tied weight); or no name: the parts are zero.
-
-    Attributes:
-        transposed: Matrices are stored as ``(in, out)``.
-        zero_centered: Stored is the part minus one.
-        groups: Under one name for all, rows are interleaved: for each of so many attention groups its rows of every
-            part in turn.
-        layout: Of the tensors in a checkpoint: stacked where te_fsdp must know the parts to cut them, grouped where
-            they are an expert's and the checkpoint has one for all.
+    all but the first may be absent (a tied weight).
     """
 
     names: tuple[str, ...]
-    transposed: bool = False
-    zero_centered: bool = False
+    transposed: bool = False  #: Matrices are stored as ``(in, out)``
+    zero_centered: bool = False  #: Stored is the part minus one
+    #: Under one name for all, rows are interleaved: for each of so many attention groups those of every part in turn
     groups: int = 1
+    #: In a checkpoint: stacked where te_fsdp must know the parts to cut them, grouped for what is an expert's
     layout: Layout = PLAIN
 
     def shapes(self, parts: Sequence[Shape]) -> dict[str, Shape]:
@@ -91,13 +79,11 @@ class Form:
         return dict(zip(self.names, stored, strict=False))
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Shape]) -> list[torch.Tensor]:
-        """The parts, from tensors under the form's names. Views where that is possible.
+        """The parts, views where that is possible, from tensors under the form's names.
 
         Raises:
             CheckpointError: Several names for one part, under which different values are stored.
         """
-        if not self.names:
-            return [torch.zeros(part, device="cpu") for part in parts]
         found = [tensors[name] for name in self.names[: len(parts)]]
         for name in (name for name in self.names[len(parts) :] if name in tensors):
             both = tensors[name], found[0]
@@ -118,7 +104,7 @@ class Form:
 
     def pack(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The tensors to store under the form's names; the reverse of :meth:`unpack`."""
-        if 0 < len(self.names) < len(parts):
+        if len(self.names) < len(parts):
             pieces = [part.unflatten(0, (self.groups, -1)) for part in parts]
             parts = [torch.cat(pieces, 1).flatten(0, 1)]
         stored = cycle(part.t() if self.transposed else part for part in parts)
@@ -132,50 +118,52 @@ class Group:
     parts: tuple[Shape, ...]
     huggingface: Form
     te: Form
+    #: Biases of the same module that the Hugging Face model lacks: zeros of these shapes
+    zeros: Mapping[str, Shape] = field(default_factory=dict)
 
-    def form(self, *, te: bool) -> Form:
-        """The parts' form on one side."""
-        return self.te if te else self.huggingface
+    def names(self, *, te: bool, tied: bool) -> tuple[str, ...]:
+        """Names on one side; ``tied``: with the further ones of a tied weight, which may be absent."""
+        names = (self.te if te else self.huggingface).names
+        return (*(names if tied else names[: len(self.parts)]), *(self.zeros if te else ()))
 
-    def required(self, *, te: bool) -> tuple[str, ...]:
-        """Names on one side without which the parts cannot be had."""
-        return self.form(te=te).names[: len(self.parts)]
-
-    def written(self, *, to_te: bool) -> tuple[str, ...]:
-        """Names to write: of a tied weight all that a state dict has, but in Hugging Face's files the first alone."""
-        return self.te.names if to_te else self.required(te=False)
+    def shapes(self, *, te: bool) -> dict[str, Shape]:
+        """Shape under each name on one side."""
+        return self.te.shapes(self.parts) | dict(self.zeros) if te else self.huggingface.shapes(self.parts)
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], *, to_te: bool, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """The other side's tensors, from this side's: all required names present, shapes right.
+        """The other side's tensors, from this side's, of the right shapes.
 
         Raises:
-            CheckpointError: Names of one weight with different values; values other than zero that the target has
-                no name for.
+            CheckpointError: Names of one weight with different values; biases that the other side lacks, not zero.
         """
-        source, target = self.form(te=not to_te), self.form(te=to_te)
+        source, target = (self.huggingface, self.te) if to_te else (self.te, self.huggingface)
         parts = source.unpack(tensors, self.parts)
         if source.zero_centered != target.zero_centered:
             # In float64, rounded once: exact for gammas of ordinary size in float32 and narrower.
             parts = [part.double() + (1.0 if source.zero_centered else -1.0) for part in parts]
-        if not target.names and any(bool(part.count_nonzero()) for part in parts):
+        found = {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
+        if to_te:
+            return found | {
+                n: torch.zeros(shape, dtype=dtype, device="cpu") for n, shape in self.zeros.items()
+            }
+        if any(bool(tensors[name].count_nonzero()) for name in self.zeros):
             raise CheckpointError(
-                f"{', '.join(source.names)}: values that the Hugging Face model has no parameter for",
+                f"{', '.join(self.zeros)}: values that the Hugging Face model has no parameter for",
                 expected="zeros",
                 why="TransformerEngine's bias=True gives every projection a bias",
                 fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
                 "training with these biases frozen",
             )
-        return {name: tensor.to(dtype) for name, tensor in target.pack(parts).items()}
+        return found
 
     def rounds(self, tensors: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]) -> bool:
         """Whether zero-centering had to round, so that converting back would not give every bit again."""
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
-        mine, other = tensors[next(iter(tensors))], converted[next(iter(converted))]
-        shift = (other.double() - mine.to(other.dtype).double()).abs()
-        return bool((shift != 1.0).any())
+        mine, other = next(iter(tensors.values())), next(iter(converted.values()))
+        return bool(((other.double() - mine.to(other.dtype).double()).abs() != 1.0).any())
 
 
 @dataclass(frozen=True)
@@ -183,14 +171,13 @@ class _Tables:
     """All groups of one model, in its order. Prefixes: ``theirs`` Hugging Face's, ``ours`` TransformerEngine's."""
 
     a: Architecture
+    style: Names
     blocks: TeBlocks
     names: TeNames
     recorded: Recorded
-    bias: bool
-    mlp_bias: bool
 
     def model(self) -> Iterator[Group]:
-        a, names, style = self.a, self.names, STYLES[self.a.style]
+        a, names, style = self.a, self.names, self.style
         wide, embedding = (a.vocabulary, a.hidden), f"{style.prefix}{style.embedding}.weight"
         if a.tied:  # then either side may store it twice
             ours = (names.embedding,) if names.head is None else (names.embedding, names.head)
@@ -207,41 +194,67 @@ class _Tables:
             yield _one(wide, "lm_head.weight", names.head)
 
     def layer(self, n: int, theirs: str, ours: str) -> Iterator[Group]:
-        a, names, style = self.a, self.names, STYLES[self.a.style]
-        attention, mlp, before = ours + names.attention, ours + names.mlp, theirs + style.mlp_norm
-        yield from self.attention(theirs, attention)
+        a, names, style, mlp = self.a, self.names, self.style, ours + self.names.mlp
+        yield from self.attention(theirs, ours + names.attention)
         if a.branch_norms:
-            yield from self.norm(before, ours + names.attention_out_norm)
-            after, before = f"{theirs}post_feedforward_layernorm", f"{theirs}pre_feedforward_layernorm"
-            yield from self.norm(after, ours + names.mlp_out_norm)
-        if a.experts is not None and n in a.experts.layers:
-            yield from self.norm(before, ours + names.mlp_norm)
-            yield from self.experts(a.experts, theirs, ours)
+            for after, norm in zip(
+                style.out_norms, (names.attention_out_norm, names.mlp_out_norm), strict=True
+            ):
+                yield from self.norm(theirs + after, ours + norm)
+        if a.is_sparse(n):
+            yield from self.norm(theirs + style.mlp_norm, ours + names.mlp_norm)
+            yield from self.experts(theirs + style.experts, ours)
             return
-        yield from self.norm(before, f"{mlp}layer_norm_")
-        fc1 = [theirs + part for part in style.fc1]
-        into = Form((f"{mlp}fc1_",), layout=Layout("stacked", (1, 1)) if len(fc1) > 1 else PLAIN)
-        yield from self.linear(fc1, into, [a.ffn] * len(fc1), a.hidden, a.mlp_bias, self.mlp_bias)
-        fc2 = Form((f"{mlp}fc2_",))
-        yield from self.linear([theirs + style.fc2], fc2, [a.hidden], a.ffn, a.mlp_bias, self.mlp_bias)
+        yield from self.norm(theirs + style.mlp_norm, f"{mlp}layer_norm_")
+        gated, biases = len(style.fc1) > 1, (a.mlp_bias, bool(self.blocks.mlp_bias))
+        fc1 = Form((f"{mlp}fc1_*",), layout=Layout("stacked", (1, 1)) if gated else PLAIN)
+        yield from self.linear(theirs, style.fc1, fc1, [(a.ffn, a.hidden)] * len(style.fc1), biases)
+        yield from self.linear(theirs, (style.fc2,), Form((f"{mlp}fc2_*",)), [(a.hidden, a.ffn)], biases)
 
     def attention(self, theirs: str, ours: str) -> Iterator[Group]:
-        a, style, qkv = self.a, STYLES[self.a.style], f"{ours}layernorm_qkv."
-        wide, narrow = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        a, style, qkv, bias = self.a, self.style, f"{ours}layernorm_qkv.", bool(self.blocks.bias)
+        heads = (a.heads, a.kv_heads, a.kv_heads)
         if not self.blocks.fuse_qkv_params:
-            form = Form(tuple(f"{qkv}{part}_" for part in ("query", "key", "value")))
+            form = Form(tuple(f"{qkv}{part}_*" for part in ("query", "key", "value")))
         elif self.blocks.qkv_weight_interleaved is not False:
-            form = Form((qkv,), groups=a.kv_heads)
+            form = Form((f"{qkv}*",), groups=a.kv_heads)
         else:
-            form = Form((qkv,), layout=Layout("stacked", (a.heads, a.kv_heads, a.kv_heads)))
+            form = Form((f"{qkv}*",), layout=Layout("stacked", heads))
         yield from self.norm(theirs + style.attention_norm, f"{qkv}layer_norm_")
-        projections, heights = [theirs + part for part in style.qkv], [wide, narrow, narrow]
-        yield from self.linear(projections, form, heights, a.hidden, a.qkv_bias, self.bias)
-        proj = Form((f"{ours}proj.",))
-        yield from self.linear([theirs + style.proj], proj, [a.hidden], wide, a.proj_bias, self.bias)
+        shapes = [(count * a.head_dim, a.hidden) for count in heads]
+        yield from self.linear(theirs, style.qkv, form, shapes, (a.qkv_bias, bias))
+        proj, shape = Form((f"{ours}proj.*",)), (a.hidden, a.heads * a.head_dim)
+        yield from self.linear(theirs, (style.proj,), proj, [shape], (a.proj_bias, bias))
         for part in "qk" if a.qk_norm else "":
             norm = Form((f"{theirs}self_attn.{part}_norm.weight",), zero_centered=a.zero_centered)
             yield Group(((a.head_dim,),), norm, Form((f"{ours}{part}_norm.weight",)))
+
+    def experts(self, block: str, ours: str) -> Iterator[Group]:
+        """Router, each expert by itself, and the shared expert."""
+        a, e, names, gated, down = (
+            self.a,
+            self.a.experts,
+            self.names,
+            self.style.expert_fc1,
+            self.style.expert_fc2,
+        )
+        assert e is not None
+        yield _one((e.count, a.hidden), f"{block}gate.weight", ours + names.router)
+        for n in range(e.count):
+            fc1, fc2 = (
+                Form((f"{ours}{fc}*{n}",), layout=GROUPED) for fc in (names.experts_fc1, names.experts_fc2)
+            )
+            yield from self.linear(f"{block}experts.{n}.", gated, fc1, [(e.ffn, a.hidden)] * 2)
+            yield from self.linear(f"{block}experts.{n}.", (down,), fc2, [(a.hidden, e.ffn)])
+        if e.shared_ffn:
+            shared, fc1, fc2 = (
+                f"{block}shared_expert.",
+                f"{ours}{names.shared_fc1}*",
+                f"{ours}{names.shared_fc2}*",
+            )
+            yield from self.linear(shared, gated, Form((fc1,)), [(e.shared_ffn, a.hidden)] * 2)
+            yield from self.linear(shared, (down,), Form((fc2,)), [(a.hidden, e.shared_ffn)])
+            yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", ours + names.shared_gate)
 
     def norm(self, theirs: str, ours: str) -> Iterator[Group]:
         """Weight, and bias if there is one. ``ours`` is their prefix."""
@@ -255,33 +268,24 @@ class _Tables:
             yield _one(shape, f"{theirs}.bias", f"{ours}bias")
 
     def linear(
-        self, theirs: Sequence[str], ours: Form, heights: Sequence[int], width: int, biased: bool, bias: bool
+        self,
+        theirs: str,
+        parts: Sequence[str],
+        ours: Form,
+        shapes: Sequence[Shape],
+        biases: Biases = (False, False),
     ) -> Iterator[Group]:
-        """Projections that are one module of TE's, whose names are prefixes; biases that the other lacks are zero."""
-        for kind, inner in (("weight", (width,)), ("bias", ())) if bias else (("weight", (width,)),):
-            names = [f"{one}.{kind}" for one in theirs] if kind == "weight" or biased else []
-            form = Form(tuple(names), transposed=self.a.style == "gpt2")
-            named = replace(ours, names=tuple(one + kind for one in ours.names))
-            yield Group(tuple((height, *inner) for height in heights), form, named)
+        """Projections that are one module of TE's: ``*`` in its names is weight or bias."""
 
-    def experts(self, e: Experts, theirs: str, ours: str) -> Iterator[Group]:
-        """Router, each expert by itself, and the shared expert."""
-        a, names = self.a, self.names
-        block, gated, down = MIXTRALS if a.model_type == "mixtral" else EXPERTS
-        block = theirs + block
-        yield _one((e.count, a.hidden), f"{block}gate.weight", ours + names.router)
-        for n in range(e.count):
-            parts = Form(tuple(f"{block}experts.{n}.{part}.weight" for part in gated))
-            into = Form((f"{ours}{names.experts_fc1}weight{n}",), layout=GROUPED)
-            yield Group(((e.ffn, a.hidden),) * 2, parts, into)
-            out = Form((f"{ours}{names.experts_fc2}weight{n}",), layout=GROUPED)
-            yield Group(((a.hidden, e.ffn),), Form((f"{block}experts.{n}.{down}.weight",)), out)
-        if e.shared_ffn:
-            shared = f"{block}shared_expert."
-            parts = Form(tuple(f"{shared}{part}.weight" for part in gated))
-            yield Group(((e.shared_ffn, a.hidden),) * 2, parts, Form((f"{ours}{names.shared_fc1}weight",)))
-            yield _one((a.hidden, e.shared_ffn), f"{shared}{down}.weight", f"{ours}{names.shared_fc2}weight")
-            yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", ours + names.shared_gate)
+        def named(form: Form, kind: str) -> Form:
+            return replace(form, names=tuple(name.replace("*", kind) for name in form.names))
+
+        heights = tuple(shape[:1] for shape in shapes)
+        huggingface = Form(tuple(f"{theirs}{part}.*" for part in parts), transposed=self.a.style == "gpt2")
+        zeros = named(ours, "bias").shapes(heights) if biases == (False, True) else {}
+        yield Group(tuple(shapes), named(huggingface, "weight"), named(ours, "weight"), zeros)
+        if all(biases):
+            yield Group(heights, named(huggingface, "bias"), named(ours, "bias"))
 
 
 def _one(shape: Shape, theirs: str, ours: str) -> Group:
@@ -304,17 +308,19 @@ class WeightMap:
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
         recorded: Recorded | None = None,
+        files: Collection[str] = (),
     ) -> WeightMap:
         """Make the map of a model from what :func:`read_config` takes, or an :class:`Architecture`.
 
         Whether a norm is zero-centered say the semantics that are recorded of the TransformerEngine model, else
-        ``blocks``, whose default is TransformerEngine's.
+        ``blocks``, whose default is TransformerEngine's. Hugging Face's names lack their prefix where those in
+        ``files`` do: files of a model without head, as the hub's of GPT-2.
 
         Raises:
             CheckpointError: A model that is not supported; biases in it, none in the layers; an unnamed untied head.
         """
         a = config if isinstance(config, Architecture) else read_config(config)
-        blocks, names = blocks or TeBlocks(), names or TeNames()
+        blocks, names, style = blocks or TeBlocks(), names or TeNames(), FAMILIES[a.model_type].names
         bias = (a.qkv_bias or a.proj_bias or a.mlp_bias) if blocks.bias is None else blocks.bias
         mlp_bias = bias if blocks.mlp_bias is None else blocks.mlp_bias
         if ((a.qkv_bias or a.proj_bias) and not bias) or (a.mlp_bias and not mlp_bias):
@@ -328,8 +334,12 @@ class WeightMap:
                 expected="a name for lm_head.weight, since config.json does not tie it to the embedding",
                 fix="give the model a head and pass TeNames(head=...)",
             )
+        embedding = f"{style.embedding}.weight"
+        if embedding in files and style.prefix + embedding not in files:
+            style = style._replace(prefix="")
+        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, recorded or {})
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, tuple(_Tables(a, blocks, names, recorded or {}, bias, mlp_bias).model()), ignored)
+        return cls(a, tuple(tables.model()), ignored)
 
     @classmethod
     def of(
@@ -339,6 +349,7 @@ class WeightMap:
         recorded: Recorded,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
+        files: Collection[str] = (),
     ) -> tuple[WeightMap, list[str]]:
         """The map of a model that exists, and what its layers compute otherwise than the Hugging Face model, in words.
 
@@ -349,34 +360,16 @@ class WeightMap:
         """
         names = names or TeNames()
         blocks = known_blocks(blocks or TeBlocks(), parameters, recorded, names)
-        weights = cls.build(config, blocks, names, recorded)
+        weights = cls.build(config, blocks, names, recorded, files)
         return weights, layer_differences(recorded, weights.architecture, names, blocks)
-
-    def for_names(self, source: Collection[str]) -> WeightMap:
-        """The map for a model without head, as the hub's files of GPT-2: names lack the prefix. Else the map itself."""
-        theirs = self.groups[0].huggingface.names[0]
-        bare = theirs.partition(".")[2]
-        if theirs in source or bare not in source:
-            return self
-        prefix, groups = theirs.removesuffix(bare), []
-        for group in self.groups:
-            names = tuple(name.removeprefix(prefix) for name in group.huggingface.names)
-            groups.append(replace(group, huggingface=replace(group.huggingface, names=names)))
-        return replace(self, groups=tuple(groups))
-
-    def like(self, folder: Any) -> WeightMap:
-        """The map with names as in a folder's files, if it is a folder with weights: see :meth:`for_names`."""
-        is_folder = isinstance(folder, (str, os.PathLike)) and is_safetensors(Path(folder))
-        return self.for_names(open_safetensors(Path(folder))[0]) if is_folder else self
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""
-        sides = [(group.form(te=te), group.parts) for group in self.groups]
-        return {name: shape for form, parts in sides for name, shape in form.shapes(parts).items()}
+        return {name: shape for group in self.groups for name, shape in group.shapes(te=te).items()}
 
     def layouts(self) -> dict[str, str]:
         """Layout of every tensor of the TransformerEngine model, in the words of a checkpoint's manifest."""
-        return {name: str(group.te.layout) for group in self.groups for name in group.te.names}
+        return {n: str(group.te.layout) for group in self.groups for n in group.names(te=True, tied=True)}
 
     def lazily(self, source: Tensors, *, to_te: bool, dtype: torch.dtype | None = None) -> dict[str, Lazy]:
         """The other side's tensors as ones that are converted when read. Local operation.
@@ -386,8 +379,8 @@ class WeightMap:
 
         Raises:
             CheckpointError: Missing, unexpected or wrongly shaped tensors, and such that are not plain, all named in
-                one error before anything is read; several dtypes in one group. When read: biases other than zero that
-                the Hugging Face model does not have, copies of a tied weight that differ. A ``dtype`` that loses them.
+                one error before anything is read; several dtypes in one group. When read: what :meth:`Group.convert`
+                raises. A ``dtype`` that loses values.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_high(dtype)):
             raise CheckpointError(
@@ -396,33 +389,36 @@ class WeightMap:
                 got=repr(dtype),
                 why="Values in fewer bits need scales, which nothing would hold",
             )
-        required = [name for group in self.groups for name in group.required(te=not to_te)]
-        expected = self.shapes(te=not to_te)
+        expected, found, held = self.shapes(te=not to_te), {}, []
+        required = [name for group in self.groups for name in group.names(te=not to_te, tied=False)]
         _check(source, expected, required, re.compile(_IGNORED_HUGGINGFACE if to_te else self.ignored_te))
-        conversion, found = _Conversion(to_te), {}
-        lazy = {n: t if isinstance(t, Lazy) else InMemory(t) for n, t in source.items() if n in expected}
-        kind = dtype or source[required[0]].dtype
-        for batch in self.batches(to_te=to_te):
-            mine = [(g, {n: lazy[n] for n in g.form(te=not to_te).names if n in lazy}) for g in batch]
-            # Zeros that are made up get the dtype of what comes before.
-            kind = dtype or _common_dtype(mine[0][1]) or kind
-            shapes = batch[0].form(te=to_te).shapes(batch[0].parts)
-            for name in batch[0].written(to_te=to_te):
-                found[name] = Lazy(shapes[name], kind, partial(conversion.rows, name, mine, kind))
-        return found
+        warned = False
 
-    def batches(self, *, to_te: bool) -> list[list[Group]]:
-        """Groups that are read together: each, and after it those that leave no tensor and must be zero."""
-        found: list[list[Group]] = []
+        def rows(
+            group: Group, tensors: dict[str, Lazy], kind: torch.dtype, name: str, first: int, last: int
+        ) -> torch.Tensor:
+            nonlocal warned
+            if not held or held[0] is not group:  # rows come in blocks
+                held.clear()
+                read = {key: tensor.whole() for key, tensor in tensors.items()}
+                converted = group.convert(read, to_te=to_te, dtype=kind)
+                if not warned and group.rounds(read, converted):
+                    warned = True
+                    _log.warning(_ROUNDED, ", ".join(converted))
+                held[:] = group, converted
+            return held[1][name][first:last].clone()
+
         for group in self.groups:
-            if group.written(to_te=to_te):
-                found.append([])
-            found[-1].append(group)
+            present = {name: source[name] for name in group.names(te=not to_te, tied=True) if name in source}
+            tensors = {name: t if isinstance(t, Lazy) else InMemory(t) for name, t in present.items()}
+            kind, shapes = dtype or _common_dtype(tensors, group), group.shapes(te=to_te)
+            for name in group.names(te=to_te, tied=to_te):
+                found[name] = Lazy(shapes[name], kind, partial(rows, group, tensors, kind, name))
         return found
 
 
-def _common_dtype(tensors: Mapping[str, Lazy]) -> torch.dtype | None:
-    kinds = {tensor.dtype for tensor in tensors.values()}
+def _common_dtype(tensors: Mapping[str, Lazy], group: Group) -> torch.dtype:
+    kinds = {tensor.dtype for name, tensor in tensors.items() if name not in group.zeros}
     if len(kinds) > 1:
         raise CheckpointError(
             f"{', '.join(tensors)}: of several dtypes",
@@ -430,35 +426,7 @@ def _common_dtype(tensors: Mapping[str, Lazy]) -> torch.dtype | None:
             got=", ".join(sorted(map(str, kinds))),
             fix="pass dtype=torch.bfloat16 (or another) to convert all tensors",
         )
-    return next(iter(kinds), None)
-
-
-#: Groups that are read together, each with its source's tensors.
-_Batch = list[tuple[Group, dict[str, Lazy]]]
-
-
-class _Conversion:
-    """Converts groups one after another."""
-
-    def __init__(self, to_te: bool) -> None:
-        self.to_te, self.warned = to_te, False
-        self.last: tuple[Any, dict[str, torch.Tensor]] | None = None
-
-    def rows(self, name: str, batch: _Batch, dtype: torch.dtype, first: int, last: int) -> torch.Tensor:
-        """Rows of a tensor that some groups become; those of the last call are kept, since rows come in blocks."""
-        if self.last is None or self.last[0] is not batch:
-            self.last = None
-            found: dict[str, torch.Tensor] = {}
-            for group, source in batch:
-                tensors = {name: lazy.whole() for name, lazy in source.items()}
-                converted = group.convert(tensors, to_te=self.to_te, dtype=dtype)
-                if not self.warned and group.rounds(tensors, converted):
-                    self.warned = True
-                    text = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
-                    _log.warning(text, ", ".join(converted))
-                found |= converted
-            self.last = batch, found
-        return self.last[1][name][first:last].clone()
+    return kinds.pop()
 
 
 def _check(

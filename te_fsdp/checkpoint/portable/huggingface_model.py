@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ from te_fsdp import _te
 from te_fsdp.agree import Ranks, rank
 from te_fsdp.checkpoint.contents import with_remainders
 from te_fsdp.checkpoint.index import is_tiling
-from te_fsdp.checkpoint.lazy import InMemory
+from te_fsdp.checkpoint.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import Owned, clean_name, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
@@ -41,56 +42,29 @@ if TYPE_CHECKING:
 _log = logging.getLogger("te_fsdp")
 Recorded = Mapping[str, Semantics]
 
-_PLAIN_LAYER = {
-    "layer_type": "encoder",
-    "output_layernorm": False,
-    "parallel_attention_mlp": False,
-    "apply_residual_connection_post_layernorm": False,
-}
-
 
 @dataclass(frozen=True)
 class TeNames:
-    """Names of a model's parts. Change what your model calls otherwise.
+    """Names of a model's parts. Change what your model calls otherwise."""
 
-    Attributes:
-        layer: Prefix of a layer, with ``{layer}`` for its number from 0.
-        embedding: Token embedding, shape (vocabulary, hidden).
-        positions: Learned position embedding, shape (positions, hidden); not used with rotary embeddings.
-        final_norm: Prefix of the last norm, whose parameters are ``weight`` and, for LayerNorm, ``bias``.
-        head: Output projection, shape (vocabulary, hidden), without bias. ``None``: the model has none of its own
-            and uses the embedding.
-        ignored: Patterns (``fnmatch``) of further names in the model's state dict that are no weights.
-        attention: Prefix of ``te.MultiheadAttention`` in a layer, with its norm (``input_layernorm=True``).
-        mlp: Prefix of ``te.LayerNormMLP`` in a layer.
-        attention_out_norm: Prefix of the norm after attention (Gemma 2 and 3).
-        mlp_out_norm: Prefix of the norm after the MLP (Gemma 2 and 3).
-        mlp_norm: Prefix of the norm before a layer's experts.
-        router: The router's weight, shape (experts, hidden).
-        experts_fc1: Prefix of ``te.GroupedLinear``, gate above up.
-        experts_fc2: Prefix of ``te.GroupedLinear``, the way back.
-        shared_fc1: Prefix of the shared expert's linear layer, gate above up.
-        shared_fc2: Prefix of its way back.
-        shared_gate: Weight of its gate, shape (1, hidden).
-    """
-
-    layer: str = "layers.{layer}."
-    embedding: str = "embedding.weight"
-    positions: str = "positions.weight"
-    final_norm: str = "norm."
+    layer: str = "layers.{layer}."  #: Prefix of a layer, with ``{layer}`` for its number from 0
+    embedding: str = "embedding.weight"  #: Token embedding, shape (vocabulary, hidden)
+    positions: str = "positions.weight"  #: Learned position embedding, shape (positions, hidden), if any
+    final_norm: str = "norm."  #: Prefix of the last norm: ``weight`` and, for LayerNorm, ``bias``
+    #: Output projection, shape (vocabulary, hidden), without bias; ``None``: the model uses the embedding
     head: str | None = "head.weight"
-    ignored: tuple[str, ...] = ()
-    attention: str = "self_attention."
-    mlp: str = "layernorm_mlp."
-    attention_out_norm: str = "attention_out_norm."
-    mlp_out_norm: str = "mlp_out_norm."
-    mlp_norm: str = "mlp_norm."
-    router: str = "router.weight"
-    experts_fc1: str = "experts.fc1."
-    experts_fc2: str = "experts.fc2."
-    shared_fc1: str = "shared_expert.fc1."
-    shared_fc2: str = "shared_expert.fc2."
-    shared_gate: str = "shared_expert_gate.weight"
+    ignored: tuple[str, ...] = ()  #: Patterns (``fnmatch``) of names in the state dict that are no weights
+    attention: str = "self_attention."  #: Prefix of ``te.MultiheadAttention(input_layernorm=True)``
+    mlp: str = "layernorm_mlp."  #: Prefix of ``te.LayerNormMLP`` in a layer
+    attention_out_norm: str = "attention_out_norm."  #: Prefix of the norm after attention (Gemma 2 and 3)
+    mlp_out_norm: str = "mlp_out_norm."  #: Prefix of the norm after the MLP (Gemma 2 and 3)
+    mlp_norm: str = "mlp_norm."  #: Prefix of the norm before a layer's experts
+    router: str = "router.weight"  #: The router's weight, shape (experts, hidden)
+    experts_fc1: str = "experts.fc1."  #: Prefix of ``te.GroupedLinear``, gate above up
+    experts_fc2: str = "experts.fc2."  #: Prefix of ``te.GroupedLinear``, the way back
+    shared_fc1: str = "shared_expert.fc1."  #: Prefix of the shared expert's linear layer, gate above up
+    shared_fc2: str = "shared_expert.fc2."  #: Prefix of its way back
+    shared_gate: str = "shared_expert_gate.weight"  #: Weight of its gate, shape (1, hidden)
 
 
 @dataclass(frozen=True)
@@ -99,23 +73,14 @@ class TeBlocks:
 
     For weights on their way in, ``None`` is TransformerEngine's default. On their way out nothing is assumed: what is
     ``None`` is read off the model, or off the checkpoint, and is an error where these do not tell.
-
-    Attributes:
-        fuse_qkv_params: As given to the layer.
-        qkv_weight_interleaved: As given to the layer; without ``fuse_qkv_params`` it has no effect.
-        zero_centered_gamma: As given to the layers' norms; not used for q/k norms, which TransformerEngine never
-            centers.
-        bias: As given to the layer, or to its attention; default: where the Hugging Face model has any bias.
-        mlp_bias: As given to ``te.LayerNormMLP``, where that is another; default: as ``bias``.
-        final_norm_zero_centered: ``zero_centered_gamma`` of the model's last norm.
     """
 
-    fuse_qkv_params: bool | None = None
-    qkv_weight_interleaved: bool | None = None
-    zero_centered_gamma: bool | None = None
-    bias: bool | None = None
-    mlp_bias: bool | None = None
-    final_norm_zero_centered: bool | None = None
+    fuse_qkv_params: bool | None = None  #: As given to the layer
+    qkv_weight_interleaved: bool | None = None  #: As given; no effect without ``fuse_qkv_params``
+    zero_centered_gamma: bool | None = None  #: As given to the layers' norms; q/k norms are never centered
+    bias: bool | None = None  #: As given to layer or attention; default: where the Hugging Face model has any
+    mlp_bias: bool | None = None  #: As given to ``te.LayerNormMLP``; default: as ``bias``
+    final_norm_zero_centered: bool | None = None  #: ``zero_centered_gamma`` of the model's last norm
 
     @classmethod
     def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
@@ -138,20 +103,20 @@ def known_blocks(told: TeBlocks, parameters: Collection[str], recorded: Recorded
     Raises:
         CheckpointError: Options that nothing tells, all named.
     """
-    layer = names.layer.format(layer=0)
-    qkv, mlps = f"{layer}{names.attention}layernorm_qkv", [n for n in parameters if n.endswith(".fc2_weight")]
+    attention = names.layer.format(layer=0) + names.attention
+    qkv, here = f"{attention}layernorm_qkv", recorded.get(attention.removesuffix("."))
+    is_fused, mlps = f"{qkv}.weight" in parameters, [n for n in parameters if n.endswith(".fc2_weight")]
+    interleaved = None if is_fused else True  # has no effect
+    if is_fused and here is not None:
+        interleaved = here["qkv_weight_interleaved"]
     seen: dict[str, bool | None] = {
-        "fuse_qkv_params": f"{qkv}.weight" in parameters,
+        "fuse_qkv_params": is_fused,
+        "qkv_weight_interleaved": interleaved,
         "bias": f"{qkv}.bias" in parameters or f"{qkv}.query_bias" in parameters,
         "mlp_bias": any(f"{n.removesuffix('weight')}bias" in parameters for n in mlps),
         "zero_centered_gamma": centering(recorded, qkv),
         "final_norm_zero_centered": centering(recorded, names.final_norm.removesuffix(".")),
     }
-    attention = recorded.get((layer + names.attention).removesuffix("."))
-    if not seen["fuse_qkv_params"]:
-        seen["qkv_weight_interleaved"] = True  # has no effect
-    elif attention is not None:
-        seen["qkv_weight_interleaved"] = attention["qkv_weight_interleaved"]
     blocks = replace(told, **{name: value for name, value in seen.items() if value is not None})
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
@@ -170,24 +135,22 @@ def centering(recorded: Recorded, module: str) -> bool | None:
     return recorded[module]["zero_centered_gamma"] if module in recorded else None
 
 
-def layer_differences(
-    recorded: Recorded, architecture: Architecture, names: TeNames, blocks: TeBlocks
-) -> list[str]:
+def layer_differences(recorded: Recorded, a: Architecture, names: TeNames, blocks: TeBlocks) -> list[str]:
     """Settings of modules with which the same weights would compute something else, in words. Local operation.
 
     A setting that several layers share is named once, with the first layer. Not compared: dropout, centering of norms
     (which is converted), modules of a user's own classes, and scaled frequencies, for which a warning asks.
     """
-    wanted = semantics_of_config(architecture, names, blocks, recorded)
+    wanted = semantics_of_config(a, names, blocks, recorded)
     rotaries = {name: one for name, one in recorded.items() if one.kind == "RotaryPositionEmbedding"}
-    for name, one in rotaries.items() if architecture.rope_scaling is None else ():
-        is_windowed = one["rotary_base"] == architecture.window_rope_theta
-        rotary = {"rotary_base": architecture.window_rope_theta if is_windowed else architecture.rope_theta}
-        wanted[name] = Semantics(one.kind, "te", rotary | {"interleaved": False})
     plain = [name for name, one in rotaries.items() if one["seq_len_interpolation_factor"] is None]
-    if architecture.rope_scaling is not None and plain and not rank():
+    for name, one in rotaries.items() if a.rope_scaling is None else ():
+        here = one["rotary_base"]  # of layers with a window, or of the others
+        base = here if here in (a.rope_theta, a.window_rope_theta) else a.rope_theta
+        wanted[name] = Semantics(one.kind, "te", {"rotary_base": base, "interleaved": False})
+    if a.rope_scaling is not None and plain and not rank():
         text = "config.json scales rotary frequencies (%s), %s does not: does the model itself?"
-        _log.warning(text, dict(architecture.rope_scaling), shorten(plain, 3))
+        _log.warning(text, dict(a.rope_scaling), shorten(plain, 3))
     found: dict[tuple[str, str, str], str] = {}
     for one in differences(wanted, recorded):
         module, _, setting = one.name.rpartition(".")
@@ -205,53 +168,54 @@ def semantics_of_config(
     ``recorded`` are those of a model to compare with; ``None``: where one is possible a layer is a
     ``te.TransformerLayer``.
     """
-    centered = {"zero_centered_gamma": bool(blocks.zero_centered_gamma)}
-    last = {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)}
-    norm, kind = {"eps": a.norm_eps}, "RMSNorm" if a.style == "llama" else "LayerNorm"
-    fused = {**norm, "normalization": kind, **centered}
-    attention: dict[str, Any] = {
-        "attention_type": "self",
-        "softmax_type": "vanilla",
-        "num_attention_heads": a.heads,
-        "num_gqa_groups": a.kv_heads,
-        "kv_channels": a.head_dim,
-        "qk_norm_type": "RMSNorm" if a.qk_norm else None,
-        "qk_norm_eps": a.norm_eps if a.qk_norm else None,
-    }
-    if blocks.fuse_qkv_params:
-        attention["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
-    if a.style == "llama":
-        attention["rotary_pos_interleaved"] = False
-    if a.qk_norm:
-        attention["qk_norm_before_rope"] = True
+    kind = "RMSNorm" if a.style == "llama" else "LayerNorm"
+    norm = {"eps": a.norm_eps, "zero_centered_gamma": bool(blocks.zero_centered_gamma)}
+    fused = {**norm, "normalization": kind}
     found: dict[str, Semantics] = {}
 
     def add(name: str, kind: str, settings: dict[str, Any]) -> None:
         found[name.removesuffix(".")] = Semantics(kind, "te", settings)
 
     for n in range(a.layers):
-        layer, sparse = names.layer.format(layer=n), a.experts is not None and n in a.experts.layers
-        window = a.windows[n] if a.windows else None
-        mask: dict[str, Any] = {"window_size": [-1 if window is None else window - 1, 0]}
+        layer, sparse, kwargs = names.layer.format(layer=n), a.is_sparse(n), a.te_attention_kwargs(n)
+        attention = {key: kwargs.get(key) for key in ("qk_norm_type", "qk_norm_eps")}
+        attention |= {key: kwargs[key] for key in ("num_attention_heads", "num_gqa_groups", "kv_channels")}
+        attention |= {"attention_type": "self", "softmax_type": "vanilla"}
+        if blocks.fuse_qkv_params:
+            attention["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
+        if a.style == "llama":
+            attention["rotary_pos_interleaved"] = False
+        if a.qk_norm:
+            attention["qk_norm_before_rope"] = True
+        mask: dict[str, Any] = {"window_size": [*kwargs.get("window_size", (-1, 0))]}
         whole = not (sparse or a.branch_norms)
         if recorded is not None:
             here = recorded.get(layer.removesuffix("."))
             whole = here is not None and here.kind == "TransformerLayer"
         if whole:  # which tells its attention mask and window in each call
             add(layer, "TransformerLayer", {**_PLAIN_LAYER, **mask, "self_attn_mask_type": "causal"})
-            mask = {}
         else:
-            mask["attn_mask_type"] = "causal"
-        add(layer + names.attention, "MultiheadAttention", attention | mask)
+            attention |= {**mask, "attn_mask_type": "causal"}
+        add(layer + names.attention, "MultiheadAttention", attention)
         add(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", fused)
-        if not sparse:
+        if sparse:
+            add(layer + names.mlp_norm, kind, norm)
+        else:
             mlp = {"activation": a.activation, "activation_params": None}
             add(layer + names.mlp, "LayerNormMLP", fused | mlp)
-        others = [names.mlp_norm] if sparse else []
-        for name in others + ([names.attention_out_norm, names.mlp_out_norm] if a.branch_norms else []):
-            add(layer + name, kind, {**norm, **centered})
-    add(names.final_norm, kind, {**norm, **last})
+        for name in (names.attention_out_norm, names.mlp_out_norm) if a.branch_norms else ():
+            add(layer + name, kind, norm)
+    last = {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)}
+    add(names.final_norm, kind, norm | last)
     return found
+
+
+_PLAIN_LAYER = {
+    "layer_type": "encoder",
+    "output_layernorm": False,
+    "parallel_attention_mlp": False,
+    "apply_residual_connection_post_layernorm": False,
+}
 
 
 # ------------------------------------------- the model's tensors, each put together on the one rank that needs it
@@ -269,12 +233,11 @@ class Description(NamedTuple):
     places: tuple[Place, ...]
 
 
-@dataclass(frozen=True)
-class Share:
-    """What this rank holds of one tensor of the unsharded model; ``read`` gives the values of the n-th rectangle."""
+class Share(NamedTuple):
+    """What this rank holds of one tensor of the unsharded model: rectangles, read when they are sent."""
 
     about: Description
-    read: Callable[[int], torch.Tensor]
+    pieces: Sequence[Lazy]
 
 
 def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
@@ -294,37 +257,42 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
 
 
 def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
-    info, main = owned.info, main_weight(optimizer, owned.parameter)
-    shape, dtype = info.original_shape, owned.parameter.dtype
-    if main is not None and main.dtype != torch.int16:
+    local: Any = owned.local
+    info, main, values = owned.info, main_weight(optimizer, owned.parameter), owned.parameter.dtype
+
+    def cut(tensor: torch.Tensor) -> Sequence[Lazy]:
+        return [InMemory(tensor[box.local_slices()]) for box in info.boxes]
+
+    def dequantized(at: tuple[slice, ...], first: int, last: int) -> torch.Tensor:
+        return local.dequantize()[at][first:last].to("cpu", values).contiguous()
+
+    places = [(box.original, box.sizes) for box in info.boxes]
+    pieces: Sequence[Lazy]
+    if main is None and _te.is_quantized(local):
+        pieces = [Lazy(box.sizes, values, partial(dequantized, box.local_slices())) for box in info.boxes]
+    elif main is None:
+        pieces = cut(local)
+    elif main.dtype == torch.int16:  # what FusedAdam keeps beside bf16 weights
+        values, pieces = torch.float32, [*map(with_remainders, cut(local), cut(main))]
+    else:
         assert optimizer is not None
         state = optimizer.state[owned.parameter]["master_param"]
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
-        places = tuple((p.offsets, tuple(p.tensor.shape)) for p in entry.pieces)
-        return Share(Description(shape, dtype, main.dtype, places), lambda n: entry.pieces[n].tensor)
-
-    def read(n: int) -> torch.Tensor:
-        local: Any = owned.local
-        if main is not None:  # what FusedAdam keeps beside bf16 weights
-            local = with_remainders(InMemory(local), InMemory(main)).whole()
-        whole = local.dequantize() if _te.is_quantized(local) else local.detach()
-        return whole[info.boxes[n].local_slices()]
-
-    values = dtype if main is None else torch.float32
-    return Share(Description(shape, dtype, values, tuple((b.original, b.sizes) for b in info.boxes)), read)
+        values, pieces = main.dtype, [InMemory(piece.tensor) for piece in entry.pieces]
+        places = [(piece.offsets, tuple(piece.tensor.shape)) for piece in entry.pieces]
+    return Share(Description(info.original_shape, owned.parameter.dtype, values, tuple(places)), pieces)
 
 
 def _of_expert(share: Share, expert: int) -> Share:
     """One expert's part of what is held of a tensor for all."""
-    places = share.about.places
-    mine = [n for n, (at, size) in enumerate(places) if at[0] <= expert < at[0] + size[0]]
-
-    def read(n: int) -> torch.Tensor:
-        return share.read(mine[n])[expert - places[mine[n]][0][0]]
-
-    own = tuple((places[n][0][1:], places[n][1][1:]) for n in mine)
-    return Share(share.about._replace(shape=share.about.shape[1:], places=own), read)
+    held = [
+        ((at[1:], size[1:]), piece.select(expert - at[0]))
+        for (at, size), piece in zip(share.about.places, share.pieces, strict=True)
+        if at[0] <= expert < at[0] + size[0]
+    ]
+    about = share.about._replace(shape=share.about.shape[1:], places=tuple(place for place, _ in held))
+    return Share(about, [piece for _, piece in held])
 
 
 def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
@@ -334,19 +302,18 @@ def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Desc
         CheckpointError: Ranks that tell different things.
     """
     found: dict[str, Description] = {}
-    empty: dict[str, Description] = {}
-    for number, every in enumerate(seen):
-        for name, about in every.items():
-            one = about._replace(places=())
-            # Of what it has nothing of, a rank may have no main weight either.
-            if (found if about.places else empty).setdefault(name, one) != one and about.places:
-                raise CheckpointError(
-                    f"{name}: of another kind on rank {number}",
-                    expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
-                    got=tuple(one[:3]),
-                    fix="build and train the same model, with the same optimizer, on all ranks",
-                )
-    return empty | found
+    told = [(number, name, about) for number, every in enumerate(seen) for name, about in every.items()]
+    # Of what it has nothing of, a rank may have no main weight either: it is asked last.
+    for number, name, about in sorted(told, key=lambda one: not one[2].places):
+        one = about._replace(places=())
+        if found.setdefault(name, one) != one and about.places:
+            raise CheckpointError(
+                f"{name}: of another kind on rank {number}",
+                expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
+                got=tuple(one[:3]),
+                fix="build and train the same model, with the same optimizer, on all ranks",
+            )
+    return found
 
 
 class Transfer(NamedTuple):
@@ -405,58 +372,38 @@ def _check_whole(holders: Mapping[str, Mapping[Place, Any]], described: Mapping[
         )
 
 
-@dataclass
-class Exchange:
-    """The transfers of one export, as one rank sees them.
+def arrivals(
+    ranks: Ranks, shares: Mapping[str, Share], described: Mapping[str, Description], plan: Sequence[Transfer]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that this rank writes, in their order and in the dtype of their values, each when it is whole.
 
-    Every rank takes part in all of its own, whatever goes wrong on it: others wait for it there. Tensors pass through
-    the CPU's memory, a rectangle at a time, over a gloo group of te_fsdp's own, so that training's memory and
-    collectives are not touched.
+    Every rank takes part in all of its transfers, whatever goes wrong on it: others wait for it there, and it raises at
+    the end. Tensors pass through the CPU's memory, a rectangle at a time, over a gloo group of te_fsdp's own, so that
+    training's memory and collectives are not touched.
     """
-
-    ranks: Ranks
-    shares: Mapping[str, Share]
-    described: Mapping[str, Description]
-    left: deque[Transfer]
-
-    def __post_init__(self) -> None:
-        self.missing = Counter(one.name for one in self.left if one.writer == self.ranks.rank)
-        self.here: dict[str, torch.Tensor] = {}
-        self.failed: Exception | None = None
-
-    def take(self, name: str) -> torch.Tensor:
-        """A tensor that this rank needs next, in the dtype of its values. Waits for the ranks that have it."""
-        while self.missing[name]:
-            self._move(self.left.popleft())
-        return self.here.pop(name)
-
-    def drain(self) -> None:
-        """The transfers that are left: this rank needs nothing more, or has failed."""
-        while self.left:
-            self._move(self.left.popleft())
-            self.here.clear()
-        if self.failed is not None:
-            raise self.failed
-
-    def _move(self, one: Transfer) -> None:
-        about, (offsets, sizes) = self.described[one.name], one.place
+    missing = Counter(one.name for one in plan if one.writer == ranks.rank)
+    here: dict[str, torch.Tensor] = {}
+    failed: Exception | None = None
+    for holder, index, writer, name, (offsets, sizes) in plan:
+        about = described[name]
         count = math.prod(sizes) * about.values.itemsize
-        if one.holder != self.ranks.rank:
+        if holder != ranks.rank:
             data = torch.empty(count, dtype=torch.uint8, device="cpu")
-            dist.recv(data, one.holder, group=self.ranks.group)
+            dist.recv(data, holder, group=ranks.group)
         else:
             try:
-                data = self._bytes_of(one.name, one.index).cpu()
+                data = shares[name].pieces[index].whole().reshape(-1).view(torch.uint8)
             except Exception as error:  # zeros go instead
-                self.failed, data = self.failed or error, torch.zeros(count, dtype=torch.uint8, device="cpu")
-        if one.writer != self.ranks.rank:
-            dist.send(data, one.writer, group=self.ranks.group)
-            return
-        if one.name not in self.here:
-            self.here[one.name] = torch.empty(about.shape, dtype=about.values, device="cpu")
-        self.here[one.name][slices(offsets, sizes)] = data.view(about.values).view(sizes)
-        self.missing[one.name] -= 1
-
-    def _bytes_of(self, name: str, n: int) -> torch.Tensor:
-        value = self.shares[name].read(n).to(self.described[name].values)
-        return value.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
+                failed, data = failed or error, torch.zeros(count, dtype=torch.uint8, device="cpu")
+        if writer != ranks.rank:
+            dist.send(data, writer, group=ranks.group)
+            continue
+        if name not in here:
+            here[name] = torch.empty(about.shape, dtype=about.values, device="cpu")
+        here[name][slices(offsets, sizes)] = data.view(about.values).view(sizes)
+        del data  # while the caller writes
+        missing[name] -= 1
+        if not missing[name]:
+            yield name, here.pop(name)
+    if failed is not None:
+        raise failed

@@ -183,8 +183,8 @@ def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
 def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[str, list[str]]:
     """One rank's disk is full, one cannot read its weights; errors, and what lies there afterwards. Then it works."""
     import te_fsdp
+    from te_fsdp.checkpoint.lazy import InMemory
     from te_fsdp.checkpoint.portable import huggingface as hf
-    from te_fsdp.checkpoint.portable.huggingface_model import Exchange
     from te_fsdp.errors import CheckpointError
 
     model = build(config, te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type()))
@@ -197,7 +197,7 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
         raise RuntimeError("out of memory")
 
     outcome: dict[str, list[str]] = {"errors": [], "left": []}
-    for module, name, fault in ((hf, "write_file", full), (Exchange, "_bytes_of", unreadable)):
+    for module, name, fault in ((hf, "write_file", full), (InMemory, "whole", unreadable)):
         stock = getattr(module, name)
         try:
             if dist.get_rank() == 1:
