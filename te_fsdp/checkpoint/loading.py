@@ -60,8 +60,8 @@ from te_fsdp.checkpoint.source import Source, open_source
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, require_flags, shorten
 from te_fsdp.layout import slices
+from te_fsdp.sharding.main_parameters import optimizer_shard_in
 from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
-from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 
 if TYPE_CHECKING:
     from torch import nn

@@ -29,13 +29,13 @@ from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import cut_boxes
-from te_fsdp.sharding.main_parameters import MAIN, is_low
+from te_fsdp.sharding.main_parameters import MAIN, is_low, optimizer_shard_in, rows_of_state
 from te_fsdp.sharding.main_weights import initialize_fused_adam
-from te_fsdp.sharding.outer_collectives import OptimizerShard, rows_of_state
-from te_fsdp.sharding.outer_optimizer import optimizer_shard_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from te_fsdp.sharding.outer_shards import OptimizerShard
 
 #: The manifest's description of states, by name.
 States = dict[str, dict[str, Any]]

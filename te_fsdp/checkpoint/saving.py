@@ -60,8 +60,8 @@ from te_fsdp.errors import CheckpointError, TeFsdpError, require_flags, shorten
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.parameters import binding_of
+from te_fsdp.sharding.main_parameters import main_parameters_of
 from te_fsdp.sharding.main_weights import check_optimizer
-from te_fsdp.sharding.outer_optimizer import main_parameters_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

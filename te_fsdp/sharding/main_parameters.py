@@ -6,35 +6,43 @@
     FusedAdam's own      main weights of quantized weights (:func:`te_fsdp.sharding.main_weights.lend_main_weights`)
 
 A parameter has a main parameter if it is of low precision, or if the optimizer's state is cut over its replicas
-(:mod:`te_fsdp.sharding.outer_collectives`), or both. Before a step gradients are averaged over the replicas, each rank
-keeping its rows (one reduce-scatter), and main parameters take the places of their parameters in the groups, with their
-state. After it they give them back, the replicas gather all rows (one all-gather), and each parameter becomes its main
-weight, rounded or quantized once. Nothing else changes: ``zero_grad``, learning rate schedulers and the groups'
-options see the model's parameters.
+(:mod:`te_fsdp.sharding.outer_shards`), or both. Before a step gradients are averaged over the replicas, each rank
+keeping its rows, and main parameters take their parameters' places in the groups, with their state. After it they give
+them back, the replicas gather all rows, and each parameter becomes its main weight, rounded or quantized once. Nothing
+else changes: ``zero_grad``, learning rate schedulers and the groups' options see the model's parameters.
+
+``state_dict`` shows states and main weights as the DTensors that they are, and ``load_state_dict`` takes them back. One
+exception: DTensor has no words for rows that are cut unevenly several times, and DCP, which goes by its arithmetic,
+would put them in wrong places without an error (torch 2.11 to 2.15). Such states are padded to the same number of rows
+on all ranks, and get a leading dim for each axis that cuts them: right on the same mesh, and of another shape, hence
+refused, on any other. te_fsdp.checkpoint knows the rows and has no such limit.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp import _te, _torch
-from te_fsdp.errors import OrderError
+from te_fsdp._patches import install_on
+from te_fsdp.errors import CheckpointError, OrderError
+from te_fsdp.layout import chunk_range
 from te_fsdp.parameters import noted
-from te_fsdp.quantized.amax import write_all
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, write_all
 from te_fsdp.sharding.outer_averages import OuterAverages
-from te_fsdp.sharding.outer_collectives import OptimizerShard, optimizer_shard, rows_of_state
-from te_fsdp.sharding.outer_gather import install_by_unit, start_install
+from te_fsdp.sharding.outer_shards import OptimizerShard, install_by_unit, optimizer_shard, start_install
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import Seen, give_gradients, gradients_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-    from torch.utils.hooks import RemovableHandle
 
 #: Name of the main weight in an optimizer's state; FusedAdam's own.
 MAIN = "master_param"
@@ -57,39 +65,54 @@ def beginning(local: torch.Tensor) -> torch.Tensor:
     return local.detach().to(torch.float32, copy=True)
 
 
+def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
+    """The main parameters of an optimizer that cuts its state, ``None`` for any other."""
+    found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    return found if found is not None and found.cuts else None
+
+
+def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
+    """The rows of a parameter that this rank keeps state for; ``None`` if the optimizer does not cut it."""
+    main_parameters = main_parameters_of(optimizer)
+    return main_parameters.of(parameter).shard if main_parameters is not None else None
+
+
+def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int, int] | None:
+    """Dim and half-open range of it of the part of a local tensor that a state covers; ``None`` if it is not cut."""
+    own = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+    if not isinstance(value, DTensor) or value.device_mesh.ndim != own + 1:
+        return None
+    mesh, dim = value.device_mesh, _torch.shard_dim_of(value.placements[0])
+    assert dim is not None
+    low, high = chunk_range(_torch.local_of(parameter).shape[dim], mesh.size(0), mesh.get_local_rank(0))
+    return dim, low, high
+
+
 @dataclass(eq=False)
 class MainParameter:
-    """What is known of one parameter of an optimizer.
-
-    Attributes:
-        parameter: The parameter.
-        shard: This rank's rows of it; ``None`` if its state is not cut.
-        main: The main parameter at the last look; ``None`` where there needs to be none.
-        local: The parameter's local tensor then.
-        low: Whether it is of low precision, so that the main parameter is its main weight.
-        source: The gradient over whose replicas that of ``main`` is the average; ``None``: it has none.
-    """
+    """What is known of one parameter of an optimizer."""
 
     parameter: torch.Tensor
-    shard: OptimizerShard | None = None
-    main: Any = None
-    local: torch.Tensor | None = None
-    low: bool = False
+    shard: Any = None  #: This rank's rows of it, an ``OptimizerShard``; ``None`` if its state is not cut
+    main: Any = None  #: The main parameter at the last look; ``None`` where there needs to be none
+    local: Any = None  #: The parameter's local tensor then
+    low: bool = False  #: Whether it is of low precision, so that the main parameter is its main weight
+    #: The gradient over whose replicas that of ``main`` is the average; ``None``: it has none.
     source: Seen | None = None
 
 
 class MainParameters:
-    """The main parameters of one optimizer.
+    """The main parameters of one optimizer, which keeps them, taking part in its steps and its state dicts.
 
     Attributes:
+        lent: Whether they are those that TE's FusedAdam keeps itself.
         known: What is known of each parameter, by its id.
         pairs: Of those whose main parameters are in their places now; empty between steps.
-        averages: Of the gradients, over the replicas; ``None`` where state is not cut over these: then there are main
-            weights alone.
+        averages: Of the gradients, over the replicas; ``None`` where state is not cut: there are main weights alone.
         overlaps: Whether new weights arrive after the step, unit by unit.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, lent: bool = False) -> None:
         self.averages: OuterAverages | None = None
         self.overlaps = False
         self.known: dict[int, MainParameter] = {}
@@ -97,11 +120,27 @@ class MainParameters:
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
-        self._fused = _te.is_fused_adam(optimizer)
+        self.lent = lent
         self._before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
+        hooks: Any = after.hooks_dict_ref()  # an OrderedDict
         # Before those of the user's: they shall see the parameters, with their new values.
-        _put_hook(after, first=True)
+        hooks.move_to_end(after.id, last=False)
+        if lent:
+            # After a step that raised they are still there, and its state dicts know parameters alone.
+            optimizer.register_state_dict_pre_hook(self.put_back)
+            optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: self.put_back(one))
+        elif _te.is_fused_adam(optimizer):
+            # With main parameters in place to the end of its methods, which go on after torch's, and look at the groups
+            # again: hooks of torch's would be too early.
+            install_on(optimizer, "save", functools.partial(self._save, optimizer, optimizer.state_dict))
+            install_on(optimizer, "load", functools.partial(self._load, optimizer, optimizer.load_state_dict))
+        else:
+            optimizer.register_state_dict_pre_hook(self._before_save)
+            optimizer.register_state_dict_post_hook(self._after_save)
+            optimizer.register_load_state_dict_pre_hook(self._before_load)
+            optimizer.register_load_state_dict_post_hook(self._after_load)
+        setattr(optimizer, KEEPS_MAIN_WEIGHTS, self)
 
     # --- which parameters
 
@@ -134,15 +173,20 @@ class MainParameters:
 
         A new main weight begins at the value that the parameter was initialised with; FusedAdam's own where that does.
         """
-        if self._fused and not self.cuts:
-            return _main_weight_of_fused(optimizer, parameter)
         shard, local, low = self.of(parameter).shard, _torch.local_of(parameter), is_low(parameter)
+        if self.lent:
+            # FusedAdam's, begun as its step would. Weights with delayed scaling its own kernel quantizes.
+            if not _te.is_quantized(local) or _te.has_delayed_scale(local):
+                return None
+            if not optimizer.state.get(parameter):
+                optimizer.initialize_state(parameter, False)  # type: ignore[missing-attribute]
+            return optimizer.state[parameter].get(MAIN)
         if not low and shard is None:
             return None
         state = state_of(parameter)
         if state is not None:  # may have new weights on their way
             state.wait_for_gathers()
-        if shard is not None and not low:
+        if not low:
             # A view where rows lie together; TE's FusedAdam goes through memory without strides.
             return shard.distributed(shard.of(local.detach()).contiguous())
         main = optimizer.state.get(parameter, {}).get(MAIN)
@@ -152,76 +196,39 @@ class MainParameters:
             if shard is None:
                 main = _torch.placed_like(whole, parameter)
             else:
-                rows = shard.of(whole).clone(memory_format=torch.contiguous_format)
-                main = shard.distributed(rows)
+                main = shard.distributed(shard.of(whole).clone(memory_format=torch.contiguous_format))
             optimizer.state[parameter][MAIN] = main
         _te.forget_high_precision_value(local)
         return main
 
     def start(self, optimizer: Optimizer) -> None:
         """Give each parameter its main weight now, so that its memory is taken and its beginning kept."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.requires_grad:
-                    self.make(optimizer, parameter)
+        for parameter in [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]:
+            self.make(optimizer, parameter)
 
-    def initialize(self, optimizer: Optimizer, parameter: torch.Tensor) -> None:
-        """Make what FusedAdam keeps for a parameter before its first step; nothing for other optimizers."""
-        if not hasattr(optimizer, "initialize_state") or set(optimizer.state.get(parameter, {})) - {MAIN}:
-            return
-        main, fused = self.make(optimizer, parameter), optimizer
-        keeps = fused.master_weights  # type: ignore[missing-attribute]
-        fused.master_weights = keeps and main is None  # type: ignore[missing-attribute]
-        try:
-            fused.initialize_state(parameter if main is None else main, False)  # type: ignore[missing-attribute]
-        finally:
-            fused.master_weights = keeps  # type: ignore[missing-attribute]
-        if main is not None:
-            optimizer.state[parameter] |= optimizer.state.pop(main)
-            _move_scales(optimizer, main, parameter)
+    def trained(self) -> list[MainParameter]:
+        """The trained parameters whose state is cut, in the optimizer's order; the same on all replicas. Local."""
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        found = []
+        for parameter in [p for group in groups for p in group["params"] if p.requires_grad]:
+            own = self.known.get(id(parameter))
+            if own is None or own.shard is None:
+                own = self.of(parameter)
+            if own.shard is not None:
+                found.append(own)
+        return found
 
-    def swap_in(self, optimizer: Optimizer, *, stepping: bool = False, keep_main: bool = False) -> None:
-        """Put main parameters into the groups, and the state under their names.
+    def look(
+        self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
+    ) -> list[MainParameter | None]:
+        """Parameters with the main parameters that a step now would use. Local operation.
 
-        Args:
-            optimizer: The optimizer.
-            stepping: Leave frozen parameters out: FusedAdam makes states for all that it sees.
-            keep_main: Leave main weights in the state as well, as state dicts show them.
+        ``None`` for those that need none, and for frozen ones without state. Each is made where there is none, or where
+        the last look does not hold any longer.
         """
-        self.put_back(optimizer)  # a step that raised has left them in
-        scales = hasattr(optimizer, "_scales")
-        for group in optimizer.param_groups:
-            live, held = group["params"], list(group["params"])
-            self._groups.append((live, held))
-            live.clear()
-            for parameter, pair in zip(held, self._look(optimizer, held), strict=True):
-                if pair is None:
-                    frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
-                    if not frozen or not stepping or self.of(parameter).shard is None:
-                        live.append(parameter)
-                    continue
-                state = optimizer.state.pop(parameter, {})
-                if not keep_main or not pair.low:
-                    state.pop(MAIN, None)
-                if state:
-                    optimizer.state[pair.main] = state
-                if scales:
-                    _move_scales(optimizer, parameter, pair.main)
-                self.pairs.append(pair)
-                live.append(pair.main)
-        count = sum(len(held) for _, held in self._groups)
-        if len(self.known) > count:  # also of parameters that it has no longer
-            ids = {id(parameter) for _, held in self._groups for parameter in held}
-            self.known = {key: known for key, known in self.known.items() if key in ids}
-        if self.cuts and _te.is_fused_adam(optimizer):
-            # Main parameters are the main weights: it shall make none of them.
-            self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False  # type: ignore[missing-attribute]
-
-    def _look(self, optimizer: Optimizer, parameters: Sequence[torch.Tensor]) -> list[MainParameter | None]:
-        """Parameters with their main parameters; ``None`` for those that need none, and for frozen ones without state.
-
-        Each is made where there is none, or where the last look does not hold any longer. Local operation.
-        """
+        optimizer = self._optimizer() if optimizer is None else optimizer
+        assert optimizer is not None
         found: list[MainParameter | None] = []
         for parameter, local in zip(parameters, _torch.locals_of(parameters), strict=True):
             state = optimizer.state.get(parameter)
@@ -240,6 +247,42 @@ class MainParameters:
             found.append(None if own.main is None else own)
         return found
 
+    # --- in the parameters' places, and out of them
+
+    def swap_in(self, optimizer: Any, *, stepping: bool = False, keep_main: bool = False) -> None:
+        """Put main parameters into the groups, and the state under their names.
+
+        ``stepping`` leaves frozen parameters out: FusedAdam makes states for all that it sees. ``keep_main`` leaves
+        main weights in the state as well, as state dicts show them.
+        """
+        self.put_back(optimizer)  # a step that raised has left them in
+        scales = hasattr(optimizer, "_scales")
+        for group in optimizer.param_groups:
+            live, held = group["params"], list(group["params"])
+            self._groups.append((live, held))
+            live.clear()
+            for parameter, pair in zip(held, self.look(held, optimizer), strict=True):
+                if pair is None:
+                    frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
+                    if not frozen or not stepping or self.of(parameter).shard is None:
+                        live.append(parameter)
+                    continue
+                state = optimizer.state.pop(parameter, {})
+                if not keep_main or not pair.low:
+                    state.pop(MAIN, None)
+                if state:
+                    optimizer.state[pair.main] = state
+                if scales:
+                    move_scales(optimizer, parameter, pair.main)
+                self.pairs.append(pair)
+                live.append(pair.main)
+        ids = {id(parameter) for _, held in self._groups for parameter in held}
+        if len(self.known) > len(ids):  # also of parameters that it has no longer
+            self.known = {key: known for key, known in self.known.items() if key in ids}
+        if self.cuts and _te.is_fused_adam(optimizer):
+            # Main parameters are the main weights: it shall make none of them.
+            self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False
+
     def swap_out(self, optimizer: Optimizer) -> None:
         """Give the parameters their places and their state back; averaged gradients are forgotten."""
         give_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
@@ -247,50 +290,29 @@ class MainParameters:
         if self.averages is not None:
             self.averages.clear()
 
-    def put_back(self, optimizer: Optimizer) -> None:
+    def put_back(self, optimizer: Any) -> None:
         """As :meth:`swap_out`, but averaged gradients stay."""
         for live, held in self._groups:
             live[:] = held
+        scales = hasattr(optimizer, "_scales")
         for pair in self.pairs:
             state = optimizer.state.pop(pair.main, {})
             if pair.low:
                 state = {**state, MAIN: pair.main}
             if state:
                 optimizer.state[pair.parameter] = state
-            if hasattr(optimizer, "_scales"):
-                _move_scales(optimizer, pair.main, pair.parameter)
+            if scales:
+                move_scales(optimizer, pair.main, pair.parameter)
         self.pairs, self._groups = [], []
         if self._own_main_weights is not None:
-            optimizer.master_weights, self._own_main_weights = self._own_main_weights, None  # type: ignore[missing-attribute]
-
-    def trained(self) -> list[tuple[MainParameter, OptimizerShard]]:
-        """The trained parameters whose state is cut, each with this rank's rows, in the optimizer's order.
-
-        The same parameters on all replicas. Local operation.
-        """
-        optimizer = self._optimizer()
-        groups = [] if optimizer is None else optimizer.param_groups
-        held = [p for group in groups for p in group["params"] if p.requires_grad]
-        found = []
-        for parameter in held:
-            own = self.known.get(id(parameter))
-            if own is None or own.shard is None:
-                own = self.of(parameter)
-            if own.shard is not None:
-                found.append((own, own.shard))
-        return found
-
-    def look(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Let trained parameters have the main parameters that a step now would use. Local operation."""
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        self._look(optimizer, parameters)
+            optimizer.master_weights, self._own_main_weights = self._own_main_weights, None
 
     # --- hooks of the optimizer
 
     def swap_in_last(self) -> None:
         """Let hooks that the user has registered since see the parameters before a step. Local operation."""
-        _put_hook(self._before, first=False)
+        hooks: Any = self._before.hooks_dict_ref()
+        hooks.move_to_end(self._before.id)
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -307,13 +329,11 @@ class MainParameters:
             self.averages.make()
         self.swap_in(optimizer, stepping=True)
         whole = [pair for pair in self.pairs if pair.shard is None]
-        mains = [pair.main for pair in whole]
-        if self._fused and not self.cuts:
+        if self.lent:
             _give_as_they_are(optimizer, {id(pair.main): pair.parameter for pair in whole})
         else:
-            give_gradients(
-                mains, _torch.in_dtypes_of(gradients_of([pair.parameter for pair in whole]), mains)
-            )
+            mains, gradients = [pair.main for pair in whole], gradients_of([pair.parameter for pair in whole])
+            give_gradients(mains, _torch.in_dtypes_of(gradients, mains))
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -321,11 +341,9 @@ class MainParameters:
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         mains = _torch.locals_of([pair.main for pair in self.pairs])
         for pair, main in zip(self.pairs, mains, strict=True):
-            if pair.main.grad is None:
-                continue
-            if pair.shard is not None:
+            if pair.main.grad is not None and pair.shard is not None:
                 cut.append((pair.shard, main))
-            elif pair.local is not None:
+            elif pair.main.grad is not None:
                 whole.append((pair.local, main))
         write_all(whole)
         if self.overlaps:
@@ -334,35 +352,85 @@ class MainParameters:
             start_install(cut).wait()
         self.swap_out(optimizer)
 
+    def _save(self, optimizer: Optimizer, stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        self._before_save(optimizer)
+        try:
+            result = stock()
+        finally:
+            self.put_back(optimizer)
+        self._after_save(optimizer, result)
+        return result
 
-def _put_hook(hook: RemovableHandle, *, first: bool) -> None:
-    """Let a hook run before the others of its optimizer, or after them."""
-    hooks: Any = hook.hooks_dict_ref()  # an OrderedDict
-    hooks.move_to_end(hook.id, last=not first)
+    def _load(self, optimizer: Optimizer, stock: Callable[..., None], state_dict: dict[str, Any]) -> None:
+        fitted = self._before_load(optimizer, state_dict)
+        try:
+            stock(fitted)
+        finally:
+            self._after_load(optimizer)
+
+    def _before_save(self, optimizer: Optimizer) -> None:
+        if self.cuts:
+            self.swap_in(optimizer, keep_main=True)
+        else:
+            self.put_back(optimizer)
+
+    def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self.put_back(optimizer)
+        for key, shard in self._shards(optimizer, state_dict):
+            state = state_dict["state"].get(key)
+            if state and not _is_exact(shard):
+                state_dict["state"][key] = {name: _padded(shard, value) for name, value in state.items()}
+
+    def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Loaded state is cast to the dtype of the parameters in the groups: these must be the fp32 ones."""
+        alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
+        if alone:
+            raise CheckpointError(
+                f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) with main weights alone",
+                expected="the whole state",
+                got="that of an optimizer that has not stepped",
+                why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
+                fix="use te_fsdp.checkpoint.load, which makes the missing state",
+            )
+        states = dict(state_dict["state"])
+        self.put_back(optimizer)
+        for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of what is cut
+            if key in states:
+                states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
+        self.swap_in(optimizer)
+        return {**state_dict, "state": states}
+
+    @torch.no_grad()
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Copy loaded main weights into those that are there, and end the swap."""
+        for pair in self.pairs:
+            loaded = optimizer.state.get(pair.main, {}).pop(MAIN, None)
+            if loaded is not None and pair.low:
+                _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
+        self.put_back(optimizer)
+
+    def _shards(self, optimizer: Optimizer, state_dict: Any) -> Iterator[tuple[Any, OptimizerShard]]:
+        """Key in the state dict and rows of each cut parameter."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        for key, parameter in zip(keys, held, strict=False):  # torch compares the groups, with a message
+            shard = self.of(parameter).shard
+            if shard is not None:
+                yield key, shard
 
 
-def _main_weight_of_fused(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor | None:
-    """The main weight that TE's FusedAdam keeps of a quantized weight, begun as its step would. Local operation.
-
-    ``None`` for weights with delayed scaling, which its kernel quantizes, and for those that are not quantized.
-    """
-    local = _torch.local_of(parameter)
-    if not _te.is_quantized(local) or _te.has_delayed_scale(local):
-        return None
-    if not optimizer.state.get(parameter):
-        optimizer.initialize_state(parameter, False)
-    return optimizer.state[parameter].get(MAIN)
+def move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Key FusedAdam's scales of low-precision states by another parameter (``_scales``, TE 2.18 .. 2.20)."""
+    scales = getattr(optimizer, "_scales", {})
+    if source in scales:
+        scales[target] = scales.pop(source)
 
 
 def _give_as_they_are(optimizer: Any, parameters: dict[int, torch.Tensor]) -> None:
-    """Give main weights their parameters' gradients in the dtype that these have, of which FusedAdam takes any.
+    """Give main weights, by whose ``id`` parameters are found, their gradients in the dtype that these have.
 
-    In one group it takes one dtype for all parameters in fp32, and with ``capturable=True`` theirs alone. Where that is
-    not so gradients become fp32 ones.
-
-    Args:
-        optimizer: TE's FusedAdam, with main weights in its groups.
-        parameters: Parameter by the ``id`` of its main weight.
+    Of which FusedAdam takes any, but in one group one dtype for all parameters in fp32, and with ``capturable=True``
+    theirs alone. Where that is not so gradients become fp32 ones.
     """
     name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for group in optimizer.param_groups:
@@ -381,8 +449,51 @@ def _give_as_they_are(optimizer: Any, parameters: dict[int, torch.Tensor]) -> No
             give_gradients([main], [gradient])
 
 
-def _move_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Key FusedAdam's scales of low-precision states by another parameter (``_scales``, TE 2.18 .. 2.20)."""
-    scales = getattr(optimizer, "_scales", {})
-    if source in scales:
-        scales[target] = scales.pop(source)
+def _cutting(shard: OptimizerShard) -> list[int]:
+    """The axes of ``shard.mesh`` that cut dim 0, in their order there; the last one cuts first."""
+    return [axis for axis, p in enumerate(shard.placements) if _torch.shard_dim_of(p) == 0]
+
+
+def _is_exact(shard: OptimizerShard) -> bool:
+    """Whether DTensor's arithmetic is right: one axis cuts the rows, or each does so evenly."""
+    if shard.dim:
+        return True  # chosen because it is even
+    sizes = [shard.mesh.size(axis) for axis in reversed(_cutting(shard))]
+    return sum(size > 1 for size in sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
+
+
+def _padded(shard: OptimizerShard, value: Any) -> Any:
+    """A state of unevenly cut rows with one leading dim for each axis that cuts them, and padded rows after these."""
+    if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:
+        return value
+    mesh, axes, rows = shard.mesh, _cutting(shard), value.shape[0]
+    for axis in reversed(axes):
+        rows = -(-rows // mesh.size(axis))
+    local = _torch.local_of(value)
+    padded = local.new_zeros((*(1 for _ in axes), rows, *local.shape[1:]))
+    padded.view(rows, *local.shape[1:])[: len(local)].copy_(local)
+    like = torch.empty((*(mesh.size(axis) for axis in axes), rows, *value.shape[1:]), device="meta")
+    placements = [
+        Shard(axes.index(axis)) if axis in axes else _torch.shifted(placement, len(axes))
+        for axis, placement in enumerate(shard.placements)
+    ]
+    return _torch.placed(padded, mesh, placements, like)
+
+
+def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
+    """A loaded state as this rank's rows: cut and maybe padded, or of the whole shard."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    local, leading = _torch.local_of(value), len(_cutting(shard))
+    if value.ndim == shard.parameter.ndim + leading:
+        local = local.reshape(local.shape[leading:])[: shard.high - shard.low]
+    elif tuple(local.shape) != shard.shape and local.shape == _torch.local_of(shard.parameter).shape:
+        local = shard.of(local).contiguous()
+    if tuple(local.shape) != shard.shape:
+        raise CheckpointError(
+            f"load_state_dict: {name} of a parameter of shape {tuple(shard.parameter.shape)}",
+            expected=f"this rank's rows, {shard.shape}, or those of its shard",
+            got=f"{tuple(local.shape)} of {tuple(value.shape)}",
+            fix="load it on the mesh that it was saved on, or through te_fsdp.checkpoint",
+        )
+    return shard.distributed(local)

@@ -32,8 +32,15 @@ from te_fsdp.errors import OrderError, shorten
 from te_fsdp.parameters import require_model, require_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.first_looks import refuse_unfit
-from te_fsdp.sharding.main_parameters import MAIN, MainParameters, beginning, is_low
-from te_fsdp.sharding.outer_optimizer import main_parameters_of, make_main_parameters, optimizer_shard_in
+from te_fsdp.sharding.main_parameters import (
+    MAIN,
+    MainParameters,
+    beginning,
+    is_low,
+    main_parameters_of,
+    move_scales,
+    optimizer_shard_in,
+)
 from te_fsdp.sharding.state import settle
 from te_fsdp.step_hooks import held_by
 
@@ -191,9 +198,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
                 fix="call te_fsdp.main_weights right after the optimizer was built",
             )
         if low:
-            main_parameters = make_main_parameters(optimizer)
-            main_parameters.start(optimizer)
-            setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
+            MainParameters(optimizer).start(optimizer)
 
 
 def _start_fused(optimizer: Any, parameter: torch.Tensor, local: torch.Tensor) -> None:
@@ -204,17 +209,29 @@ def _start_fused(optimizer: Any, parameter: torch.Tensor, local: torch.Tensor) -
     _te.forget_high_precision_value(local)
 
 
-def initialize_fused_adam(optimizer: Optimizer, parameter: torch.Tensor) -> None:
+def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
     """Make the state of a parameter that TE's FusedAdam has none of; nothing for other optimizers. Local operation.
 
     By its own method: it keeps more about a state than the state itself.
     """
-    main_parameters = main_parameters_of(optimizer)
-    if main_parameters is not None:
-        main_parameters.initialize(optimizer, parameter)
-    elif not optimizer.state.get(parameter) and hasattr(optimizer, "initialize_state"):
+    main_parameters, held = main_parameters_of(optimizer), set(optimizer.state.get(parameter, ()))
+    if not hasattr(optimizer, "initialize_state") or held - (
+        {MAIN} if main_parameters is not None else set()
+    ):
+        return
+    if main_parameters is None:
         low = parameter.dtype == torch.bfloat16
-        optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)  # type: ignore[operator]
+        optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)
+        return
+    main, keeps = main_parameters.make(optimizer, parameter), optimizer.master_weights
+    optimizer.master_weights = keeps and main is None
+    try:
+        optimizer.initialize_state(parameter if main is None else main, False)
+    finally:
+        optimizer.master_weights = keeps
+    if main is not None:
+        optimizer.state[parameter] |= optimizer.state.pop(main)
+        move_scales(optimizer, main, parameter)
 
 
 def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -235,11 +252,7 @@ def lend_main_weights(step: Step) -> None:
     if main_parameters is None:
         if all(_te.has_delayed_scale(local) for _, _, local in quantized_among(step.held)):
             return
-        main_parameters = MainParameters(optimizer)
-        setattr(optimizer, KEEPS_MAIN_WEIGHTS, main_parameters)
-        # After a step that raised they are still there, and its state dicts know parameters alone.
-        optimizer.register_state_dict_pre_hook(main_parameters.put_back)
-        optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: main_parameters.put_back(one))
+        main_parameters = MainParameters(optimizer, lent=True)
     if not main_parameters.cuts:
         main_parameters.swap_in_last()
 

@@ -37,8 +37,8 @@ from te_fsdp.layout import Box, cut_boxes
 from te_fsdp.modules.plan import fused_matrices
 from te_fsdp.parameters import Place, binding_of, places_of, require_model, shard_info
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.sharding.main_parameters import rows_of_state
 from te_fsdp.sharding.main_weights import check_optimizer
-from te_fsdp.sharding.outer_collectives import rows_of_state
 from te_fsdp.sharding.state import shard_of
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 from numbers import Number
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -32,8 +32,8 @@ from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding.outer_collectives import OUTER, Average, Averaging, OptimizerShard, Part, start_gather
-from te_fsdp.sharding.outer_overlap_reduce import EarlyAverages
+from te_fsdp.sharding.outer_reduce import Averaging, EarlyAverages
+from te_fsdp.sharding.outer_shards import OUTER, OptimizerShard, Part, by_kind, start_gather
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import (
     Seen,
@@ -54,23 +54,22 @@ if TYPE_CHECKING:
 class OuterAverages:
     """The averages of one optimizer's gradients.
 
-    Args:
-        main_parameters: The optimizer's.
-
     Attributes:
         early: Those that begin during backward.
     """
 
     def __init__(self, main_parameters: MainParameters) -> None:
         self._main_parameters = main_parameters
-        self.early = EarlyAverages(
-            lambda: [shard for _, shard in main_parameters.trained() if not shard.reduced]
-        )
+        self.early = EarlyAverages(self._apart)
         self._averaging = Averaging(())  # of those that the last step has averaged
         # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
         self._opened = False
         # What averages were multiplied by since they were made; the gradients that they were made of were not.
         self._factor: torch.Tensor | None = None
+
+    def _apart(self) -> list[OptimizerShard]:
+        """What is trained and averaged, in the optimizer's order; the same on all replicas."""
+        return [own.shard for own in self._main_parameters.trained() if not own.shard.reduced]
 
     @property
     def ready(self) -> dict[int, MainParameter]:
@@ -81,14 +80,13 @@ class OuterAverages:
         """Average the gradients of cut parameters over their replicas, unless that is done.
 
         Collective over the replicas: one reduce-scatter per group of replicas and dtype, or what is left to do of those
-        that have begun during backward (:mod:`te_fsdp.sharding.outer_overlap_reduce`). The parameters' own gradients
-        stay as they are.
+        that have begun during backward. The parameters' own gradients stay as they are.
 
         Raises:
             OrderError: Gradients have changed since they were averaged.
         """
         cut = self._main_parameters.trained()
-        parameters = [own.parameter for own, _ in cut]
+        parameters = [own.parameter for own in cut]
         gradients = gradients_of(parameters)
         if not cut or self._is_done(cut, gradients):
             return
@@ -96,24 +94,24 @@ class OuterAverages:
         for gradient in gradients:
             catch_up(gradient)
         self._main_parameters.look(parameters)
-        given: list[tuple[MainParameter, OptimizerShard]] = []
-        rows, sources = [], []
-        for (own, shard), source, average in zip(cut, gradients, self._averages(cut, gradients), strict=True):
-            if average is None or (average.replicas is not None and not bool(average.replicas > 0)):
+        given: list[MainParameter] = []
+        averages, sources = [], []
+        for own, source, rows in zip(cut, gradients, self._averages(cut, gradients), strict=True):
+            if rows is None:
                 continue  # no replica has a gradient
             if source is None:  # others have one: from now on this rank takes part as they do
                 source = zero_gradient(own.parameter)
-                if not shard.reduced:
+                if not own.shard.reduced:
                     guard(source)
-            given.append((own, shard))
-            rows.append(average.rows)
+            given.append(own)
+            averages.append(rows)
             sources.append(source)
-        specs = [shard.spec(average) for (_, shard), average in zip(given, rows, strict=True)]
-        give_gradients([own.main for own, _ in given], _torch.dtensors(rows, specs))
-        for (own, _), seen in zip(given, Seen.now(sources), strict=True):
+        specs = [own.shard.spec(rows) for own, rows in zip(given, averages, strict=True)]
+        give_gradients([own.main for own in given], _torch.dtensors(averages, specs))
+        for own, seen in zip(given, Seen.now(sources), strict=True):
             own.source = seen
-        mains = {id(own.parameter): own.main for own, _ in given}
-        take_over_gradients([own.parameter for own, _ in given], mains)
+        mains = {id(own.parameter): own.main for own in given}
+        take_over_gradients([own.parameter for own in given], mains)
 
     def finish(self) -> None:
         """Complete the averages that have begun during backward. Collective over the replicas where there may be some.
@@ -123,6 +121,13 @@ class OuterAverages:
         """
         if self.early.expected:
             self.make()
+
+    @property
+    def made(self) -> dict[int, torch.Tensor]:
+        """Averages that are there, by the ``id`` of the gradient that each is of."""
+        return {
+            id(own.source.gradient()): own.main.grad for own in self.ready.values() if own.source is not None
+        }
 
     def multiplied(self, factor: torch.Tensor) -> None:
         """Note that the averages that are there were multiplied by a number. Local operation."""
@@ -138,13 +143,19 @@ class OuterAverages:
                 setattr(gradient, _FACTOR, factor)
             own.source = own.main.grad = own.main.decoupled_grad = None
 
-    def _is_done(
-        self, cut: list[tuple[MainParameter, OptimizerShard]], gradients: list[torch.Tensor | None]
-    ) -> bool:
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Forget what was averaged of gradients that are about to be cleared. Local operation."""
+        self.early.forget()
+        for parameter in parameters:
+            own = self._main_parameters.known.get(id(parameter))
+            if own is not None:
+                own.source = None
+
+    def _is_done(self, cut: list[MainParameter], gradients: list[torch.Tensor | None]) -> bool:
         """Whether the averages that are there are those of the gradients that are there."""
         kept, fresh, changed = 0, 0, 0
-        same = Seen.are_same([own.source for own, _ in cut], gradients)
-        for (own, _), gradient, is_same in zip(cut, gradients, same, strict=True):
+        same = Seen.are_same([own.source for own in cut], gradients)
+        for own, gradient, is_same in zip(cut, gradients, same, strict=True):
             if gradient is None:
                 own.source = None
             elif own.source is None or own.source.gradient() is not gradient:
@@ -166,26 +177,26 @@ class OuterAverages:
         return bool(kept)
 
     def _averages(
-        self, trained: list[tuple[MainParameter, OptimizerShard]], gradients: list[torch.Tensor | None]
-    ) -> list[Average | None]:
-        """This rank's rows of each gradient; ``None`` for one that is not there to be cut. Collective."""
-        cut = [shard for _, shard in trained]
-        found: dict[int, Average | None] = {}
+        self, cut: list[MainParameter], gradients: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """This rank's rows of each average; ``None`` of a gradient that is not there to be cut. Collective."""
+        shards: list[OptimizerShard] = [own.shard for own in cut]
+        found: dict[int, torch.Tensor | None] = {}
         local = [None if gradient is None else _torch.local_of(gradient) for gradient in gradients]
-        apart = [shard for shard in cut if not shard.reduced]
+        apart = [shard for shard in shards if not shard.reduced]
         if not (self._opened and self._are_whole(apart)):
-            found = self.early.finish(apart)
-            rest = [at for at, shard in enumerate(cut) if not (shard.reduced or id(shard.parameter) in found)]
-            shards = tuple([cut[at] for at in rest])
-            if self._averaging.shards != shards:
-                self._averaging = Averaging(shards)
+            found = self.early.finish()
+            rest = [at for at, s in enumerate(shards) if not (s.reduced or id(s.parameter) in found)]
+            late = tuple([shards[at] for at in rest])
+            if self._averaging.shards != late:
+                self._averaging = Averaging(late)
             averages = self._averaging.start([local[at] for at in rest]).wait()
-            found |= {id(cut[at].parameter): average for at, average in zip(rest, averages, strict=True)}
-        for shard, gradient in zip(cut, local, strict=True):
+            found |= {id(shard.parameter): rows for shard, rows in zip(late, averages, strict=True)}
+        for shard, gradient in zip(shards, local, strict=True):
             if id(shard.parameter) not in found:  # equal on all replicas
                 rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
-                found[id(shard.parameter)] = None if rows is None else Average(rows.contiguous())
-        return [found[id(shard.parameter)] for shard in cut]
+                found[id(shard.parameter)] = None if rows is None else rows.contiguous()
+        return [found[id(shard.parameter)] for shard in shards]
 
     # --- whole averages
 
@@ -199,12 +210,12 @@ class OuterAverages:
         """
         self.make()
         parts, gradients = [], []
-        for own, shard in self._main_parameters.trained():
+        for own in self._main_parameters.trained():
             gradient = gradient_of(own.parameter)
             if gradient is not None and own.source is not None:  # the same ones on all replicas
                 whole, rows = _torch.local_of(gradient), _torch.local_of(own.main.grad)
-                parts.append(Part(shard, rows.to(whole.dtype), whole))
-                if not shard.reduced:
+                parts.append(Part(own.shard, rows.to(whole.dtype), whole))
+                if not own.shard.reduced:
                     gradients.append(gradient)
         start_gather(parts).wait()
         for gradient in gradients:  # everybody may read them now
@@ -222,13 +233,12 @@ class OuterAverages:
         replica alone may have run a backward since, or cleared its gradients.
         """
         whole = True
-        for ranks, shard in {shard.ranks: shard for shard in apart}.items():
-            held = gradients_of([shard.parameter for shard in apart if shard.ranks == ranks])
-            found = [gradient for gradient in held if gradient is not None]
+        for members in by_kind(apart, [shard.ranks for shard in apart]):
+            found = [g for g in gradients_of([shard.parameter for shard in members]) if g is not None]
             # Whether something was added to one since.
             mine = [any(_AVERAGED not in g.__dict__ for g in found), len(found), -len(found)]
-            seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(shard.parameter).device)
-            maximum(seen, shard.group)
+            seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(members[0].parameter).device)
+            maximum(seen, members[0].group)
             added, most, fewest = seen.tolist()
             whole &= not added and most == -fewest
         for shard in () if whole else apart:
@@ -257,30 +267,6 @@ def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         averages.make()
         ready |= averages.ready
     return [ready[id(p)].main if id(p) in ready else p for p in given]
-
-
-def current(parameters: Collection[torch.Tensor]) -> list[torch.Tensor]:
-    """The gradients that a step now would use as far as they are there: averaged rows, else the parameters' own.
-
-    For changes that are the same on all ranks and linear, such as scaling. Local operation.
-    """
-    ready = {key: one for averages in averages_of(parameters) for key, one in averages.ready.items()}
-    found = []
-    for parameter, own in zip(parameters, gradients_of(parameters), strict=True):
-        one = ready.get(id(parameter))
-        is_averaged = one is not None and one.source is not None and one.source.gradient() is own
-        found.append(one.main.grad if one is not None and is_averaged else own)
-    return [gradient for gradient in found if gradient is not None]
-
-
-def forget_averages(parameters: Collection[torch.Tensor]) -> None:
-    """Forget what was averaged of gradients that are about to be cleared. Local operation."""
-    for averages in averages_of(parameters):
-        averages.early.forget()
-        ready = averages.ready
-        for parameter in parameters:
-            if id(parameter) in ready:
-                ready[id(parameter)].source = None
 
 
 def check_step(optimizer: Optimizer) -> None:
@@ -357,13 +343,19 @@ _LINEAR = (
 )
 
 
-def _refusing(what: str) -> Callable[..., NoReturn]:
-    """A method that raises OrderError."""
-
-    def refuse(self: torch.Tensor, *unused: Any, **more: Any) -> NoReturn:
-        _refuse(what, self)
-
-    return refuse
+def _refuse(gradient: torch.Tensor | None, what: str, *unused: Any, **more: Any) -> NoReturn:
+    """Raise :class:`OrderError` for an operation on a gradient."""
+    label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
+    shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
+    raise OrderError(
+        f"{what} on the gradient of {label or f'a parameter{shape}'}",
+        expected=f"a gradient that is averaged over {OUTER}",
+        got="one that is averaged over this copy of the model alone, as each backward leaves it with "
+        'outer_strategy="optim"',
+        why="Each copy would see other numbers",
+        fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
+        "outer=True) on all ranks after the last backward, which makes .grad the average",
+    )
 
 
 class UnaveragedGradient(DTensor):
@@ -371,11 +363,11 @@ class UnaveragedGradient(DTensor):
 
     __slots__ = ()
 
-    to_local = _refusing("to_local")
-    full_tensor = _refusing("full_tensor")
-    redistribute = _refusing("redistribute")
-    __deepcopy__ = _refusing("deepcopy")
-    __reduce_ex__ = _refusing("pickle")
+    to_local = functools.partialmethod(_refuse, "to_local")
+    full_tensor = functools.partialmethod(_refuse, "full_tensor")
+    redistribute = functools.partialmethod(_refuse, "redistribute")
+    __deepcopy__ = functools.partialmethod(_refuse, "deepcopy")
+    __reduce_ex__ = functools.partialmethod(_refuse, "pickle")
 
     @classmethod
     def __torch_function__(
@@ -397,7 +389,7 @@ class UnaveragedGradient(DTensor):
             harmless = linear or name in _NO_VALUES
         if not harmless:
             given = args[0] if args and isinstance(args[0], (list, tuple)) else args
-            _refuse(name, next((g for g in given if isinstance(g, cls)), None))
+            _refuse(next((g for g in given if isinstance(g, cls)), None), name)
         result = _torch.plain_results(func, types, args, kwargs or {})
         return guard(result) if type(result) is DTensor else result
 
@@ -410,20 +402,6 @@ def _is_number(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_number, value))
     return isinstance(value, Number) or (isinstance(value, torch.Tensor) and value.ndim == 0)
-
-
-def _refuse(what: str, gradient: torch.Tensor | None) -> NoReturn:
-    label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
-    shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
-    raise OrderError(
-        f"{what} on the gradient of {label or f'a parameter{shape}'}",
-        expected=f"a gradient that is averaged over {OUTER}",
-        got="one that is averaged over this copy of the model alone, as each backward leaves it with "
-        'outer_strategy="optim"',
-        why="Each copy would see other numbers",
-        fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
-        "outer=True) on all ranks after the last backward, which makes .grad the average",
-    )
 
 
 def guard(gradient: torch.Tensor) -> torch.Tensor:
@@ -461,16 +439,15 @@ def reopen(gradient: torch.Tensor, divisor: int) -> None:
 
 
 def watch_reductions(state: ShardingState) -> None:
-    """Let the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"`` be guarded. Local operation.
+    """Guard the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation.
 
-    Averages of them may begin then (:mod:`te_fsdp.sharding.outer_overlap_reduce`).
+    Averages of them may begin then (:class:`~te_fsdp.sharding.outer_reduce.EarlyAverages`).
     """
     replicas = state.meshes.size(OUTER)
-    if state.outer == "optim" and replicas > 1:
+    for name, unit in state.modules.items() if replicas > 1 else ():
         before = functools.partial(_before, 1 if state.average_gradients else replicas)
-        for name, unit in state.modules.items():
-            after = functools.partial(_after, weakref.ref(state), name)
-            _fsdp2_patches.around_reductions(unit, before, after)
+        after = functools.partial(_after, weakref.ref(state), name)
+        _fsdp2_patches.around_reductions(unit, before, after)
 
 
 @torch.no_grad()

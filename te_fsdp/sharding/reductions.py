@@ -24,7 +24,7 @@ import torch
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.layout import SyncMode
-from te_fsdp.sharding.outer_averages import averages_of, current, forget_averages
+from te_fsdp.sharding.outer_averages import OuterAverages, averages_of
 from te_fsdp.sharding.state import (
     ShardingState,
     mark_gathered,
@@ -34,6 +34,7 @@ from te_fsdp.sharding.state import (
     show_gathered,
     versions_of,
 )
+from te_fsdp.step_hooks import gradients_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,9 +92,15 @@ def finish_grad_reduce(model: nn.Module, *, outer: bool = False) -> None:
     state = required_state(model, "finish_grad_reduce")
     wait_for_reductions(state)
     if outer:
-        where = "finish_grad_reduce(outer=True) before shard_optimizer"
-        for averages in averages_of(state.parameters().values(), where):
+        for averages in _averages(state, "finish_grad_reduce(outer=True) before shard_optimizer"):
             averages.gather()
+
+
+def _averages(state: ShardingState, where: str = "") -> list[OuterAverages]:
+    """Those of the optimizers that keep their state in rows; asked for only where there may be some."""
+    if state.outer != "optim" and state.outer_optimizer is None:
+        return []
+    return averages_of(state.parameters().values(), where)
 
 
 def wait_for_reductions(state: ShardingState) -> None:
@@ -184,7 +191,8 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     if state.replicated is not None:
         state.replicated.settle()  # what another rank has given up is forgotten as well
     parameters = state.parameters().values()
-    forget_averages(parameters)
+    for averages in _averages(state):
+        averages.forget(parameters)
     for parameter in parameters:
         if getattr(parameter, "decoupled_grad", None) is not None:
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
@@ -223,12 +231,15 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     """
     state = required_state(model, "scale_gradients")
     require_reduced(state, "scale_gradients")
-    parameters, number = state.parameters().values(), torch.as_tensor(factor, dtype=torch.float32).reshape(())
-    for averages in averages_of(parameters):
+    number = torch.as_tensor(factor, dtype=torch.float32).reshape(())
+    averaging = _averages(state)
+    for averages in averaging:
         averages.finish()
-    gradients = [_torch.local_of(gradient) for gradient in current(parameters)]
-    _torch.multiply_all_(gradients, number)
-    for averages in averages_of(parameters):
+    # Averages in the places of the gradients that they are of: what a step now would use.
+    rows = {key: average for averages in averaging for key, average in averages.made.items()}
+    own = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
+    _torch.multiply_all_(_torch.locals_of(rows.get(id(gradient), gradient) for gradient in own), number)
+    for averages in averaging:
         averages.multiplied(number)
 
 

@@ -45,16 +45,16 @@ def late(fault: str = "") -> Iterator[None]:
     """
     from te_fsdp import _fsdp2
     from te_fsdp.move.pending import PendingGathers
-    from te_fsdp.sharding import outer_gather
+    from te_fsdp.sharding import outer_shards
 
-    wait, ahead, start = PendingGathers.wait, _fsdp2.gathers_ahead, outer_gather.start_install
+    wait, ahead, start = PendingGathers.wait, _fsdp2.gathers_ahead, outer_shards.start_install
 
     def delayed(*args: Any, **kwargs: Any) -> Any:
         torch.cuda._sleep(500_000_000 if fault else 50_000_000)
         return start(*args, **kwargs)
 
     if harness.device_type() == "cuda":
-        outer_gather.start_install = delayed
+        outer_shards.start_install = delayed
     if fault == "never":
         PendingGathers.wait = lambda self, *names: self._pending.clear()
     elif fault == "ahead":
@@ -62,7 +62,7 @@ def late(fault: str = "") -> Iterator[None]:
     try:
         yield
     finally:
-        PendingGathers.wait, _fsdp2.gathers_ahead, outer_gather.start_install = wait, ahead, start
+        PendingGathers.wait, _fsdp2.gathers_ahead, outer_shards.start_install = wait, ahead, start
 
 
 def under_way(model: nn.Module) -> list[str]:

@@ -52,20 +52,20 @@ def same_parameters(checks: harness.Comparisons, run: Run, other: Run, label: st
 
 def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
     """Negative control, the peer's fault: gradients are added up over the outer axis instead of averaged."""
-    from te_fsdp.sharding import outer_collectives
+    from te_fsdp.sharding import outer_reduce
 
-    stock = outer_collectives.start
+    stock = outer_reduce.start
 
     def added(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(buffer, Partial("sum") if isinstance(source, Partial) else source, *args, **kwargs)
 
-    outer_collectives.start = added
+    outer_reduce.start = added
     try:
         parity(axes, [case])
     except AssertionError as error:
         return str(error)
     finally:
-        outer_collectives.start = stock
+        outer_reduce.start = stock
     return ""
 
 

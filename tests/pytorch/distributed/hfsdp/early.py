@@ -24,21 +24,21 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 @contextlib.contextmanager
 def sent() -> Iterator[list[int]]:
     """Elements that this rank gets of each reduce-scatter over the outer axis that begins inside, in order."""
-    from te_fsdp.sharding import outer_collectives
+    from te_fsdp.sharding import outer_reduce
 
     found: list[int] = []
-    stock = outer_collectives.start
+    stock = outer_reduce.start
 
     def counting(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, Partial):
             found.append(kwargs["into"].numel())
         return stock(buffer, source, *args, **kwargs)
 
-    outer_collectives.start = counting
+    outer_reduce.start = counting
     try:
         yield found
     finally:
-        outer_collectives.start = stock
+        outer_reduce.start = stock
 
 
 # --- against one process

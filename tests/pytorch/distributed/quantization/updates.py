@@ -61,7 +61,7 @@ def trained(
 def _one_by_one() -> Iterator[None]:
     """TE's way: quantize_ of each weight, which FusedAdam calls for its own main weights itself."""
     from te_fsdp import _te, step_hooks
-    from te_fsdp.sharding import main_parameters, outer_gather
+    from te_fsdp.sharding import main_parameters, outer_shards
     from te_fsdp.sharding.main_weights import lend_main_weights
 
     def write_all(pairs: Any) -> None:
@@ -69,7 +69,7 @@ def _one_by_one() -> Iterator[None]:
             local.quantize_(value) if _te.is_quantized(local) else local.copy_(value)
 
     lists = step_hooks._lists()
-    places = [(main_parameters, "write_all"), (outer_gather, "write_all"), (outer_gather, "scales_of_rows")]
+    places = [(main_parameters, "write_all"), (outer_shards, "write_all"), (outer_shards, "scales_of_rows")]
     places.append((lists, "before"))
     kept = [getattr(*place) for place in places]
     without = tuple(function for function in lists.before if function is not lend_main_weights)
