@@ -16,17 +16,27 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _te_modules
 from te_fsdp.agree import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.checkpoint.contents import DCP_KIND, Cuts
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.lazy import Chunked
 from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.model_state import ModelState, Stage, Stages, meshes_of, names_of, stage_of
+from te_fsdp.checkpoint.model_state import (
+    ModelState,
+    Stage,
+    Stages,
+    delayed_modules,
+    meshes_of,
+    modules_of,
+    of_all_gemms,
+    owned_parameters,
+    owned_tensors,
+    stage_of,
+)
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import (
     Difference,
-    Semantics,
     deciding,
     differences,
     from_json,
@@ -50,19 +60,15 @@ WHOLE_OPTIMIZER, GROUPS = "optimizer", "optimizer.param_groups"
 
 @dataclass
 class Differences:
-    """What does not fit, and what fits after a conversion.
+    """What does not fit, and what fits after a conversion."""
 
-    Attributes:
-        tensors: Kind of difference, tensor or module -> detail (may be empty).
-        optimizer: Difference of the optimizer in words, and parameter, :data:`WHOLE_OPTIMIZER` or :data:`GROUPS`; no
-            details.
-        converted: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
-        settings: Of modules, by name (``<module>.<setting>``), harmless ones included.
-    """
-
+    #: Kind of difference, tensor or module -> detail (may be empty).
     tensors: dict[tuple[str, str], str] = field(default_factory=dict)
+    #: In words, and the parameter, :data:`WHOLE_OPTIMIZER` or :data:`GROUPS`; without details.
     optimizer: dict[tuple[str, str], None] = field(default_factory=dict)
+    #: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
     converted: dict[str, str] = field(default_factory=dict)
+    #: Of modules, by name (``<module>.<setting>``), harmless ones included.
     settings: dict[str, Difference] = field(default_factory=dict)
 
     def add(self, kind: str, name: str, detail: str = "") -> None:
@@ -76,10 +82,6 @@ class Differences:
     def names(self) -> set[str]:
         """Tensors that differ."""
         return {name for _, name in self.tensors}
-
-    def optimizer_names(self) -> set[str]:
-        """Parameters whose optimizer state differs; ``"optimizer"`` among them means all."""
-        return {name for _, name in self.optimizer}
 
     def without(self, allow: str | Iterable[str], *, strict: bool) -> Differences:
         """Those that no pattern of ``allow`` names; without ``strict`` only settings that change the function."""
@@ -135,10 +137,6 @@ class Differences:
             lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
         return lines + in_words(one for one in self.settings.values() if one.effect != "note")
 
-    def harmless(self) -> list[str]:
-        """Settings that differ, but not in what the weights compute when the model is evaluated."""
-        return in_words(one for one in self.settings.values() if one.effect == "note")
-
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
 
@@ -157,17 +155,17 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         # Converted files and foreign modules may not know their layouts.
         layouts = then.get("layout"), now.get("layout")
         if then["shape"] != now["shape"]:
-            found.add("with another shape", name, _saved_and_here(_shape(then), _shape(now)))
+            shapes = [(tuple(one["shape"]), one.get("layout") == GROUPED) for one in (then, now)]
+            texts = [
+                f"{shape} of {shape[0]} experts" if of_all and shape else str(shape)
+                for shape, of_all in shapes
+            ]
+            found.add("with another shape", name, _saved_and_here(*texts))
         elif layouts[0] != layouts[1] and None not in layouts:
             found.add("with another layout", name, _saved_and_here(*layouts))
         else:
             _compare_contents(found, name, then, now, name in state.cut_blocks)
     return found
-
-
-def _shape(described: dict[str, Any]) -> str:
-    shape = tuple(described["shape"])
-    return f"{shape} of {shape[0]} experts" if described.get("layout") == GROUPED and shape else str(shape)
 
 
 def _saved_and_here(old: Any, new: Any) -> str:
@@ -216,6 +214,24 @@ def _compare_contents(
     found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
 
 
+def compare_delayed(found: Differences, model: nn.Module, described: dict[str, Any]) -> None:
+    """Differences in delayed scaling's state. Local operation.
+
+    A recipe is known here once the module has run under it; margin and history may change in training, the number
+    of GEMMs and the FP8 formats may not.
+    """
+    modules, live = modules_of(model), delayed_modules(model)
+    for name, then in described.items():
+        if not _te_modules.has_recipe_state(modules.get(name)):
+            found.add("with delayed-scaling state for a module that the model lacks", name)
+            continue
+        module = modules[name]
+        now = of_all_gemms(module, _te_modules.describe_delayed_recipe(module) if name in live else then)
+        for key in ("num_gemms", "fp8_format"):
+            if then[key] != now[key]:
+                found.add("with another recipe", name, f"{key}: saved {then[key]}, model has {now[key]}")
+
+
 def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None:
     """TE's float8 tensors do not tell where their scales came from: without state, as in the model here. Local."""
     if source.tensors is None:
@@ -256,11 +272,7 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 
 
 def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
-    """All ranks write one checkpoint, in which each name is one tensor: ranks must not hold models of their own.
-
-    Raises:
-        CheckpointError: They do; or two stages of this rank have a tensor of one name.
-    """
+    """CheckpointError for ranks with models of their own, or stages of a rank with one name: a name is one tensor."""
     if isinstance(model, Stages):
         named = [(*part.named_parameters(), *part.named_buffers()) for part in model.parts]
         names = Counter(name for name, _ in chain.from_iterable(named))
@@ -321,19 +333,15 @@ def join(
 ) -> dict[str, Any] | None:
     """The manifest's fields of the whole model, ``None`` without stages. Rank 0 alone calls this.
 
-    Args:
-        told: By rank: number of its stage, and the stage's own fields from the rank that speaks for it.
-        shared: Patterns of names that several stages may have.
-
-    Raises:
-        CheckpointError: The stages do not fit together.
+    It is told by each rank the number of its stage, and by the one that speaks for the stage its fields. ``shared`` are
+    patterns of names that several stages may have. CheckpointError for stages that do not fit together.
     """
-    if all(one is None for one in told):
+    absent = [str(r) for r, one in enumerate(told) if one is None]
+    if len(absent) == len(told):
         return None
-    if any(one is None for one in told):
-        absent = [r for r, one in enumerate(told) if one is None]
+    if absent:
         raise CheckpointError(
-            f"save: rank(s) {shorten([str(r) for r in absent])} hold no stage of a pipeline, as the others do",
+            f"save: rank(s) {shorten(absent)} hold no stage of a pipeline, as the others do",
             expected="a stage that te_fsdp.fully_shard was called on, on every rank",
             fix="shard every stage",
         )
@@ -349,7 +357,14 @@ def join(
     if several:
         raise _in_several(several, "several stages")
     joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
-    joined["semantics"] = _join_semantics([part["semantics"] for part in fields])
+    recorded = [part["semantics"] for part in fields]
+    modules, _ = _union([from_json(part) for part in recorded], "settings of modules")
+    for part in reversed(
+        recorded
+    ):  # modules of one's own may differ, as a stage's number: the first one tells
+        modules |= from_json(part, own=True)
+    recipes = dict.fromkeys(recipe for part in recorded for recipe in part["recipes"])
+    joined["semantics"] = {"recipes": list(recipes), **to_json(modules)}
     joined["optimizer"] = _join_optimizers([part["optimizer"] for part in fields])
     return joined
 
@@ -376,15 +391,6 @@ def _union(parts: list[dict[str, Any]], what: str) -> tuple[dict[str, Any], list
                     fix="give the layers of a stage the names that they have in the whole model",
                 )
     return union, several
-
-
-def _join_semantics(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    modules, _ = _union([from_json(part) for part in parts], "settings of modules")
-    recipes = dict.fromkeys(recipe for part in parts for recipe in part["recipes"])
-    own: dict[str, Semantics] = {}
-    for part in reversed(parts):  # modules of one's own may differ, as a stage's number: the first one tells
-        own |= from_json(part, own=True)
-    return {"recipes": list(recipes), **to_json(modules | own)}
 
 
 def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -421,7 +427,8 @@ def take_own_part(source: Source, model: nn.Module) -> None:
     def held() -> set[str]:
         source.check_index()  # by the whole manifest, which the mark in the index is of
         # Modules' names as well: in the whole model no tensor has the name of a module.
-        return names_of(model) | {_torch.without_wrappers(name) for name, _ in model.named_modules()}
+        tensors = [*owned_parameters(model), *owned_tensors(model, "_buffers")]
+        return {owned.key for owned in tensors} | modules_of(model).keys()
 
     mine, manifest = all_agree(held), source.manifest
     away = set().union(*gather(mine, stage.across)) - mine

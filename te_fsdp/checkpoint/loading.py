@@ -6,15 +6,15 @@ What was not saved follows what was: main weights the weights, delayed scaling's
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from te_fsdp import _te, _te_modules
+from te_fsdp import _te, _te_modules, _torch
 from te_fsdp.agree import all_agree, gather, rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import (
@@ -22,21 +22,12 @@ from te_fsdp.checkpoint.compare import (
     WHOLE_OPTIMIZER,
     Differences,
     check_whole_job,
+    compare_delayed,
     compare_model,
     compare_semantics,
     compare_stacked,
     settle_scaling,
     take_own_part,
-)
-from te_fsdp.checkpoint.conversion import (
-    Conversion,
-    batches,
-    compare_delayed,
-    main_weight_of,
-    make_delayed,
-    other_format_modules,
-    plan_conversion,
-    reset_delayed,
 )
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
@@ -44,8 +35,11 @@ from te_fsdp.checkpoint.model_state import (
     ModelState,
     Owned,
     as_one,
+    delayed_modules,
+    make_delayed,
     mesh_sizes,
     model_state,
+    modules_of,
     stage_of,
 )
 from te_fsdp.checkpoint.optimizer_state import (
@@ -55,19 +49,22 @@ from te_fsdp.checkpoint.optimizer_state import (
     restore_groups,
 )
 from te_fsdp.checkpoint.paths import absolute
-from te_fsdp.checkpoint.reading import Rectangle
+from te_fsdp.checkpoint.reading import MAIN_WEIGHTS, Conversion, Rectangle
 from te_fsdp.checkpoint.source import Source, open_source
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, require_flags, shorten
 from te_fsdp.layout import slices
-from te_fsdp.sharding.main_parameters import optimizer_shard_in
-from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, main_weight, set_main_weight
+from te_fsdp.modules.semantics import in_words
+from te_fsdp.quantized.components import finish_writing
+from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, set_main_weight
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
+#: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
+_BATCH = 1 << 30
 
 
 class Loaded(dict[str, Any]):
@@ -88,9 +85,7 @@ class Loaded(dict[str, Any]):
         notes: list[str] | None = None,
     ) -> None:
         super().__init__(extra or {})
-        self.left: dict[str, str] = dict(left or {})
-        self.converted: dict[str, str] = dict(converted or {})
-        self.notes: list[str] = list(notes or [])
+        self.left, self.converted, self.notes = dict(left or {}), dict(converted or {}), list(notes or [])
 
     @property
     def is_complete(self) -> bool:
@@ -171,11 +166,10 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     found = compare_model(manifest, state)
     compare_stacked(found, source, state.described)
     compare_semantics(found, manifest, model, state)
-    for kind, name, detail in compare_delayed(model, manifest.delayed):
-        found.add(kind, name, detail)
+    compare_delayed(found, model, manifest.delayed)
     for name in found.converted.keys() & state.members.keys():
         for owned in state.members[name]:
-            plan_conversion(owned, manifest.tensor(name), {})  # raises where there are no values
+            Conversion.of(owned, manifest.tensor(name), {})  # raises where there are no values
     if optimizer is None:
         return state, found
     check_optimizer(model, optimizer)
@@ -209,9 +203,7 @@ def _refuse(source: Source, found: Differences) -> None:
 class Filling:
     """The part of a load that changes things: a source, a model with its optimizer, and differences, all allowed.
 
-    Attributes:
-        source: What is read.
-        notes: What came from elsewhere than usual, in words.
+    Its ``notes`` tell in words what came from elsewhere than usual.
     """
 
     def __init__(
@@ -223,25 +215,20 @@ class Filling:
         found: Differences,
     ) -> None:
         self.source, self.model, self.optimizer, self.stage = source, model, optimizer, stage_of(model)
-        self.state, self.found = state, found
-        self.manifest = source.manifest
+        self.state, self.found, self.manifest = state, found, source.manifest
         fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
         # In the model's order, which is every rank's: collectives follow it.
         self.names = [n for n in [*state.described, *state.buffers] if n in fitting]
         self.notes: list[str] = list(source.notes)
-        self.sources: dict[str, str] = {}
-        differing = found.optimizer_names()
+        differing = {name for _, name in found.optimizer}
         taken = optimizer is not None and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (state.members.keys() - set(self.names))
-        self.main_loaded: set[str] = set()
+        self.mains: dict[str, torch.Tensor | None] = {}
         self.others = keeping_main_weights((o.parameter for o in state.owned.values()), optimizer)
 
     def run(self) -> dict[str, Any]:
-        """Read everything, then change the model and its optimizer. Collective over the world.
-
-        Returns:
-            The user's ``extra``.
+        """Read everything, then change the model and its optimizer; gives ``extra``. Collective over the world.
 
         Raises:
             CheckpointError: Something cannot be read, on any rank. Nothing has changed.
@@ -249,23 +236,36 @@ class Filling:
         self._check_shared_numbers()
         conversions = self._conversions()
         direct = [name for name in self.names if name not in conversions]
-        delayed = self._delayed()
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
-        slots = {**tensor_slots(extra), **self._delayed_slots(delayed)}
-        with self._taken_back_on_error():
+        delayed, delayed_slots = self._delayed()
+        slots = {**tensor_slots(extra), **delayed_slots}
+        states = {} if self.optimizer is None else self.optimizer.state
+        before = [(parameter, state, dict(state)) for parameter, state in states.items()]
+        try:
             # A rank may lack the memory for what the optimizer is to get.
             entries, more = all_agree(lambda: self._entries(direct, conversions))
             self.source.stage({**entries, **slots}, more)
+        except BaseException:
+            # State was made or dropped, but none was written to.
+            states.clear()
+            for parameter, state, values in before:
+                state.clear()
+                state.update(values)
+                states[parameter] = state
+            raise
         # All has been read and is right. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
         for key, entry in make_delayed(self.model, delayed).items():
             for piece in entry.pieces:  # of some experts, perhaps, out of the whole tensor
                 piece.tensor.copy_(slots[key].pieces[0].tensor[slices(piece.offsets, piece.tensor.shape)])
-        self._restart_delayed(set(delayed), direct)
-        self.state.finish_loading(set(direct))
-        for batch in self._batches(conversions):
-            self._convert(batch, set(delayed))
-        for owned in self._members(direct):
+        copied = [owned for name in direct for owned in self.state.members.get(name, [])]
+        self._restart_delayed(delayed, copied)
+        for owned in copied:
+            local: Any = owned.local
+            if _te.is_quantized(local):  # what it has derived from the bytes that were replaced
+                local.derive_transposes() if owned.is_grouped else finish_writing(local)
+        self._convert(conversions, delayed)
+        for owned in copied:
             self._refresh_main_weights(owned, None)
         if self.optimizer is not None and self.saved_optimizer is not None:
             loaded = self.state.members.keys() - self.left_states
@@ -284,46 +284,35 @@ class Filling:
     def result(self) -> Loaded:
         """:meth:`run`, and what a load gives back; what was not simply copied also goes to the log."""
         extra = self.run()
-        harmless = self.found.harmless()
-        loaded = Loaded(
-            extra, left=self.found.left(), converted=self._converted(), notes=[*self.notes, *harmless]
-        )
-        path = self.source.path
-        if loaded.left:
-            _log.warning("%s: loaded in part; left as it was: %s", path, "; ".join(self.found.texts()))
-        if loaded.converted:
-            shown = [f"{name}: {how}" for name, how in loaded.converted.items()]
-            _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))
-        silent = [*self.source.notes, *harmless] if rank() else []  # rank 0 tells them
-        for note in loaded.notes:
-            if note not in silent:
-                _log.warning("%s: %s", path, note)
-        return loaded
-
-    def _converted(self) -> dict[str, str]:
-        """How each converted tensor was converted, for the user."""
-        converted, loaded = {}, set(self.names)
+        harmless = in_words(one for one in self.found.settings.values() if one.effect == "note")
+        converted, loaded_names = {}, set(self.names)
         for name, how in self.found.converted.items():
             parameter = name.removeprefix("optimizer.state.").rpartition(".")[0]
             is_state = name.startswith("optimizer.state.") and self.saved_optimizer is not None
-            if name in loaded or (is_state and parameter not in self.left_states):
-                converted[name] = f"{how}, from {self.sources[name]}" if name in self.sources else how
-        return converted
-
-    def _members(self, names: list[str]) -> list[Owned]:
-        """This rank's parameters of some tensors."""
-        return [owned for name in names for owned in self.state.members.get(name, [])]
+            if name in loaded_names or (is_state and parameter not in self.left_states):
+                converted[name] = how
+        notes, path = [*self.notes, *harmless], self.source.path
+        loaded = Loaded(extra, left=self.found.left(), converted=converted, notes=notes)
+        if loaded.left:
+            _log.warning("%s: loaded in part; left as it was: %s", path, "; ".join(self.found.texts()))
+        if converted:
+            shown = [f"{name}: {how}" for name, how in converted.items()]
+            _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))
+        silent = [*self.source.notes, *harmless] if rank() else []  # rank 0 tells them
+        for note in notes:
+            if note not in silent:
+                _log.warning("%s: %s", path, note)
+        return loaded
 
     def _conversions(self) -> dict[str, list[Conversion]]:
         """What goes through high precision, by name of the files' tensor."""
         states = (self.manifest.optimizer or {"state": {}})["state"]
         found: dict[str, list[Conversion]] = {}
         for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
-            saved = self.manifest.tensor(name)
-            members = self.state.members.get(name, [])
-            found[name] = [plan_conversion(owned, saved, states.get(name, {})) for owned in members]
+            saved, own = self.manifest.tensor(name), states.get(name, {})
+            found[name] = [Conversion.of(owned, saved, own) for owned in self.state.members.get(name, [])]
             if found[name]:
-                self.sources[name] = found[name][0].source
+                self.found.converted[name] += f", from {found[name][0].source}"
         return found
 
     def _entries(
@@ -332,35 +321,15 @@ class Filling:
         """What goes into its place as it is, made where the optimizer lacks it; and what is converted."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         if self.optimizer is not None and self.saved_optimizer is not None:
-            weights, owned = self.manifest.parameters, self.state.owned
-            states, self.main_loaded = prepare_loading(
-                self.optimizer, self.saved_optimizer, owned, weights, self.left_states
+            states, self.mains = prepare_loading(
+                self.optimizer, self.manifest, self.state.owned, self.left_states
             )
             entries |= states
         planned = [one for named in conversions.values() for one in named]
         return entries, [place for one in planned if self._live(one) is None for place in one.reads()]
 
-    @contextmanager
-    def _taken_back_on_error(self) -> Iterator[None]:
-        """The optimizer's state as it was, if reading fails: state was made or dropped, but none was written to."""
-        states = {} if self.optimizer is None else self.optimizer.state
-        before = [(parameter, state, dict(state)) for parameter, state in states.items()]
-        try:
-            yield
-        except BaseException:
-            states.clear()
-            for parameter, state, values in before:
-                state.clear()
-                state.update(values)
-                states[parameter] = state
-            raise
-
     def _check_shared_numbers(self) -> None:
-        """Numbers that each expert has of its own in the files, and all share here, must be equal. Collective.
-
-        Raises:
-            CheckpointError: They differ. Nothing has changed.
-        """
+        """Raise if numbers that each expert has of its own in the files, and all share here, differ. Collective."""
         vectors: dict[str, tuple[torch.Tensor, list[int]]] = {}
         for name, states in (self.saved_optimizer or {"state": {}})["state"].items():
             members = self.state.members.get(name, [])
@@ -373,7 +342,9 @@ class Filling:
                     vectors[f"optimizer.state.{name}.{key}"] = numbers, described["experts"]
         if not vectors and self.stage is None:  # on no rank, then
             return
-        self.source.read({key: whole_entry(numbers) for key, (numbers, _) in vectors.items()})
+        slots = {key: whole_entry(numbers) for key, (numbers, _) in vectors.items()}
+        self.source.stage(slots)
+        self.source.staged.fill(slots)
         differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
 
         def refuse() -> None:
@@ -386,26 +357,26 @@ class Filling:
                     fix="build the layer without a single grouped weight, or load without the optimizer",
                 )
 
-        if self.stage is None:  # all ranks see the same
-            refuse()
-        else:
-            all_agree(refuse)
+        refuse() if self.stage is None else all_agree(refuse)  # without stages all ranks see the same
 
-    def _delayed(self) -> dict[str, Any]:
-        """Delayed-scaling state that this model takes."""
-        fitting = {n: d for n, d in self.manifest.delayed.items() if n not in self.found.names()}
-        foreign = other_format_modules(self.model, fitting)
-        if foreign:
-            self.notes.append(
-                f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"
-                f" ({shorten(foreign)})"
-            )
-        return {name: d for name, d in fitting.items() if name not in foreign}
+    def _delayed(self) -> tuple[dict[str, Any], dict[str, Entry]]:
+        """Delayed-scaling state that this model takes, by module, and memory on the host for all of it: it is small.
 
-    def _delayed_slots(self, described: dict[str, Any]) -> dict[str, Entry]:
-        """Memory on the host for delayed-scaling state, whole: it is small, and modules get theirs after reading."""
-        have, slots = self.source.described(), {}
-        for name, recipe in described.items():
+        Modules get theirs after reading. None is for those whose weights have another format here.
+        """
+        modules, differing, have = modules_of(self.model), self.found.names(), self.source.described()
+        taken: dict[str, Any] = {}
+        slots: dict[str, Entry] = {}
+        foreign = []
+        for name, recipe in self.manifest.delayed.items():
+            if name in differing:
+                continue
+            own = _torch.locals_of(p for p in modules[name]._parameters.values() if p is not None)
+            delayed = [_te.has_delayed_scale(local) for local in own if _te.is_quantized(local)]
+            if delayed and not any(delayed):
+                foreign.append(name)
+                continue
+            taken[name] = recipe
             for key in (key for key in have if key.startswith(f"delayed.{name}:")):
                 shape, dtype = have[key]
                 state, _, what = key.rpartition(".")
@@ -420,53 +391,67 @@ class Filling:
                         fix="the checkpoint is damaged, load an earlier one",
                     )
                 slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
-        return slots
+        if foreign:
+            self.notes.append(
+                f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"
+                f" ({shorten(foreign)})"
+            )
+        return taken, slots
 
-    def _restart_delayed(self, loaded: set[str], direct: list[str]) -> None:
+    def _restart_delayed(self, loaded: dict[str, Any], copied: list[Owned]) -> None:
         """Delayed-scaling state that was not loaded: of a fresh module, but with the scales of the loaded weights."""
-        restarted = reset_delayed(self.model, keep=loaded | self.found.names())
+        keep, restarted = loaded.keys() | self.found.names(), []
+        for name, (_, states) in delayed_modules(self.model).items():
+            if name not in keep:
+                restarted.append(name)
+                for state in states.values():
+                    state.scale.fill_(1.0)
+                    state.amax_history.zero_()
         if restarted:
             self.notes.append(
                 f"delayed-scaling state of {len(restarted)} module(s) not in the checkpoint: histories begin anew, "
                 f"weights keep their scales ({shorten(restarted)})"
             )
-        for owned in self._members(direct):
+        for owned in copied:
             if owned.key.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
                 continue
             if _te.has_delayed_scale(owned.local):
                 _te_modules.follow_scale(owned.module, owned.name, owned.local)
 
-    def _batches(self, conversions: dict[str, list[Conversion]]) -> Iterator[list[Conversion]]:
-        """What is converted at a time, as often on all ranks: stages convert other weights. Collective for stages."""
-        found = list(batches(conversions, self.manifest))
-        if self.stage is not None:
-            found += [[]] * (max(gather(len(found))) - len(found))
-        yield from found
+    def _convert(self, conversions: dict[str, list[Conversion]], delayed: Collection[str]) -> None:
+        """Convert and store weights, a few at a time, as often on all ranks. Collective over the world."""
+        batches: list[list[Conversion]] = []
+        size = 0
+        for (
+            name,
+            own,
+        ) in conversions.items():  # the same names on all ranks, also where these hold different experts
+            elements = math.prod(self.manifest.tensor(name)["shape"])
+            if not batches or size + elements > _BATCH:
+                batches.append([])
+                size = 0
+            batches[-1] += own
+            size += elements
+        if self.stage is not None:  # stages convert other weights
+            batches += [[]] * (max(gather(len(batches))) - len(batches))
+        for batch in batches:
 
-    def _convert(self, batch: list[Conversion], delayed: set[str]) -> None:
-        """Convert and store a few weights. Collective over the world."""
-        staged = self.source.staged
-        live = [self._live(conversion) for conversion in batch]
-        # A rank may lack the memory.
-        values = all_agree(
-            lambda: [c.value(staged) if main is None else main for c, main in zip(batch, live, strict=True)]
-        )
-        for conversion, value in zip(batch, values, strict=True):
-            owned = conversion.owned
-            conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
-            self._refresh_main_weights(owned, value)
+            def values(batch: list[Conversion] = batch) -> list[torch.Tensor]:  # a rank may lack the memory
+                live = ((one, self._live(one)) for one in batch)
+                return [one.value(self.source.staged) if main is None else main for one, main in live]
+
+            for conversion, value in zip(batch, all_agree(values), strict=True):
+                owned = conversion.owned
+                conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
+                self._refresh_main_weights(owned, value)
 
     def _live(self, conversion: Conversion) -> torch.Tensor | None:
         """The optimizer's main weight that is read into its place and gives the values, if there is one."""
-        owned = conversion.owned
-        main = main_weight(self.optimizer, owned.parameter)
-        is_main = conversion.key == main_weight_of(owned.key) and owned.fqn in self.main_loaded
-        whole = self.optimizer is not None and optimizer_shard_in(self.optimizer, owned.parameter) is None
-        return main if main is not None and main.dtype == torch.float32 and is_main and whole else None
+        return self.mains.get(conversion.owned.fqn) if conversion.source == MAIN_WEIGHTS else None
 
     def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
         """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
-        if self.optimizer is not None and owned.fqn not in self.main_loaded:
+        if self.optimizer is not None and owned.fqn not in self.mains:
             # The quantized weight has less than what was read: the main weight is made of the latter.
             set_main_weight(self.optimizer, owned.parameter, owned.local, value, make=True)
         for optimizer in self.others:

@@ -1,7 +1,8 @@
 """A model's side of a checkpoint: its tensors as entries, and the manifest's description of them.
 
 Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
-quantized weight. The parameters of a layer's experts are one tensor, see :mod:`te_fsdp.checkpoint.entries`.
+quantized weight, ``delayed.<module>:<tensor>`` of delayed scaling's state. The parameters of a layer's experts are one
+tensor, see :mod:`te_fsdp.checkpoint.entries`.
 
 A stage of a pipeline is a model of its own, whose tensors have the names that they have in the whole model.
 """
@@ -11,18 +12,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
-from te_fsdp.agree import world_size
+from te_fsdp import _te, _te_modules, _torch
+from te_fsdp.agree import maximum, world_size
 from te_fsdp.checkpoint.entries import (
     GROUPED,
     Entry,
     ExpertPlace,
+    Piece,
     add_entry,
     cut_entry,
     stacked_name,
@@ -30,10 +32,10 @@ from te_fsdp.checkpoint.entries import (
 )
 from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
-from te_fsdp.layout import PLAIN, Box, Layout, expert_index
+from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.parameters import ShardInfo, binding_of, require_optimizer, shard_info
-from te_fsdp.quantized.components import components_of, describe_format, finish_writing, needed_components
+from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
 from te_fsdp.sharding.state import settle, sharding_state
 
@@ -70,12 +72,7 @@ class Stages(nn.Module):
 
 
 def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None = None) -> nn.Module:
-    """A model, or several stages of one, as one module.
-
-    Raises:
-        CheckpointError: Something else, such as a state dict.
-        PlacementError: An optimizer that is none.
-    """
+    """A model, or several stages, as one module; CheckpointError for others, PlacementError for no optimizer."""
     if optimizer is not None:
         require_optimizer(optimizer, "checkpoint: model, optimizer")
     if isinstance(model, nn.Module):
@@ -105,52 +102,54 @@ def stage_of(model: nn.Module) -> Stage | None:
     return None
 
 
-@dataclass(frozen=True)
-class Part:
-    """Rectangles of a weight that is not divided further: a parameter's, or one expert's.
+def mesh_sizes(model: nn.Module) -> dict[str, int]:
+    """World size and the axes of the widest mesh among a model's parameters."""
+    # By identity: to compare meshes takes longer than all else here, and parameters are many.
+    meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}.values()
+    stage, sizes = stage_of(model), {"ranks": world_size()}
+    if stage is not None:
+        sizes["pp"] = stage.across.size()
+    if meshes:
+        mesh = max(meshes, key=lambda m: m.ndim)
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
+    # No weight lies on the expert-parallel axis: its ranks hold different ones.
+    for binding in map(binding_of, model.modules()):
+        if binding is not None and binding.ep_mesh is not None:
+            return {**sizes, "ep": int(binding.ep_mesh.size())}
+    return sizes
 
-    Attributes:
-        place: Of the expert in the tensor of all; ``None``: it is a tensor of the files by itself.
-        index: Of the expert in the local tensor; ``None``: the local tensor is this weight's alone.
-        boxes: What this rank holds of the original.
-        original: Shape of the original.
-    """
 
-    place: ExpertPlace | None
-    index: int | None
-    boxes: tuple[Box, ...]
-    original: tuple[int, ...]
+# --- parameters and buffers
 
-    def where(self, box: Box) -> tuple[Any, ...]:
-        """Index of a box in the local tensor."""
-        return (*(() if self.index is None else (self.index,)), *box.local_slices())
+
+class Part(NamedTuple):
+    """What this rank holds of a weight that is not divided further: a parameter's, or one expert's."""
+
+    place: ExpertPlace | None  #: In the tensor of all experts, ``None`` for a tensor by itself
+    index: int | None  #: Of the expert in the local tensor; ``None``: that is this weight's alone
+    boxes: tuple[Box, ...]  #: Of the original
+    original: tuple[int, ...]  #: Shape of the original
 
 
 @dataclass(frozen=True)
 class Owned:
-    """A parameter, or a persistent buffer, with its owner.
+    """A parameter, or a persistent buffer, with its owner."""
 
-    Attributes:
-        fqn: Name in the model, without what wrappers add.
-        module: Owner.
-        name: Name in the owner.
-        parameter: The parameter or buffer.
-        expert: Where it lies in the tensor of all experts; ``None``: it is a tensor of the files by itself.
-    """
-
-    fqn: str
-    module: nn.Module
-    name: str
-    parameter: torch.Tensor
-    expert: ExpertPlace | None = None
+    fqn: str  #: Name in the model, without what wrappers add
+    module: nn.Module  #: Owner
+    name: str  #: Name in the owner
+    parameter: torch.Tensor  #: The parameter or buffer
+    expert: ExpertPlace | None = None  #: Place in the tensor of all experts, ``None`` for a tensor by itself
 
     @property
     def key(self) -> str:
         """Name of the files' tensor: its own, or that of all experts."""
         return self.fqn if self.expert is None else stacked_name(self.fqn)
 
-    def entry(self, entry: Entry) -> Entry:
-        """An entry of this parameter's own tensor as one of the files' tensor; views of the same memory."""
+    def entry(self, local: torch.Tensor) -> Entry:
+        """Entry of the files' tensor: views of a plain tensor of the local shape."""
+        entry = cut_entry(local, self.info.original_shape, self.info.boxes)
         return entry if self.expert is None else self.expert.lift(entry)
 
     @property
@@ -196,112 +195,95 @@ def come_to_rest(model: nn.Module) -> None:
 def owned_parameters(model: nn.Module) -> list[Owned]:
     """Every parameter once, under its first name; :func:`come_to_rest` first. Local operation."""
     come_to_rest(model)
+    return owned_tensors(model, "_parameters")
+
+
+def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[Owned]:
+    """Every parameter, or persistent buffer, once, under its first name. Local operation."""
     found: dict[int, Owned] = {}
     for prefix, module in model.named_modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in found:
-                place = _place_of(module, name)
-                found[id(parameter)] = Owned(clean_name(prefix, name), module, name, parameter, place)
+        for name, tensor in getattr(module, kind).items():
+            if tensor is None or id(tensor) in found:
+                continue
+            fqn = _torch.without_wrappers(f"{prefix}.{name}")
+            if kind == "_parameters":
+                found[id(tensor)] = Owned(fqn, module, name, tensor, _place_of(module, name))
+            elif _torch.is_persistent(module, name):
+                found[id(tensor)] = Owned(fqn, module, name, tensor)
     return list(found.values())
 
 
-def _owned_buffers(model: nn.Module) -> Iterator[Owned]:
-    """Every persistent buffer once, under its first name. Local operation."""
-    seen: set[int] = set()
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in seen and _torch.is_persistent(module, name):
-                seen.add(id(buffer))
-                yield Owned(clean_name(prefix, name), module, name, buffer)
-
-
-def names_of(model: nn.Module) -> set[str]:
-    """Names of the files' tensors that a model holds. Local operation."""
-    return {owned.key for owned in (*owned_parameters(model), *_owned_buffers(model))}
-
-
-def clean_name(prefix: str, name: str) -> str:
-    """Full name without the parts that wrappers add."""
-    return _torch.without_wrappers(".".join(part for part in (prefix, name) if part))
-
-
-def own_experts(module: nn.Module) -> tuple[int, int, int] | None:
-    """First expert, their number and that of all experts of a ``GroupedLinear``; ``None`` for other modules."""
+def own_experts(module: nn.Module) -> ExpertRange | None:
+    """The experts of a ``GroupedLinear``; ``None`` for other modules."""
     if _te.kind_of(module) != "GroupedLinear":
         return None
-    binding = binding_of(module)
+    binding, count = binding_of(module), int(module.num_gemms)  # type: ignore[arg-type]
     experts = binding.experts if binding is not None else None
-    if experts is not None:
-        return experts.first, experts.count, experts.total
-    return 0, int(module.num_gemms), int(module.num_gemms)  # type: ignore[arg-type]
+    return experts if experts is not None else ExpertRange(0, count, count)
 
 
 def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
     """Where a module's own parameter lies in a grouped tensor; ``None`` for one that is a tensor of its own."""
     index = expert_index(name)  # a global one: under expert parallelism parameters are registered so
-    experts = own_experts(module) if index is not None else None
-    if experts is None or index is None:
+    if index is None or (experts := own_experts(module)) is None:
         return None
-    first, count, total = experts
-    if not first <= index < first + count:
+    if not experts.first <= index < experts.first + experts.count:
         raise CheckpointError(
             f"{type(module).__name__}.{name}",
-            expected=f"experts {first} to {first + count - 1} of {total}",
+            expected=f"experts {experts.first} to {experts.first + experts.count - 1} of {experts.total}",
             got=f"expert {index}",
             fix="do not register parameters of experts by hand",
         )
-    return ExpertPlace(index, total)
+    return ExpertPlace(index, experts.total)
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Modules by name, without what wrappers add."""
+    return {_torch.without_wrappers(name): module for name, module in model.named_modules()}
+
+
+def modules_with_extra_state(model: nn.Module) -> list[str]:
+    """Names of the modules whose state dict has an ``_extra_state`` entry, as all of TE's with parameters have."""
+    stock = torch.nn.Module.get_extra_state
+    modules = model.named_modules(remove_duplicate=False)
+    return [_torch.without_wrappers(name) for name, m in modules if type(m).get_extra_state is not stock]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Further names of tied parameters and buffers, each with the first name."""
+    first: dict[int, str] = {}
+    tied = {}
+    for named in (model.named_parameters, model.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            if first.setdefault(id(tensor), name) != name:
+                tied[_torch.without_wrappers(name)] = _torch.without_wrappers(first[id(tensor)])
+    return tied
 
 
 @dataclass
 class ModelState:
-    """What a model contributes to a checkpoint, or takes from one.
+    """What a model contributes to a checkpoint, or takes from one."""
 
-    Attributes:
-        owned: Parameters by name.
-        members: Parameters by the files' tensor that they are, or are part of. What follows goes by these names.
-        described: The manifest's ``parameters``.
-        buffers: The manifest's ``buffers``.
-        entries: Tensors by key.
-        keys: Keys of each tensor.
-        cut_blocks: Quantized parameters whose rectangles on this rank cut through blocks, when that was allowed; they
-            have no entries.
-    """
-
-    owned: dict[str, Owned]
+    owned: dict[int, Owned]  #: Parameters by their ``id``, as optimizers know them
+    #: Parameters by the files' tensor that they are, or are part of. What follows goes by these names.
     members: dict[str, list[Owned]] = field(default_factory=dict)
-    described: dict[str, dict[str, Any]] = field(default_factory=dict)
-    buffers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
-    keys: dict[str, list[str]] = field(default_factory=dict)
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``parameters``
+    buffers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``buffers``
+    entries: dict[str, Entry] = field(default_factory=dict)  #: Tensors by key
+    keys: dict[str, list[str]] = field(default_factory=dict)  #: Of each tensor
+    #: Quantized parameters whose blocks this rank's rectangles cut through, if that was allowed: without entries.
     cut_blocks: set[str] = field(default_factory=set)
-
-    def finish_loading(self, names: set[str]) -> None:
-        """Forget, or make anew, what quantized weights derived from the bytes that were replaced. Local operation."""
-        for owned in (one for name in names & self.members.keys() for one in self.members[name]):
-            local = owned.local
-            if _te.is_quantized(local):
-                local.derive_transposes() if owned.is_grouped else finish_writing(local)  # type: ignore[missing-attribute]
 
 
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
     """Entries and description of a model's parameters and persistent buffers. Local operation.
 
-    FSDP2 units are resharded: the entries are views of the sharded parameters.
-
-    Args:
-        model: The model.
-        may_cut_blocks: Whether a rank's rectangles may cut through blocks of a quantized weight, which then gets no
-            entries: it can be loaded through high precision, but not saved.
-
-    Raises:
-        CheckpointError: Parameters or buffers on meta.
-        PlacementError: A shard whose place in the original is unknown.
+    FSDP2 units are resharded: entries are views of the sharded parameters. If ``may_cut_blocks``, a quantized weight
+    may be cut through its blocks; it then gets no entries, and can be loaded through high precision, but not saved.
+    CheckpointError for tensors on meta, PlacementError for a shard whose place in the original is unknown.
     """
-    state = ModelState({owned.fqn: owned for owned in owned_parameters(model)})
-    for owned in state.owned.values():
-        state.members.setdefault(owned.key, []).append(owned)
-    buffers = list(_owned_buffers(model))
+    state = ModelState({id(owned.parameter): owned for owned in owned_parameters(model)})
+    buffers = owned_tensors(model, "_buffers")
     absent = [o.fqn for o in (*state.owned.values(), *buffers) if o.local.is_meta]
     if absent:
         raise CheckpointError(
@@ -311,31 +293,31 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
         )
     layouts = original_layouts(model)
     for owned in state.owned.values():
+        state.members.setdefault(owned.key, []).append(owned)
         layout = layouts.get(id(owned.module), {}).get(owned.name)
         if layout is None and binding_of(owned.module) is not None:
             layout = PLAIN
         _add_parameter(state, owned, layout, may_cut_blocks)
     for owned in buffers:
-        shape, dtype = owned.parameter.shape, owned.parameter.dtype
-        state.buffers[owned.fqn] = {"shape": list(shape), "dtype": dtype_name(dtype)}
-        info = owned.info
-        state.entries[f"model.{owned.fqn}"] = cut_entry(owned.local, info.original_shape, info.boxes)
-        state.keys[owned.fqn] = [f"model.{owned.fqn}"]
+        key, buffer = f"model.{owned.fqn}", owned.parameter
+        state.buffers[owned.fqn] = {"shape": list(buffer.shape), "dtype": dtype_name(buffer.dtype)}
+        state.entries[key] = owned.entry(owned.local)
+        state.keys[owned.fqn] = [key]
     return state
 
 
 def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
-    info, local, name = owned.info, owned.local, owned.key
+    local, name, shape = owned.local, owned.key, owned.info.original_shape
     is_grouped = owned.expert is not None or owned.is_grouped
     described: dict[str, Any] = {
-        "shape": list(owned.entry(Entry(info.original_shape, local.dtype, ())).shape),
+        "shape": [*shape] if owned.expert is None else [owned.expert.total, *shape],
         "dtype": dtype_name(owned.parameter.dtype),
         "layout": GROUPED if is_grouped else str(layout) if layout is not None else None,
+        "format": None,
     }
     entries: dict[str, Entry] = {}
     if not _te.is_quantized(local):
-        described["format"] = None
-        entries[f"model.{name}"] = owned.entry(cut_entry(local, info.original_shape, info.boxes))
+        entries[f"model.{name}"] = owned.entry(local)
     else:
         described |= _describe_quantized(owned)
         try:
@@ -359,39 +341,14 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
         )
 
 
-def modules_with_extra_state(model: nn.Module) -> list[str]:
-    """Names of the modules whose state dict has an ``_extra_state`` entry, as all of TE's with parameters have."""
-    stock = torch.nn.Module.get_extra_state
-    modules = model.named_modules(remove_duplicate=False)
-    return [clean_name("", prefix) for prefix, m in modules if type(m).get_extra_state is not stock]
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and buffers, each with the first name."""
-    first: dict[int, str] = {}
-    tied = {}
-    for named in (model.named_parameters, model.named_buffers):
-        for name, tensor in named(remove_duplicate=False):
-            if first.setdefault(id(tensor), name) != name:
-                tied[clean_name("", name)] = clean_name("", first[id(tensor)])
-    return tied
-
-
 def _describe_quantized(owned: Owned) -> dict[str, Any]:
-    """The manifest's ``format`` and ``components`` of a quantized parameter. Local operation.
-
-    Raises:
-        CheckpointError: Its components do not give its values.
-        PlacementError: An option of its format under which they would give others.
-    """
-    local: Any = owned.local
-    one = local
+    """The manifest's ``format`` and ``components`` of a quantized parameter; raises if these do not give its values."""
+    one: Any = owned.local
     if owned.is_grouped:
-        # A rank that holds no expert has none to describe.
-        shape = (1, *owned.info.original_shape[1:])
-        held = (
-            local.experts or empty_experts(shape, _te.quantizer_of(local), local.dtype, local.device).experts
-        )
+        held = one.experts
+        if not held:  # a rank that holds no expert has none to describe
+            shape = (1, *owned.info.original_shape[1:])
+            held = empty_experts(shape, _te.quantizer_of(one), one.dtype, one.device).experts
         one = held[0]
     names = sorted(component.name for component in components_of(one, owned.fqn))
     described = describe_format(one, owned.fqn)
@@ -401,16 +358,11 @@ def _describe_quantized(owned: Owned) -> dict[str, Any]:
 
 
 def _quantized_entries(owned: Owned) -> dict[str, Entry]:
-    """Entries of a quantized parameter's components, by file key: views of its buffers. Local operation.
-
-    Raises:
-        PlacementError: A rank's rectangle cuts through blocks.
-    """
+    """Entries of a quantized parameter's components: views of its buffers. PlacementError where blocks are cut."""
     entries: dict[str, Entry] = {}
     local: Any = owned.local
     for part in owned.parts():
-        one = local if part.index is None else local.experts[part.index]
-        for component in components_of(one, owned.fqn):
+        for component in components_of(local if part.index is None else local.experts[part.index], owned.fqn):
             entry = whole_entry(component.tensor)
             if component.block is not None:
                 rectangles = component.boxes(part.boxes, owned.fqn, part.original)
@@ -420,20 +372,71 @@ def _quantized_entries(owned: Owned) -> dict[str, Entry]:
     return entries
 
 
-def mesh_sizes(model: nn.Module) -> dict[str, int]:
-    """World size and the axes of the widest mesh among a model's parameters."""
-    # By identity: to compare meshes takes longer than all else here, and parameters are many.
-    meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}.values()
-    stage = stage_of(model)
-    sizes = {"ranks": world_size()} | ({} if stage is None else {"pp": stage.across.size()})
-    if meshes:
-        mesh = max(meshes, key=lambda m: m.ndim)
-        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
-        sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
-    # No weight lies on the expert-parallel axis: its ranks hold different ones.
-    expert_meshes = [
-        b.ep_mesh for b in map(binding_of, model.modules()) if b is not None and b.ep_mesh is not None
-    ]
-    if expert_meshes:
-        sizes["ep"] = int(expert_meshes[0].size())
-    return sizes
+# --- delayed scaling's state: plain tensors, of all GEMMs of a module side by side, in a file those of all experts
+
+
+def delayed_modules(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
+    """Modules that have delayed scaling's state, and the state, by name. Local operation."""
+    states = ((name, m, _te.delayed_states(m)) for name, m in modules_of(model).items())
+    return {name: (module, found) for name, module, found in states if found is not None}
+
+
+def of_all_gemms(module: nn.Module, recipe: dict[str, Any]) -> dict[str, Any]:
+    """A described recipe, with the GEMMs of all experts."""
+    experts = own_experts(module)
+    return recipe if experts is None else {**recipe, "num_gemms": experts.total}
+
+
+def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
+    """Description and copies of delayed scaling's state. Local operation."""
+    described: dict[str, Any] = {}
+    entries: dict[str, Entry] = {}
+    for name, (module, states) in delayed_modules(model).items():
+        described[name] = of_all_gemms(module, _te_modules.describe_delayed_recipe(module))
+        for key, entry in _delayed_entries(name, module, states):
+            copies = tuple(Piece(piece.offsets, piece.tensor.clone()) for piece in entry.pieces)
+            entries[key] = Entry(entry.shape, entry.dtype, copies)
+    return described, entries
+
+
+def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:
+    """Entries of the described modules' live delayed-scaling state, made where there is none."""
+    modules, entries = modules_of(model), {}
+    for name, recipe in described.items():
+        module, experts = modules[name], own_experts(modules[name])
+        own = recipe if experts is None else {**recipe, "num_gemms": experts.count}
+        entries |= dict(_delayed_entries(name, module, _te_modules.make_delayed_states(module, own)))
+    return entries
+
+
+def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> Iterator[tuple[str, Entry]]:
+    """A module's scales ``(tensors,)`` and histories ``(steps, tensors)``, or its experts' part of them."""
+    experts = own_experts(module) or ExpertRange(0, 1, 1)
+    for key, state in states.items():
+        for what in ("scale", "amax_history"):
+            tensor = getattr(state, what).detach()
+            each = tensor.shape[-1] // experts.count
+            shape = (*tensor.shape[:-1], each * experts.total)
+            at = (0,) * (tensor.ndim - 1) + (each * experts.first,)
+            yield f"delayed.{name}:{key}.{what}", Entry(shape, tensor.dtype, (Piece(at, tensor),))
+
+
+def share_newest_amax(entries: dict[str, Entry], mesh: DeviceMesh | None = None) -> None:
+    """Give copied histories the maximum over ranks in their newest row. Collective over a mesh, or the world.
+
+    Between a step and the next forward that row holds what each rank saw alone (the optimizer quantizes shards). TE
+    takes the maximum over ranks before it reads the row, so that the maximum on all ranks is the same state.
+    """
+    histories = [e for key, e in entries.items() if key.endswith("amax_history") and not e.is_empty]
+    if not histories or world_size() == 1:
+        return
+    pieces = [entry.pieces[0] for entry in histories]
+    # Amaxes are not negative: zeros stand for the experts of other ranks.
+    newest = pieces[0].tensor.new_zeros(sum(entry.shape[1] for entry in histories))
+    rows = newest.split([entry.shape[1] for entry in histories])
+    own = [row.narrow(0, p.offsets[1], p.tensor.shape[1]) for row, p in zip(rows, pieces, strict=True)]
+    for row, piece in zip(own, pieces, strict=True):
+        row.copy_(piece.tensor[0])
+    maximum(newest, mesh)
+    for row, piece in zip(own, pieces, strict=True):
+        piece.tensor[0] = row

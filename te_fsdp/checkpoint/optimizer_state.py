@@ -7,6 +7,7 @@ through copies and casts. State that is missing at load is allocated, by no step
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from te_fsdp.checkpoint.entries import (
     per_expert,
     whole_entry,
 )
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import cut_boxes
@@ -35,59 +36,42 @@ from te_fsdp.sharding.main_weights import initialize_fused_adam
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from te_fsdp.sharding.outer_shards import OptimizerShard
-
 #: The manifest's description of states, by name.
 States = dict[str, dict[str, Any]]
 
 
 @dataclass
 class OptimizerState:
-    """What an optimizer contributes to a checkpoint.
+    """What an optimizer contributes to a checkpoint."""
 
-    Attributes:
-        described: The manifest's ``optimizer``, without the states in ``experts``.
-        entries: Tensors by key.
-        experts: States of parameters of single experts, by the name of the tensor of all. Each rank has its own
-            experts, and some of these may have no state.
-    """
-
-    described: dict[str, Any]
-    entries: dict[str, Entry]
+    described: dict[str, Any]  #: The manifest's ``optimizer``, without the states in ``experts``
+    entries: dict[str, Entry]  #: Tensors by key
+    #: States of parameters of single experts, by the name of the tensor of all. Each rank has its own experts, and some
+    #: of these may have no state.
     experts: dict[str, States] = field(default_factory=dict)
 
     def complete(self, experts: dict[str, States], members: dict[str, list[Owned]]) -> None:
-        """Take the states of all ranks' experts; what an expert here lacks becomes zeros. Local operation.
-
-        Args:
-            experts: From :func:`join_ranks_experts`.
-            members: This rank's parameters by the name of the files' tensor.
-        """
+        """Take :func:`join_ranks_experts`; what an expert here (:class:`ModelState`) lacks becomes zeros. Local."""
         self.described["state"] |= experts
         for name, states in experts.items():
-            for owned in members.get(name, []):
-                index = None if owned.expert is None else owned.expert.index
-                for key, described in states.items():
-                    if "dtype" in described and index is not None and index not in described["experts"]:
-                        add_entry(self.entries, f"optimizer.state.{name}.{key}", _zeros(described, owned))
-
-
-def _zeros(described: dict[str, Any], owned: Owned) -> Entry:
-    """Entry of a state that an expert does not have."""
-    shape, dtype = described["shape"][1:], getattr(torch, described["dtype"])
-    if described["scalar"]:
-        return owned.entry(whole_entry(torch.zeros(shape, dtype=dtype, device="cpu")))
-    info = owned.info
-    local = torch.zeros(info.local_shape, dtype=dtype, device=owned.local.device)
-    return owned.entry(cut_entry(local, info.original_shape, info.boxes))
+            for owned, (key, described) in itertools.product(members.get(name, []), states.items()):
+                if (
+                    "dtype" not in described
+                    or owned.expert is None
+                    or owned.expert.index in described["experts"]
+                ):
+                    continue
+                dtype, device = getattr(torch, described["dtype"]), owned.local.device
+                if described["scalar"]:
+                    number = whole_entry(torch.zeros(described["shape"][1:], dtype=dtype, device="cpu"))
+                    entry = owned.expert.lift(number)
+                else:
+                    entry = owned.entry(torch.zeros(owned.info.local_shape, dtype=dtype, device=device))
+                add_entry(self.entries, f"optimizer.state.{name}.{key}", entry)
 
 
 def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
-    """The states of the experts of all ranks, from each rank's :attr:`OptimizerState.experts`.
-
-    Raises:
-        CheckpointError: Experts of one layer with states of different kinds.
-    """
+    """The states of all ranks' experts, of each rank's; CheckpointError where those of one layer differ in kind."""
     joined: dict[str, States] = {}
     for experts in seen:
         for name, states in experts.items():
@@ -95,21 +79,15 @@ def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
     return {name: joined[name] for name in sorted(joined)}
 
 
-def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerState:
-    """Entries and description of an optimizer's state. Local operation.
+def optimizer_state(optimizer: Optimizer, owned: dict[int, Owned]) -> OptimizerState:
+    """Entries and description of an optimizer's state, given the model's parameters. Local operation.
 
-    Args:
-        optimizer: Its parameters are the model's (checked by the caller).
-        owned: The model's parameters by name.
-
-    Raises:
-        CheckpointError: State that has no place in the original parameter, or options that cannot be stored.
+    CheckpointError for state without a place in the original parameter, and options that cannot be stored.
     """
-    by_id = {id(o.parameter): o for o in owned.values()}
     found = OptimizerState({}, {})
     states: dict[str, States] = {}
     for parameter, state in optimizer.state.items():
-        one = by_id.get(id(parameter))
+        one = owned.get(id(parameter))
         if one is None:
             raise CheckpointError(
                 f"{type(optimizer).__name__}: state of a parameter that the model does not have",
@@ -129,8 +107,8 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
                 described = of_all_experts(described, one.expert, one.info.original_shape)
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
-                add_entry(found.entries, label, one.entry(entry))
-    groups = describe_groups(optimizer, {number: o.key for number, o in by_id.items()})
+                add_entry(found.entries, label, entry if one.expert is None else one.expert.lift(entry))
+    groups = describe_groups(optimizer, {number: one.key for number, one in owned.items()})
     found.described = {"class": type(optimizer).__name__, "groups": groups, "state": states}
     return found
 
@@ -138,12 +116,8 @@ def optimizer_state(optimizer: Optimizer, owned: dict[str, Owned]) -> OptimizerS
 def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
     """Names and options of the groups; the experts of a layer are one name. Local operation.
 
-    Args:
-        optimizer: Its groups are read.
-        names: Of the files' tensors, by the parameters' ``id``.
-
-    Raises:
-        CheckpointError: Options that cannot be stored, or experts of one layer in several groups.
+    ``names`` are those of the files' tensors, by the parameters' ``id``. CheckpointError for options that cannot be
+    stored, and for experts of one layer in several groups.
     """
     groups: list[dict[str, Any]] = []
     where: dict[str, int] = {}
@@ -167,15 +141,10 @@ def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[st
 
 
 def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], Entry | None]:
-    """Description and entry of one state value. Local operation.
+    """Description and entry of a state value of a parameter, for its own tensor. Local operation.
 
-    Args:
-        key: File key.
-        value: The value: a tensor, or a plain one, which goes into the manifest and has no entry.
-        owned: The parameter that it belongs to; shape and entry are those of its own tensor.
-
-    Raises:
-        CheckpointError: It has no known place in the original parameter.
+    ``key`` is the file key. A plain value goes into the manifest, and has no entry. CheckpointError for one without a
+    known place in the original parameter.
     """
     if not isinstance(value, torch.Tensor):
         return {"value": encode(value, key)[0]}, None
@@ -205,12 +174,7 @@ def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], 
 
 
 def check_scaled_state(optimizer: Optimizer) -> None:
-    """Refuse FusedAdam's state with scales of its own.
-
-    Raises:
-        CheckpointError: Names the options; each shard has another scale, and TE keeps it outside of the
-        state.
-    """
+    """CheckpointError for FusedAdam's state with scales: of each shard, which TE keeps outside of the state."""
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     scaled = {k: dtype_name(d) for k, d in dtypes.items() if d in (torch.float16, torch.uint8)}
     if not getattr(optimizer, "master_weights", True):
@@ -225,14 +189,13 @@ def check_scaled_state(optimizer: Optimizer) -> None:
 
 
 def compare_optimizer(
-    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned]
+    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, Owned]
 ) -> None:
     """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
     name = type(optimizer).__name__
     if saved["class"] != name:
         found.add_optimizer(f"optimizer: saved {saved['class']}, this one is {name}")
-    names = {id(o.parameter): o.key for o in owned.values()}
-    here = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    here = [{owned[id(p)].key for p in group["params"]} for group in optimizer.param_groups]
     there = [set(group["parameters"]) for group in saved["groups"]]
     if len(here) != len(there):
         found.add_optimizer(f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS)
@@ -295,48 +258,41 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
             expected.pop(MAIN, None)
             expected |= {MAIN: "float32"} if is_low(parameter) else {}
         return expected
-    present = optimizer.state.get(parameter)
+    present = optimizer.state.get(parameter, {})
     if is_cut and not is_low(parameter):
         saved = {key: described for key, described in saved.items() if key != MAIN}
-    if not present:
-        return dict.fromkeys(saved)
-    tensors = {k: dtype_name(v.dtype) for k, v in present.items() if isinstance(v, torch.Tensor)}
     # What torch makes only when it is needed (amsgrad, momentum) may come with the checkpoint.
-    return {**dict.fromkeys(saved), **{k: d for k, d in tensors.items() if k in saved}}
+    return {k: dtype_name(v.dtype) if isinstance(v := present.get(k), torch.Tensor) else None for k in saved}
 
 
 def prepare_loading(
-    optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned], weights: States, leave: set[str]
-) -> tuple[dict[str, Entry], set[str]]:
-    """Make the optimizer's state as saved: allocate what is missing, drop what was not there.
+    optimizer: Optimizer, manifest: Manifest, owned: dict[int, Owned], leave: set[str]
+) -> tuple[dict[str, Entry], dict[str, torch.Tensor | None]]:
+    """Make the state of an optimizer that was compared as saved: allocate what is missing, drop what was not there.
 
-    Local operation; no step is made.
-
-    Args:
-        optimizer: Compared with ``saved`` before.
-        saved: The manifest's ``optimizer``.
-        owned: The model's parameters by name.
-        weights: The manifest's ``parameters``.
-        leave: Tensors whose state is left as it is.
-
-    Returns:
-        Entries of the live state tensors, still to be filled, and the names of parameters with a main weight among
-        them.
+    Local operation; no step is made. The state of the tensors to ``leave`` stays as it is. Gives entries of the live
+    state tensors, still to be filled; and by the names of parameters with a main weight among them its local tensor, if
+    that is in fp32, and of all that the parameter holds.
     """
-    by_id = {id(o.parameter): o for o in owned.values()}
+    assert manifest.optimizer is not None
     entries: dict[str, Entry] = {}
-    mains: set[str] = set()
+    mains: dict[str, torch.Tensor | None] = {}
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-        one = by_id[id(parameter)]
+        one = owned[id(parameter)]
         if one.key in leave:
             continue
-        states = _own_states(saved, one)
+        states = _own_states(manifest.optimizer, one)
         if not states:
-            _forget_state(optimizer, parameter)
+            state = optimizer.state.pop(parameter, {})
+            # The main weight of an optimizer that cannot make it anew is kept, to be set later.
+            if MAIN in state and not hasattr(optimizer, "initialize_state"):
+                optimizer.state[parameter][MAIN] = state[MAIN]
             continue
-        fresh = _fresh_state(optimizer, one, states, weights[one.key])
+        fresh = _fresh_state(optimizer, one, states, manifest.parameters[one.key]["dtype"])
         if MAIN in fresh:
-            mains.add(one.fqn)
+            main = _torch.local_of(fresh[MAIN])
+            is_whole = optimizer_shard_in(optimizer, parameter) is None
+            mains[one.fqn] = main if is_whole and main.dtype == torch.float32 else None
         for key, value in fresh.items():
             label, at = f"optimizer.state.{one.key}.{key}", states[key].get("at")
             entry = describe_state(label, value, one)[1]
@@ -345,10 +301,8 @@ def prepare_loading(
     return entries, mains
 
 
-def _fresh_state(
-    optimizer: Optimizer, owned: Owned, states: States, weight: dict[str, Any]
-) -> dict[str, Any]:
-    """Give a parameter the described state, with memory that is still to be filled."""
+def _fresh_state(optimizer: Optimizer, owned: Owned, states: States, weight_dtype: str) -> dict[str, Any]:
+    """Give a parameter, whose weight was saved in a dtype, the described state, with memory still to be filled."""
     parameter, whole = owned.parameter, owned.info.original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
     initialize_fused_adam(optimizer, parameter)
@@ -357,98 +311,76 @@ def _fresh_state(
     for key, described in states.items():
         if key not in expected:
             continue
-        wanted: dict[str, Any] = {**described, "dtype": expected[key] or described.get("dtype")}
-        if tuple(wanted.get("shape", ())) == whole:
-            if expected[key] is None and described["dtype"] == weight["dtype"] and key != "step":
+        if "dtype" not in described and expected[key] is None:
+            fresh[key] = decode(described["value"], {})
+            continue
+        shape, dtype = tuple(described["shape"]), expected[key] or described["dtype"]
+        if shape == whole:
+            if expected[key] is None and dtype == weight_dtype and key != "step":
                 # torch's optimizers keep state in the dtype of what they update: the main weight, or the weight.
                 updated = present.get(MAIN)
-                wanted["dtype"] = dtype_name(parameter.dtype if updated is None else updated.dtype)
-            wanted["shape"] = tuple(parameter.shape)
-        fresh[key] = _slot(wanted, parameter, present.get(key), optimizer_shard_in(optimizer, parameter))
+                dtype = dtype_name(parameter.dtype if updated is None else updated.dtype)
+            shape = tuple(parameter.shape)
+        fresh[key] = _slot(optimizer, parameter, present.get(key), shape, getattr(torch, dtype))
     kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
     present.clear()
     present.update(fresh | kept)
     return fresh
 
 
-def _forget_state(optimizer: Optimizer, parameter: torch.nn.Parameter) -> None:
-    """Drop a parameter's state; the main weight of an optimizer that cannot make it anew is kept, to be set later."""
-    state = optimizer.state.pop(parameter, {})
-    if MAIN in state and not hasattr(optimizer, "initialize_state"):
-        optimizer.state[parameter][MAIN] = state[MAIN]
-
-
 def _slot(
-    described: dict[str, Any], parameter: torch.Tensor, present: Any, chunk: OptimizerShard | None
+    optimizer: Optimizer, parameter: torch.Tensor, present: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
-    """The value that is there if it fits, else a new one of the described kind."""
-    if described["dtype"] is None:
-        return decode(described["value"], {})
-    shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
+    """The value that is there if it fits, else a new one."""
     if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
         return present
     if shape != tuple(parameter.shape):
         return torch.zeros(shape, dtype=dtype, device="cpu")  # restore_groups takes it to where it belongs
+    chunk = optimizer_shard_in(optimizer, parameter)
     if chunk is not None:
         return chunk.distributed(torch.zeros(chunk.shape, dtype=dtype, device=parameter.device))
     own = _torch.local_of(parameter)
-    local = torch.zeros(own.shape, dtype=dtype, device=parameter.device)
-    if not _te.is_quantized(own):
+    if _te.is_quantized(own):
+        local = torch.zeros(own.shape, dtype=dtype, device=parameter.device)
+    else:
         # As torch's optimizers make it: kernels for many tensors at once want the strides of the parameter.
         local = torch.zeros_like(own, dtype=dtype, memory_format=torch.preserve_format)
     return _torch.placed_like(local, parameter)
 
 
 def restore_groups(
-    optimizer: Optimizer, saved: dict[str, Any], owned: dict[str, Owned], loaded: set[str]
+    optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, Owned], loaded: set[str]
 ) -> list[int]:
     """Give every group its saved options; what is neither saved nor a default of the optimizer is removed.
 
-    Args:
-        optimizer: Its groups are changed in place.
-        saved: The manifest's ``optimizer``.
-        owned: The model's parameters by name.
-        loaded: Tensors whose state was loaded.
-
-    Returns:
-        Groups whose options were left: their loaded parameters come from several saved groups, or from none, so that
-        no saved options are theirs.
+    ``loaded`` are the tensors whose state was loaded. Gives the groups whose options were left: their loaded parameters
+    come from several saved groups, or from none, so that no saved options are theirs. Local operation, in place.
     """
-    names = {id(o.parameter): o.key for o in owned.values()}
     where = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
     same_number = len(saved["groups"]) == len(optimizer.param_groups)
     left = []
     for index, group in enumerate(optimizer.param_groups):
-        mine = {names[id(p)] for p in group["params"]} & loaded
-        sources = {where[name] for name in mine}
+        sources = {where[name] for name in {owned[id(p)].key for p in group["params"]} & loaded}
         if same_number and sources <= {index}:
             sources = {index}
         if len(sources) == 1:
-            _restore_group(optimizer, group, saved["groups"][sources.pop()])
+            options = decode(saved["groups"][sources.pop()]["options"], {})
+            for key in set(group) - set(options) - set(optimizer.defaults) - {"params", "param_names"}:
+                del group[key]
+            for key, value in options.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)  # captured graphs refer to this tensor
+                else:
+                    group[key] = value
         else:
             left.append(index)
-        _place_numbers(optimizer, group)
+        # Steps and the like lie on the device if the options, which may have come with the checkpoint, want them there:
+        # torch's rule for "step". On the host or not, kernels without these options take them.
+        if not (group.get("capturable") or group.get("fused")):
+            continue
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != parameter.shape:
+                    state[key] = value.to(parameter.device)
     return left
-
-
-def _place_numbers(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Steps and the like on the device, if the options, which may have come with the checkpoint, want them there."""
-    # torch's rule for "step": on the host unless the optimizer is capturable or fused.
-    if not (group.get("capturable") or group.get("fused")):
-        return  # on the host or not, the other kernels take them
-    for parameter in group["params"]:
-        state = optimizer.state.get(parameter, {})
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1 and value.shape != parameter.shape:
-                state[key] = value.to(parameter.device)
-
-
-def _restore_group(optimizer: Optimizer, group: dict[str, Any], then: dict[str, Any]) -> None:
-    options = decode(then["options"], {})
-    for key in set(group) - set(options) - set(optimizer.defaults) - {"params", "param_names"}:
-        del group[key]
-    for key, value in options.items():
-        if isinstance(group.get(key), torch.Tensor):
-            group[key].fill_(value)  # captured graphs refer to this tensor
-        else:
-            group[key] = value

@@ -1,5 +1,7 @@
 """What is read for a load: rectangles of the files' tensors, each checked, and kept on the host until it is copied.
 
+A weight of another dtype or format goes through high precision (:class:`Conversion`).
+
 The index says what lies where (:mod:`te_fsdp.checkpoint.index`). Reading is ours: DCP's reader takes a piece from its
 file once for each rectangle, checks nothing, and writes into the model as it goes.
 
@@ -16,22 +18,31 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
+from te_fsdp import _te
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import HostMemory, aligned, threads_here
 from te_fsdp.checkpoint.directory import damaged
-from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
+from te_fsdp.checkpoint.model_state import Owned, Part
 from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, open_checked, runs
 from te_fsdp.errors import CheckpointError
-from te_fsdp.layout import slices
+from te_fsdp.layout import Box, slices
+from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
+from te_fsdp.quantized.shards import quantize_whole
+from te_fsdp.sharding.main_parameters import MAIN
+
+if TYPE_CHECKING:
+    from te_fsdp._te_formats import Block
 
 #: A part of a tensor of the files: its key, where it begins, its shape.
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -50,6 +61,10 @@ _MOST_RANKS = 64
 _COMMON = ("model.", "optimizer.", "delayed.")
 
 
+#: Where a conversion's values come from that are those of the saved optimizer's main weight.
+MAIN_WEIGHTS = "main weights"
+
+
 def rectangle(key: str, piece: Piece) -> Rectangle:
     """What of a tensor of the files a piece holds."""
     return key, tuple(piece.offsets), tuple(piece.tensor.shape)
@@ -57,14 +72,11 @@ def rectangle(key: str, piece: Piece) -> Rectangle:
 
 @dataclass
 class Staged:
-    """What was read for a load, on the host, until it has been copied to where it belongs.
+    """What was read for a load, on the host, until it has been copied to where it belongs."""
 
-    Attributes:
-        parts: By rectangle: where each part of it begins, and its values.
-        uses: How often each rectangle is still wanted. With the last copy its memory is freed.
-    """
-
+    #: By rectangle: where each part of it begins, and its values.
     parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
+    #: How often each rectangle is still wanted. With the last copy its memory is freed.
     uses: Counter[Rectangle] = field(default_factory=Counter)
 
     def expect(self, places: Iterable[Rectangle]) -> list[Rectangle]:
@@ -126,10 +138,7 @@ def read_stored(
     """Read rectangles from the files of a directory into ``into``. Local operation; each byte is read once.
 
     The manifest says what the files must be, the index what lies where. A plain directory's files are not in its
-    manifest: ``names`` are their keys by ours.
-
-    Raises:
-        CheckpointError: Files that are not as they were saved, or that lack something.
+    manifest: ``names`` are their keys by ours. CheckpointError for files that are not as saved, or lack something.
     """
     by_file = pieces_to_read(path, manifest, index, wanted, names)
     path = manifest.at(path)
@@ -251,51 +260,58 @@ class Share:
     """What one rank reads of what it and others want, and what it gets from them: messages of rectangles.
 
     Sent is from rank to rank over our own gloo group; in the k-th turn each sends to the k-th one after it.
-
-    Attributes:
-        ranks: The world.
-        members: Those that want the same, in ascending order.
-        own: What this rank reads: its part, and what it alone wants.
-        dtypes: Of the tensors of the files, by key.
-        sent: Messages of each member.
-        received: Memory for the other members' messages, by member.
     """
 
-    ranks: Ranks
-    members: list[int]
-    own: list[Rectangle]
-    dtypes: Mapping[str, torch.dtype]
-    sent: list[list[list[Rectangle]]] = field(default_factory=list)
-    received: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    ranks: Ranks  #: The world
+    members: list[int]  #: Ranks that want the same, in ascending order
+    own: list[Rectangle]  #: What this rank reads: its part, and what it alone wants
+    dtypes: Mapping[str, torch.dtype]  #: Of the tensors of the files, by key
+    #: Messages by the member that sends them.
+    sent: dict[int, list[list[Rectangle]]] = field(default_factory=dict)
+    received: dict[int, list[torch.Tensor]] = field(default_factory=dict)  #: Memory for those of the others
 
     @classmethod
     def of(cls, ranks: Ranks, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]) -> Share:
         """Find who wants the same as this rank. Collective over the ranks: a round of small messages."""
         common = [place for place in wanted if place[0].startswith(_COMMON) and place[0] in dtypes]
-        members = ranks.round(lambda: digest(repr(common)), _alike)
-        share = cls(ranks, members, wanted, dtypes)
-        if len(members) > 1:
-            parts, rest = share._divide(common), set(wanted) - set(common)
-            share.own = [*parts[members.index(ranks.rank)], *(place for place in wanted if place in rest)]
-            share.sent = [share._messages(part) for part in parts]
+        share = cls(ranks, ranks.round(lambda: digest(repr(common)), _alike), wanted, dtypes)
+        if len(share.members) > 1:
+            share._divide(common)
+            rest = set(wanted) - set(common)
+            share.own = [*chain(*share.sent[ranks.rank]), *(place for place in wanted if place in rest)]
         return share
+
+    def _divide(self, places: list[Rectangle]) -> None:
+        """Parts of about as many bytes, each in the order of the whole: neighbours lie side by side in the files."""
+        sizes, count = [self._bytes_of(place) for place in places], len(self.members)
+        total, before, room = max(1, sum(sizes)), 0, 0
+        self.sent = {member: [] for member in self.members}
+        for place, size in zip(places, sizes, strict=True):
+            messages = self.sent[self.members[min(count - 1, (before + size // 2) * count // total)]]
+            room += aligned(size)
+            if not messages or room > _MESSAGE:
+                messages.append([])
+                room = aligned(size)
+            messages[-1].append(place)
+            before += size
 
     def provide(self) -> None:
         """Have memory for what others send. Local operation; may fail, so that all ranks must hear of it."""
         memory = HostMemory()
-        for member, messages in zip(self.members, self.sent, strict=False):
+        for member, messages in self.sent.items():
             if member != self.ranks.rank:
-                self.received[member] = [memory.take(sum(map(self._room, message))) for message in messages]
+                self.received[member] = [memory.take(self._room(message)) for message in messages]
 
     def exchange(self, staged: Staged) -> None:
-        """Send what this rank has read to the others, and take theirs. Collective over the members.
-
-        Raises:
-            CheckpointError: A rank has died.
-        """
+        """Send what this rank has read, and take what the others have; CheckpointError if one has died. Collective."""
         count, me = len(self.members), self.members.index(self.ranks.rank)
-        for number in range(max(map(len, self.sent), default=0)):
-            packed = [self._pack(message, staged) for message in self.sent[me][number : number + 1]]
+        for number in range(max(map(len, self.sent.values()), default=0)):
+            packed = []
+            for message in self.sent[self.ranks.rank][number : number + 1]:
+                packed.append(torch.empty(self._room(message), dtype=torch.uint8, device="cpu"))
+                for place, view in self._views(message, packed[0]):
+                    for offsets, values in staged.parts[place]:
+                        view[slices(offsets, values.shape)].copy_(values)
             for turn in range(1, count):
                 source = self.members[(me - turn) % count]
                 theirs = self.received[source][number : number + 1]
@@ -308,61 +324,118 @@ class Share:
                 except RuntimeError as lost:  # gloo's
                     raise CheckpointError(f"rank {self.ranks.rank} lost another rank: {lost}") from lost
         for member, memory in self.received.items():
-            for message, data in zip(self.sent[self.members.index(member)], memory, strict=True):
+            for message, data in zip(self.sent[member], memory, strict=True):
                 for place, view in self._views(message, data):
                     staged.parts[place] = [((0,) * len(place[1]), view)]
         self.received.clear()  # the memory goes with the last tensor in it
-
-    def _pack(self, message: list[Rectangle], staged: Staged) -> torch.Tensor:
-        data = torch.empty(sum(map(self._room, message)), dtype=torch.uint8, device="cpu")
-        for place, view in self._views(message, data):
-            for offsets, values in staged.parts[place]:
-                view[slices(offsets, values.shape)].copy_(values)
-        return data
 
     def _views(
         self, message: list[Rectangle], data: torch.Tensor
     ) -> Iterator[tuple[Rectangle, torch.Tensor]]:
         """The rectangles of a message, as tensors in its memory."""
-        for place, part in zip(message, data.split([*map(self._room, message)]), strict=True):
-            yield place, part[: self._bytes_of(place)].view(self.dtypes[place[0]]).view(place[2])
+        begin = 0
+        for place in message:
+            part = data[begin : begin + self._bytes_of(place)]
+            yield place, part.view(self.dtypes[place[0]]).view(place[2])
+            begin += aligned(len(part))
 
     def _bytes_of(self, place: Rectangle) -> int:
         return math.prod(place[2]) * self.dtypes[place[0]].itemsize
 
-    def _room(self, place: Rectangle) -> int:
-        return aligned(self._bytes_of(place))
-
-    def _divide(self, places: list[Rectangle]) -> list[list[Rectangle]]:
-        """Parts of about as many bytes, each in the order of the whole: neighbours lie side by side in the files."""
-        sizes, count = [self._bytes_of(place) for place in places], len(self.members)
-        parts: list[list[Rectangle]] = [[] for _ in range(count)]
-        total, before = max(1, sum(sizes)), 0
-        for place, size in zip(places, sizes, strict=True):
-            parts[min(count - 1, (before + size // 2) * count // total)].append(place)
-            before += size
-        return parts
-
-    def _messages(self, places: list[Rectangle]) -> list[list[Rectangle]]:
-        messages: list[list[Rectangle]] = []
-        size = 0
-        for place in places:
-            size += self._room(place)
-            if not messages or size > _MESSAGE:
-                messages.append([])
-                size = self._room(place)
-            messages[-1].append(place)
-        return messages
+    def _room(self, message: list[Rectangle]) -> int:
+        return sum(aligned(self._bytes_of(place)) for place in message)
 
 
 def _alike(seen: list[int]) -> list[list[int]]:
     """For each rank those with its number, at most so many that each still reads much of it."""
-    alike: dict[int, list[int]] = {}
+    alike: dict[tuple[int, int], list[int]] = {}
+    counts: Counter[int] = Counter()
+    found = []
     for rank, number in enumerate(seen):
-        alike.setdefault(number, []).append(rank)
-    place: dict[int, list[int]] = {}
-    for ranks in alike.values():
-        for first in range(0, len(ranks), _MOST_RANKS):
-            members = ranks[first : first + _MOST_RANKS]
-            place |= dict.fromkeys(members, members)
-    return [place[rank] for rank in range(len(seen))]
+        found.append(alike.setdefault((number, counts[number] // _MOST_RANKS), []))
+        found[-1].append(rank)
+        counts[number] += 1
+    return found
+
+
+# --- weights that do not go from file to model as they are
+
+
+@dataclass
+class Conversion:
+    """One parameter on its way through high precision, then one rounding or quantization.
+
+    Its values are, best first, the fp32 main weights of the checkpoint's optimizer, of which the saved weights are
+    roundings; the saved values, where the weight was saved in high precision; the saved components of a quantized
+    weight, dequantized. Of these a rank reads the blocks that cover its rectangles, which may cut through blocks.
+    """
+
+    owned: Owned
+    source: str  #: Where the values come from, in words
+    format: str = ""  #: Of the saved parameter
+    key: str = ""  #: File key of the values; empty for components
+    #: Components that give the values, with their blocks.
+    needed: dict[str, Block] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, owned: Owned, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
+        """Of a parameter, as saved with or without optimizer state; CheckpointError for components without values."""
+        main = states.get(MAIN, {})
+        has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
+        if has_main and per_expert(main, owned.expert) is not None:
+            return cls(owned, MAIN_WEIGHTS, key=f"optimizer.state.{owned.key}.{MAIN}")
+        if saved["format"] is None:
+            return cls(owned, "saved values", key=f"model.{owned.key}")
+        needed = needed_components(saved["format"], saved["components"], owned.fqn)
+        return cls(owned, "dequantized values", saved["format"], needed=needed)
+
+    def reads(self) -> list[Rectangle]:
+        """What of the files' tensors gives the values. Local operation."""
+        if self.key:
+            pieces = self.owned.entry(torch.empty(self.owned.local.shape, device="meta")).pieces
+            return [rectangle(self.key, piece) for piece in pieces]
+        return [place for _, _, places in self._boxes() for place in places.values()]
+
+    def value(self, staged: Staged) -> torch.Tensor:
+        """The values, float32 of the local shape, of what was read. Local operation."""
+        value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
+        if self.key:
+            staged.fill({self.key: self.owned.entry(value)})
+            return value
+        for part, box, places in self._boxes():
+            read = {name: staged.new(place, value.device) for name, place in places.items()}
+            if part.place is not None:
+                read = {name: own[0] for name, own in read.items()}
+            weight = value if part.index is None else value[part.index]
+            weight[box.local_slices()] = dequantize_box(
+                self.format, read, self.needed, box.original, box.sizes
+            )
+        return value
+
+    def _boxes(self) -> Iterator[tuple[Part, Box, dict[str, Rectangle]]]:
+        """What this rank holds, of one expert's weight each, and of each component the blocks that cover it."""
+        for part in self.owned.parts():
+            for box in part.boxes:
+                places = {}
+                for name, block in self.needed.items():
+                    start, size = covering(box.original, box.sizes, block)
+                    if part.place is not None:
+                        start, size = (part.place.index, *start), (1, *size)
+                    places[name] = f"model.{self.owned.key}:{name}", start, size
+                yield part, box, places
+
+    def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:
+        """Give the parameter its value (float32, of the local shape): rounded to its dtype, or quantized once.
+
+        A scale of the whole weight comes from the amax of the whole weight, unless delayed scaling's was loaded:
+        collective over the ranks that hold pieces of one whose format has one scale per tensor.
+        """
+        module, local = self.owned.module, self.owned.local
+        with torch.no_grad():
+            if not _te.is_quantized(local):
+                local.copy_(value)
+                return
+            quantize_whole(module, self.owned.name, local, value, keep_delayed_scale=keep_delayed_scale)
+        finish_writing(local)
+        if _te.keeps_high_precision_value(module):
+            _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())

@@ -25,15 +25,16 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
-from te_fsdp.checkpoint.conversion import delayed_state, share_newest_amax
 from te_fsdp.checkpoint.entries import Entry, OwnParts, as_dict, encode, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     as_one,
     come_to_rest,
+    delayed_state,
     mesh_sizes,
     model_state,
     modules_with_extra_state,
+    share_newest_amax,
     stage_of,
     tied_names,
 )

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,15 +32,9 @@ from te_fsdp.agree import (
 )
 from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import background
-from te_fsdp.checkpoint.contents import (
-    DCP_KIND,
-    Choices,
-    Contents,
-    open_checkpoint_contents,
-    stack_experts,
-)
+from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents, open_checkpoint_contents, stack_experts
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
-from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.index import Index, check_index, read_index, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
@@ -66,33 +60,24 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
 #: Who reads what several ranks want.
-READ = ("auto", "each", "once")
+_READ = ("auto", "each", "once")
 
 
 @dataclass
 class Source:
-    """A checkpoint that is being loaded.
+    """A checkpoint that is being loaded."""
 
-    Attributes:
-        path: The directory.
-        manifest: What it holds.
-        tensors: By the keys that our files have; ``None``: the files are ours.
-        kind: What wrote it, in words.
-        notes: What was taken of a foreign directory and what was not, in words.
-        staged: What was read and has not been copied yet.
-        ranks: The world, if what several ranks want is read once; ``None``: each reads what it wants.
-    """
-
-    path: Path
-    manifest: Manifest
+    path: Path  #: The directory
+    manifest: Manifest  #: What it holds; for a stage of a pipeline, what of that is the stage's
+    #: By the keys that our files have; ``None``: the files are ours.
     tensors: Mapping[str, Lazy] | None = None
-    kind: str = "te_fsdp"
+    kind: str = "te_fsdp"  #: What wrote it, in words
+    #: What was taken of a foreign directory, and what not, in words.
     notes: list[str] = field(default_factory=list)
-
-    staged: Staged = field(default_factory=Staged, repr=False)
+    staged: Staged = field(default_factory=Staged, repr=False)  #: What was read and has not been copied yet
+    #: The world, if what several ranks want is read once; else each reads what it wants.
     ranks: Ranks | None = None
 
     @cached_property
@@ -114,68 +99,59 @@ class Source:
     def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
         """Read what goes into entries, and more, into memory of the host, and check it; the entries' own is left alone.
 
-        Collective over the world. No rank reads more than the stored pieces that its own rows lie in.
-
-        Raises:
-            CheckpointError: Any rank failed; raised on all of them. Nothing has changed.
+        Collective over the world: CheckpointError on all ranks where one failed; nothing has changed then. No rank
+        reads more than the stored pieces that its own rows lie in.
         """
         places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
-        if self.ranks is None:
-            all_agree(lambda: self._stage(self.staged.expect([*places, *more])))
-            return
         wanted = self.staged.expect([*places, *more])
+        if self.ranks is None:
+            all_agree(lambda: self._read(wanted))
+            return
         dtypes = all_agree(lambda: {key: dtype for key, (_, dtype) in self.described().items()})
         share = Share.of(self.ranks, wanted, dtypes)
 
         def read() -> None:
             share.provide()
-            self._stage(share.own)
+            self._read(share.own)
 
         all_agree(read)
         share.exchange(self.staged)
         _log.info("%s: read together with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
 
-    def _stage(self, wanted: list[Rectangle]) -> None:
+    def _read(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:
             read_stored(self.path, self.manifest, self.index, wanted, self.staged)
             return
-        named = {key: _stored_as(self.tensors[key]) for key, _, _ in wanted}
-        names = {key: name for key, name in named.items() if name is not None}
-        stored = [place for place in wanted if place[0] in names]
-        if stored:  # files of other kinds have no metadata
+        # Tensors that are what lies in a DCP directory, by their keys there; the others are made of such.
+        names = {}
+        for key, _, _ in wanted:
+            tensor = self.tensors[key]
+            pieces = [piece for _, piece in tensor.chunks] if isinstance(tensor, Chunked) else []
+            if pieces and all(isinstance(piece, torch_files.Piece) for piece in pieces):
+                names[key] = tensor.key  # type: ignore[missing-attribute]
+        if names:  # files of other kinds have no metadata
+            stored = [place for place in wanted if place[0] in names]
             read_stored(self.path, self.manifest, self.index, stored, self.staged, names)
         for place in (place for place in wanted if place[0] not in names):
             key, offsets, shape = place
             values = torch.empty(shape, dtype=self.tensors[key].dtype, device="cpu")
-            _fill_piece(self.tensors[key], Piece(offsets, values))
+            _fill(values, self.tensors[key], offsets)
             self.staged.parts[place] = [((0,) * len(shape), values)]
 
-    def read(self, entries: dict[str, Entry]) -> None:
-        """:meth:`stage`, and copy at once. Collective over the world."""
-        self.stage(entries)
-        self.staged.fill(entries)
 
-
-def _stored_as(tensor: Lazy) -> str | None:
-    """Key in a DCP directory of a tensor that is what lies there; ``None`` where it is made of that."""
-    pieces = tensor.chunks if isinstance(tensor, Chunked) else ()
-    return tensor.key if pieces and all(isinstance(piece, torch_files.Piece) for _, piece in pieces) else None  # type: ignore[union-attr]
-
-
-def _fill_piece(tensor: Lazy, piece: Piece) -> None:
-    """Copy the rows of a piece, a block at a time."""
-    target = piece.tensor
+def _fill(target: torch.Tensor, tensor: Lazy, offsets: tuple[int, ...]) -> None:
+    """Copy what of a tensor begins there, a block of rows at a time."""
     if not target.numel():
         return
     if isinstance(tensor, Stack):  # no expert's rows are read for another's
-        for index, part in enumerate(target, piece.offsets[0]):
-            _fill_piece(tensor.select(index), Piece(piece.offsets[1:], part))
+        for index, part in enumerate(target, offsets[0]):
+            _fill(part, tensor.select(index), offsets[1:])
         return
     if not target.ndim:
         target.copy_(tensor.whole().reshape(()))
         return
-    begin, end = piece.offsets[0], piece.offsets[0] + target.shape[0]
-    columns = slices(piece.offsets[1:], target.shape[1:])
+    begin, end = offsets[0], offsets[0] + target.shape[0]
+    columns = slices(offsets[1:], target.shape[1:])
     for first, last in tensor.blocks():
         low, high = max(first, begin), min(last, end)
         if low < high:
@@ -190,18 +166,19 @@ def open_source(
 ) -> Source:
     """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
 
-    Args:
-        path: The directory.
-        model: What it will be loaded into; tells which names are of one tensor.
-        optimizer: The same; its class is taken where the files do not tell one.
-        verify: Compare all files with their checksums, each read by one rank.
-        read: Who reads what several ranks want: ``"each"``, ``"once"``, or ``"auto"``: once from object storage. Must
-            be the same on all ranks, which is compared.
+    All but the path is as :func:`te_fsdp.checkpoint.load` takes it. The model tells which names are of one tensor, the
+    optimizer its class where the files do not.
 
     Raises:
-        CheckpointError: Nothing whole there, or neither ours nor certainly foreign. All ranks raise the same.
+        CheckpointError: Nothing whole there, neither ours nor certainly foreign, or ranks that do not see or want the
+            same. All ranks raise it.
     """
-    manifest = from_rank_0(lambda: None if _lacks_manifest(path) else open_checkpoint(path))
+
+    def ours() -> Manifest | None:
+        is_plain = not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
+        return None if is_plain else open_checkpoint(path)
+
+    manifest = from_rank_0(ours)
     _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA, read)
     if manifest is None:
         source = _foreign_source(path, model, optimizer, verify)
@@ -219,46 +196,27 @@ def open_source(
     return source
 
 
-def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Source:
-    """A plain directory, with what is taken of it. Collective over the world."""
-    opened = all_agree(lambda: _open_foreign(path))
-    if verify:
-        _verify_together(path, opened)
-    choices = Choices(otherwise_class=None if optimizer is None else type(optimizer).__name__)
-    contents = all_agree(lambda: open_dcp_contents(path, choices, opened))
-    tied = from_rank_0(lambda: _equal_ties(contents, model))
-    for name, first in tied.items():
-        contents.manifest.parameters.pop(name)
-        contents.tensors.pop(f"model.{name}")
-        contents.notes.append(f"{name}: tied to {first} here, and equal to it")
-    if contents.manifest.optimizer is not None and optimizer is None:
-        contents.notes.append("optimizer: left, since none was given to load")
-    count = f"{len(contents.manifest.parameters)} tensors of a state dict"
-    told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    source = Source(path, contents.manifest, contents.tensors, contents.kind, told)
-    source.index = opened.index
-    return source
-
-
 def _check_same(path: Path, name: str, read: str) -> None:
     """All ranks must see the checkpoint that rank 0 does, since each reads its own part. Collective over the world.
 
     Ranks may ask for the newest one at moments between which another appears, or through file systems that are late.
-
-    Raises:
-        CheckpointError: Names the ranks.
     """
-    file = path / name
     try:
-        mine = checksum(file) if file.is_file() else None
+        mine = checksum(path / name) if (path / name).is_file() else None
     except OSError as error:  # the others see it, perhaps
         mine = str(error)
-    if world_size() == 1 or bool(are_equal([digest(repr((mine, read)))]).all()):
-        _check_read(read, [read])
-        return
-    seen = gather((str(path), mine))
-    _check_read(read, gather(read))
-    others = [f"{where} on rank {r}" for r, (where, found) in enumerate(seen) if found != seen[0][1]]
+    seen = [(str(path), mine, read)]
+    if world_size() > 1 and not are_equal([digest(repr((mine, read)))]).all():
+        seen = gather(seen[0])
+    reads = sorted({repr(one[2]) for one in seen})
+    if len(reads) > 1 or read not in _READ:
+        raise CheckpointError(
+            "load: read",
+            expected=f"one of {', '.join(map(repr, _READ))}, the same on all ranks",
+            got=", ".join(reads),
+            why="Nothing was loaded",
+        )
+    others = [f"{where} on rank {r}" for r, (where, found, _) in enumerate(seen) if found != seen[0][1]]
     if others:
         raise CheckpointError(
             f"{seen[0][0]}: the ranks see different checkpoints",
@@ -267,16 +225,6 @@ def _check_same(path: Path, name: str, read: str) -> None:
             why="Weights of two moments would be mixed. Nothing was loaded",
             fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
             "same path, mount one file system on all nodes",
-        )
-
-
-def _check_read(read: str, seen: list[str]) -> None:
-    if len(set(seen)) > 1 or read not in READ:
-        raise CheckpointError(
-            "load: read",
-            expected=f"one of {', '.join(map(repr, READ))}, the same on all ranks",
-            got=", ".join(sorted(set(map(repr, seen)))),
-            why="Nothing was loaded",
         )
 
 
@@ -290,30 +238,39 @@ def _older(path: Path, manifest: Manifest) -> Source:
     return Source(path, contents.manifest, contents.tensors, notes=contents.notes)
 
 
-def _lacks_manifest(path: Path) -> bool:
-    return not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
+def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Source:
+    """A plain directory, with what is taken of it. Collective over the world."""
 
+    def opened() -> torch_files.Opened:
+        metadata = read_metadata(path)
+        keys = set(metadata.state_dict_metadata)
+        if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
+            open_checkpoint(path)  # ours perhaps, that has lost its manifest: raises, and tells why
+        return torch_files.open_dcp(path, metadata)
 
-def _open_foreign(path: Path) -> torch_files.Opened:
-    """A directory that was surely not written by te_fsdp. Local operation.
-
-    Raises:
-        CheckpointError: It may be a checkpoint of te_fsdp that has lost its manifest.
-    """
-    metadata = read_metadata(path)
-    keys = set(metadata.state_dict_metadata)
-    if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
-        open_checkpoint(path)  # raises, and tells why
-    return torch_files.open_dcp(path, metadata)
+    plain = all_agree(opened)
+    if verify:
+        _verify_together(path, plain)
+    choices = Choices(otherwise_class=None if optimizer is None else type(optimizer).__name__)
+    contents = all_agree(lambda: open_dcp_contents(path, choices, plain))
+    for name, first in from_rank_0(lambda: _equal_ties(contents, model)).items():
+        contents.manifest.parameters.pop(name)
+        contents.tensors.pop(f"model.{name}")
+        contents.notes.append(f"{name}: tied to {first} here, and equal to it")
+    if contents.manifest.optimizer is not None and optimizer is None:
+        contents.notes.append("optimizer: left, since none was given to load")
+    count = f"{len(contents.manifest.parameters)} tensors of a state dict"
+    told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
+    source = Source(path, contents.manifest, contents.tensors, contents.kind, told)
+    source.index = plain.index
+    return source
 
 
 def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
     """Further names of the model's tied tensors under which the files hold equal values."""
     have, equal = contents.manifest.parameters, {}
     for name, first in tied_names(model).items():
-        if name not in have or first not in have:
-            continue
-        a, b = (contents.tensors.get(f"model.{n}") for n in (name, first))
+        a, b = (contents.tensors.get(f"model.{n}") if n in have else None for n in (name, first))
         if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
             continue
         if all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks()):
@@ -351,34 +308,19 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
 
 
 def _verify_together(path: Path, opened: Manifest | torch_files.Opened) -> None:
-    """Check a checkpoint's files against their checksums, each by one rank. Collective over the world.
+    """Check files against their checksums, of a plain directory ``torch.save``'s, each by one rank.
 
-    Args:
-        path: The directory.
-        opened: The manifest; or a plain directory, which has the checksums that ``torch.save`` wrote.
-
-    Raises:
-        CheckpointError: Damaged files, all of them in one text, the same on all ranks.
+    Collective over the world: CheckpointError on all ranks, with all damaged files.
     """
+    mine = slice(rank(), None, world_size())  # of the largest first
 
     def changed() -> list[str]:
         if isinstance(opened, Manifest):
-            names = _own_share(sorted(opened.files), lambda name: opened.files[name][0])
-            return check_files(path, opened, names, checksums=True)
-        windows = _own_share(opened.windows, lambda window: window.length)
+            names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
+            return check_files(path, opened, names[mine], checksums=True)
+        windows = sorted(opened.windows, key=lambda window: -window.length)[mine]
         return [
             f"{w.key} in {w.file.name}: its contents have changed (CRC-32)" for w in windows if w.changed()
         ]
 
     damaged(path, [text for texts in gather_if_any(all_agree(changed)) for text in texts])
-
-
-def _own_share(items: Iterable[T], size: Callable[[T], int]) -> list[T]:
-    """What this rank takes of things that all ranks have: the largest first, each to the rank that has the least."""
-    shares: list[list[T]] = [[] for _ in range(world_size())]
-    load = [0] * world_size()
-    for item in sorted(items, key=size, reverse=True):
-        least = load.index(min(load))
-        shares[least].append(item)
-        load[least] += size(item)
-    return shares[rank()]

@@ -165,7 +165,7 @@ def test_steps_lie_where_the_loaded_options_want_them() -> None:
         optimizer.state[parameter].update(step=torch.tensor(3.0), exp_avg=torch.empty(2, 3, device="meta"))
         options = {**encode(optimizer.defaults)[0], "fused": fused}
         saved = {"groups": [{"parameters": ["x"], "options": options}]}
-        owned = {"x": Owned("x", nn.Module(), "x", parameter)}
+        owned = {id(parameter): Owned("x", nn.Module(), "x", parameter)}
         assert restore_groups(optimizer, saved, owned, {"x"}) == []
         assert optimizer.state[parameter]["step"].device.type == device
         assert optimizer.state[parameter]["exp_avg"].shape == (2, 3)

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te
+from te_fsdp import _te, _torch
 from te_fsdp.agree import Ranks, rank
 from te_fsdp.checkpoint.contents import with_remainders
 from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.lazy import InMemory, Lazy
-from te_fsdp.checkpoint.model_state import Owned, clean_name, owned_parameters
+from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError, shorten
@@ -94,7 +94,7 @@ class TeBlocks:
 
 def parameter_names(model: nn.Module) -> set[str]:
     """Names of a model's parameters, without what wrappers add."""
-    return {clean_name("", name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
 def known_blocks(told: TeBlocks, parameters: Collection[str], recorded: Recorded, names: TeNames) -> TeBlocks:

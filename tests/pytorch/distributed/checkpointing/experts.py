@@ -225,10 +225,10 @@ def convert_on(
 ) -> dict[str, Any]:
     """Load what was saved in another format, a tensor at a time; the first place in one process says what must come."""
     import te_fsdp
-    from te_fsdp.checkpoint import conversion
+    from te_fsdp.checkpoint import loading
 
-    found, most = {}, conversion._BATCH
-    conversion._BATCH = 1  # ranks with different experts must read in step
+    found, most = {}, loading._BATCH
+    loading._BATCH = 1  # ranks with different experts must read in step
     try:
         for place in places:
             run = Run(case, place, seed=1)
@@ -242,7 +242,7 @@ def convert_on(
             outcome = {"wrong": differing(expected, values), "fresh": len(differing(fresh, values))}
             found[place.name] = {**outcome, "converted": sorted(loaded.converted)}
     finally:
-        conversion._BATCH = most
+        loading._BATCH = most
     return found
 
 

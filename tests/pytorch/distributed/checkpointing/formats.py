@@ -203,7 +203,7 @@ def _as_it_is() -> Iterator[None]:
 @contextmanager
 def _each_rank_by_itself() -> Iterator[None]:
     """What a load does that knows nothing of the other ranks' amaxes."""
-    from te_fsdp.checkpoint import conversion
+    from te_fsdp.checkpoint import reading
     from te_fsdp.quantized.components import components_of
 
     def by_itself(module: Any, name: str, local: Any, value: torch.Tensor, **options: Any) -> None:
@@ -212,11 +212,11 @@ def _each_rank_by_itself() -> Iterator[None]:
         for target in components_of(local, name):
             target.tensor.copy_(sources[target.name])
 
-    stock, conversion.quantize_whole = conversion.quantize_whole, by_itself
+    stock, reading.quantize_whole = reading.quantize_whole, by_itself
     try:
         yield
     finally:
-        conversion.quantize_whole = stock
+        reading.quantize_whole = stock
 
 
 def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
