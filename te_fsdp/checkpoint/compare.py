@@ -155,12 +155,11 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         # Converted files and foreign modules may not know their layouts.
         layouts = then.get("layout"), now.get("layout")
         if then["shape"] != now["shape"]:
-            shapes = [(tuple(one["shape"]), one.get("layout") == GROUPED) for one in (then, now)]
-            texts = [
-                f"{shape} of {shape[0]} experts" if of_all and shape else str(shape)
-                for shape, of_all in shapes
-            ]
-            found.add("with another shape", name, _saved_and_here(*texts))
+            shapes = [str(tuple(one["shape"])) for one in (then, now)]
+            for index, one in enumerate((then, now)):
+                if one.get("layout") == GROUPED and one["shape"]:
+                    shapes[index] += f" of {one['shape'][0]} experts"
+            found.add("with another shape", name, _saved_and_here(*shapes))
         elif layouts[0] != layouts[1] and None not in layouts:
             found.add("with another layout", name, _saved_and_here(*layouts))
         else:
@@ -174,24 +173,21 @@ def _saved_and_here(old: Any, new: Any) -> str:
 
 def compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
     """Differences in what modules compute beside their weights, or that nobody recorded that. Local operation."""
-    here, recorded = semantics_of(model), manifest.semantics
+    here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
     known = from_json(recorded) if recorded else {}
     if recorded and rank() == 0:
-        for one in own_differences(from_json(recorded, own=True), own_settings(model)):
-            found.settings[one.name] = one
-    if not known:
+        seen += own_differences(from_json(recorded, own=True), own_settings(model))
+    if known:
+        alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
+        seen += differences(known, here, alone)
+        recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
+        if all(recipes) and recipes[0] != recipes[1]:
+            seen.append(Difference("recipes", *recipes, "note"))
+    elif values := deciding(here):
         # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
         asks = not recorded and deciding({name: one for name, one in here.items() if one.library == "te"})
-        values = deciding(here)
-        if values:
-            found.settings[SETTINGS] = Difference(SETTINGS, "none", values, "strict" if asks else "note")
-        return
-    alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
-    for one in differences(known, here, alone):
-        found.settings[one.name] = one
-    recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
-    if all(recipes) and recipes[0] != recipes[1]:
-        found.settings["recipes"] = Difference("recipes", *recipes, "note")
+        seen.append(Difference(SETTINGS, "none", values, "strict" if asks else "note"))
+    found.settings |= {one.name: one for one in seen}
 
 
 def _compare_contents(
@@ -359,9 +355,7 @@ def join(
     joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
     recorded = [part["semantics"] for part in fields]
     modules, _ = _union([from_json(part) for part in recorded], "settings of modules")
-    for part in reversed(
-        recorded
-    ):  # modules of one's own may differ, as a stage's number: the first one tells
+    for part in reversed(recorded):  # a user's modules may differ, as a stage's number: the first one tells
         modules |= from_json(part, own=True)
     recipes = dict.fromkeys(recipe for part in recorded for recipe in part["recipes"])
     joined["semantics"] = {"recipes": list(recipes), **to_json(modules)}
@@ -377,12 +371,9 @@ def _union(parts: list[dict[str, Any]], what: str) -> tuple[dict[str, Any], list
         for name, described in part.items():
             several += [name] if name in union else []
             if union.setdefault(name, described) != described:
-                told = [
-                    ", ".join(f"{key} {value}" for key, value in one.items())
-                    if isinstance(one, dict)
-                    else one
-                    for one in (union[name], described)
-                ]
+                told = [union[name], described]
+                if isinstance(described, dict):
+                    told = [", ".join(f"{key} {value}" for key, value in one.items()) for one in told]
                 raise CheckpointError(
                     f"save: {what}: {name} in stage {number}",
                     expected=f"as in an earlier stage, {told[0]}",
