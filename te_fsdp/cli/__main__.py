@@ -2,6 +2,6 @@
 
 import sys
 
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 
 sys.exit(main())

@@ -1,27 +1,30 @@
-"""``te-fsdp ckpt``: its commands, and what goes wrong as text and exit code.
-
-Here are those that write another checkpoint, ``convert`` and ``export``.
-"""
+"""``te-fsdp ckpt``: ``convert`` and ``export``, which write, and ``inspect``, ``verify`` and ``diff``, which do not."""
 
 from __future__ import annotations
 
-import functools
+import datetime
+import fnmatch
+import json
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
-from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.contents import CHECKPOINT, DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.entries import decode
+from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.paths import place_of
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
+    compare_contents,
     open_any,
+    resolve,
     transformed,
     weights_only,
     write_checkpoint,
@@ -35,19 +38,18 @@ from te_fsdp.checkpoint.portable.huggingface import (
     values_for_huggingface,
     write_huggingface,
 )
-from te_fsdp.cli import ckpt_show
-from te_fsdp.cli.ckpt_show import Json, Key, check_good, show_bar
-from te_fsdp.cli.main import (
-    UsageError,
-    bytes_of,
-    fail,
-    human_bytes,
-    print_json,
-    print_lines,
-    print_table,
-    run,
-)
+from te_fsdp.checkpoint.source import problems_of
+from te_fsdp.cli import UsageError, bytes_of, fail, human_bytes, print_json, print_lines, print_table, run
+from te_fsdp.errors import CheckpointError
+from te_fsdp.modules.semantics import folded
 
+_Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
+_Key = Annotated[
+    str | None, arg(help="Where in a nested torch.save file the model's state dict is, dots between keys.")
+]
+_Check = Annotated[
+    Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+]
 _Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
 _Size = Annotated[
     str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
@@ -75,39 +77,22 @@ class Model:
     untie: bool = False
     """Give a head that the Hugging Face model ties to the embedding values of its own."""
 
-    @property
-    def is_described(self) -> bool:
-        """Whether anything was said about it."""
-        return self != Model()
-
 
 _AS_USUAL = Model()
 
 
 @dataclass
 class Target:
-    """Where to write.
+    """Where to write."""
 
-    Attributes:
-        path: The file or directory.
-        kind: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix.
-        shard_bytes: Largest safetensors file.
-        force: Replace what lies there.
-        like: A Hugging Face model's folder that the target shall be like.
-    """
-
-    path: Path
-    kind: str | None
-    shard_bytes: int
-    force: bool
-    like: Path | None = None
+    path: Path  #: The file or directory
+    kind: str | None  #: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix
+    shard_bytes: int  #: Largest safetensors file
+    force: bool  #: Replace what lies there
+    like: Path | None = None  #: A Hugging Face model's folder that the target shall be like
 
     def settle(self, default: str | None) -> str:
-        """The kind, by the suffix where it was not given, else ``default``.
-
-        Raises:
-            UsageError: Neither tells, or the two contradict each other.
-        """
+        """The kind, by the suffix where it was not given, else ``default``; ``UsageError``: none, or contradictions."""
         suffix = self.path.suffix
         told = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
         if self.like is not None and told is not None:
@@ -143,26 +128,24 @@ def convert(
         arg(help="Quantized weights: keep their components (default into a checkpoint) or dequantize."),
     ] = None,
     max_shard_size: _Size = _SHARD,
-    key: Key = None,
+    key: _Key = None,
     optimizer_class: _Optimizer = None,
     extra_state: _ExtraState = "read",
-    check: Annotated[
-        Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
-    ] = "checksums",
+    check: _Check = "checksums",
     from_: Annotated[
         Literal["huggingface"] | None,
         arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
     ] = None,
     te: Model = _AS_USUAL,
     force: _Force = False,
-    as_json: Json = False,
+    as_json: _Json = False,
 ) -> int:
     """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
 
     Canonical names and rows: what the unsharded module's state_dict() holds. --from huggingface: the weights of a
     Hugging Face model onto the names of one built of te.TransformerLayer.
     """
-    if from_ is None and te.is_described:
+    if from_ is None and te != _AS_USUAL:
         raise UsageError("--te... describes the model for --from huggingface, which is not given")
     place = Target(place_of(target), to, _bytes(max_shard_size), force)
     kind = place.settle(None)
@@ -173,14 +156,10 @@ def convert(
     if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
         option = "--key" if key is not None else "--optimizer-class"
         raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
-    _check(contents, place, check, as_json)
-    dequantize = (quantized or ("keep" if kind == "checkpoint" else "dequantize")) == "dequantize"
-    into, sources = transformed(contents, dtype=_dtype(dtype), dequantize=dequantize)
-    if kind != "checkpoint" and not everything:
-        into = weights_only(into)
-    files = _write(place, into, everything=everything, as_json=as_json)
-    _report(contents, into, place, files, sources, as_json=as_json, table=False)
-    return 0
+    form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
+    values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
+    options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
+    return _carry_out(contents, place, te, **options, **values)
 
 
 def export(
@@ -196,33 +175,27 @@ def export(
         arg(help="The optimizer's main weights where there are any (auto, main) or never (compute)."),
     ] = "auto",
     max_shard_size: _Size = _SHARD,
-    check: Annotated[
-        Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
-    ] = "checksums",
+    check: _Check = "checksums",
     like: Annotated[
         Path | None,
         arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
     ] = None,
     te: Model = _AS_USUAL,
     force: _Force = False,
-    as_json: Json = False,
+    as_json: _Json = False,
 ) -> int:
     """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
 
     A folder of safetensors, a .safetensors file, or a torch.save file (.pt, .pth, .bin, .ckpt). --like: a Hugging
     Face model.
     """
-    if like is None and te.is_described:
+    if like is None and te != _AS_USUAL:
         raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
     place = Target(place_of(target), None, _bytes(max_shard_size), force, like)
     place.settle("safetensors")
-    contents = open_any(source)
-    _check(contents, place, check, as_json)
-    into, sources = transformed(contents, dtype=_dtype(dtype), dequantize=True, weights=weights)
-    into = weights_only(into)
-    files = _write(place, into, everything=False, as_json=as_json, model=te)
-    _report(contents, into, place, files, sources, as_json=as_json, table=True)
-    return 0
+    values = {"dtype": getattr(torch, dtype), "dequantize": True, "weights": weights}
+    options = {"check": check, "everything": False, "table": True, "as_json": as_json}
+    return _carry_out(open_any(source), place, te, **options, **values)
 
 
 def _bytes(text: str) -> int:
@@ -232,73 +205,285 @@ def _bytes(text: str) -> int:
     return found
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, name)
-
-
-def _check(contents: Contents, target: Target, check: str, as_json: bool) -> None:
-    """The target lies apart from what is read, and a checkpoint's files are good, lest a copy give damage new sums."""
-    for source in (contents.source, target.like):
-        if source is not None:
-            check_apart(source, target.path)
-    if check == "checksums":
-        check_good(contents, as_json)
-
-
-def _write(
-    target: Target, contents: Contents, *, everything: bool, as_json: bool, model: Model | None = None
-) -> list[str]:
-    text = f"writing {target.path.name}"
-    with bytes_bar(text, contents.bytes, show_bar(as_json)) as tick:
-        if target.like is not None:
-            size, place = target.shard_bytes, target.path
-            te = model or Model()
-            values = values_for_huggingface(contents, target.like, te.layers, te.names)
-            return write_huggingface(place, values, target.like, tick, shard_bytes=size, force=target.force)
-        if target.kind == "checkpoint":
-            return write_checkpoint(target.path, contents, tick, force=target.force)
-        if target.kind == "safetensors":
-            return write_safetensors(
-                target.path, contents, tick, shard_bytes=target.shard_bytes, force=target.force
-            )
-        return write_pt(target.path, contents, tick, everything=everything, force=target.force)
-
-
-def _report(
-    source: Contents,
-    written: Contents,
-    target: Target,
-    files: list[str],
-    sources: dict[str, str],
-    *,
-    as_json: bool,
-    table: bool,
-) -> None:
-    dtypes = {
-        n: (written.manifest.parameters.get(n) or written.manifest.buffers[n])["dtype"] for n in sources
-    }
-    counts = Counter(sources.values())
-    if as_json:
-        tensors: list[dict[str, Any]] = [
-            {"name": name, "from": origin, "dtype": dtypes[name]} for name, origin in sources.items()
-        ]
-        answer = {"ok": True, "source": str(source.source), "target": str(target.path), "kind": target.kind}
-        answer |= {"files": files, "bytes": written.bytes, "tensors": tensors, "notes": written.notes}
-        print_json(answer)
+def _check_good(contents: Contents, as_json: bool) -> None:
+    """Compare a checkpoint's files with their checksums; what else is read is compared as it is read, if it has any."""
+    if contents.kind != CHECKPOINT:
         return
+    files, path = contents.manifest.files, contents.source
+    with bytes_bar(f"verifying {path.name}", _sum(files), _show_bar(as_json)) as tick:
+        problems = check_files(path, contents.manifest, sorted(files), checksums=True, tick=tick)
+    if problems:
+        raise CheckpointError(
+            f"{path}: damaged checkpoint: {'; '.join(problems)}",
+            why="Nothing was written",
+            fix="take an earlier one, or copy this one again",
+        )
+
+
+def _sum(files: Mapping[str, Sequence[int]]) -> int:
+    """Bytes of all files of a manifest."""
+    return sum(listed[0] for listed in files.values())
+
+
+def _show_bar(as_json: bool) -> bool:
+    """Whether somebody would see a progress bar."""
+    return sys.stderr.isatty() and not as_json
+
+
+def _carry_out(
+    source: Contents,
+    target: Target,
+    te: Model,
+    *,
+    check: str,
+    everything: bool,
+    table: bool,
+    as_json: bool,
+    **form: Any,
+) -> int:
+    """Check, transform as ``form`` says (options of :func:`transformed`), write and tell; exit code 0."""
+    path, force, shards = target.path, target.force, {"shard_bytes": target.shard_bytes}
+    for read in filter(None, (source.source, target.like)):
+        check_apart(read, path)
+    if check == "checksums":  # lest a copy give damage new sums
+        _check_good(source, as_json)
+    into, sources = transformed(source, **form)
+    if target.kind != "checkpoint" and not everything:
+        into = weights_only(into)
+    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick:
+        if target.like is not None:
+            values = values_for_huggingface(into, target.like, te.layers, te.names)
+            files = write_huggingface(path, values, target.like, tick, force=force, **shards)
+        elif target.kind == "checkpoint":
+            files = write_checkpoint(path, into, tick, force=force)
+        elif target.kind == "safetensors":
+            files = write_safetensors(path, into, tick, force=force, **shards)
+        else:
+            files = write_pt(path, into, tick, everything=everything, force=force)
+    columns = ("name", "from", "dtype")
+    rows = [(name, origin, _described(into, name)["dtype"]) for name, origin in sources.items()]
+    if as_json:
+        tensors: Any = [dict(zip(columns, row, strict=True)) for row in rows]
+        answer = {"ok": True, "source": str(source.source), "target": str(path), "kind": target.kind}
+        print_json(answer | {"files": files, "bytes": into.bytes, "tensors": tensors, "notes": into.notes})
+        return 0
     if table:
-        rows = [(name, origin, dtypes[name]) for name, origin in sources.items()]
-        print_table("weights", ("name", "from", "dtype"), rows)
-    print_lines([f"{source.source} ({source.kind}) -> {target.path} ({target.kind})"])
-    print_lines([f"weights and buffers: {', '.join(f'{n} {origin}' for origin, n in counts.items())}"])
-    print_lines(f"note: {note}" for note in written.notes)
-    print_lines([f"{len(files)} files, {human_bytes(written.bytes)}"])
+        print_table("weights", columns, rows)
+    counts = ", ".join(f"{n} {origin}" for origin, n in Counter(sources.values()).items())
+    print_lines([f"{source.source} ({source.kind}) -> {path} ({target.kind})"])
+    print_lines([f"weights and buffers: {counts}", *(f"note: {note}" for note in into.notes)])
+    print_lines([f"{len(files)} files, {human_bytes(into.bytes)}"])
+    return 0
+
+
+def _described(contents: Contents, name: str) -> dict[str, Any]:
+    """What a manifest says of a parameter or buffer."""
+    return contents.manifest.parameters.get(name) or contents.manifest.buffers[name]
+
+
+def inspect(
+    path: Positional[Path],
+    /,
+    *,
+    filter: Annotated[str, arg(help="Show names that match this pattern only, such as '*.mlp.*'.")] = "*",
+    key: _Key = None,
+    as_json: _Json = False,
+) -> int:
+    """Show what a checkpoint holds: parameters, buffers, optimizer state, extra, meshes, versions, bytes.
+
+    The path is a checkpoint, a folder of checkpoints (the newest is taken), safetensors, a torch.save file, or a
+    plain DCP directory.
+    """
+    contents = open_any(path, Choices(key=key))
+    summary = _summary(contents, filter)
+    if as_json:
+        print_json(summary)
+    else:
+        _print_summary(summary, filter)
+    return 0
+
+
+def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
+    manifest = contents.manifest
+    groups = {"model": "model.", "optimizer": "optimizer.", "delayed": "delayed.", "extra": "extra"}
+    sizes = {
+        g: sum(t.bytes for k, t in contents.tensors.items() if k.startswith(p)) for g, p in groups.items()
+    }
+    sizes |= {"total": contents.bytes, "files": _sum(manifest.files)}
+    is_ours = contents.kind == CHECKPOINT
+    return {
+        "ok": True,
+        "path": str(contents.source),
+        "kind": contents.kind,
+        "step": manifest.extra.get("step"),
+        "saved_at": manifest.saved_at if is_ours else None,
+        "versions": manifest.versions if is_ours else {},
+        "mesh": manifest.mesh if is_ours else {},
+        "parameters": [_parameter(contents, n) for n in manifest.parameters if fnmatch.fnmatch(n, pattern)],
+        "buffers": [_parameter(contents, n) for n in manifest.buffers if fnmatch.fnmatch(n, pattern)],
+        "optimizer": _optimizer(contents),
+        "delayed": manifest.delayed,
+        "semantics": manifest.semantics,
+        "extra": manifest.extra,
+        "bytes": sizes,
+        "notes": contents.notes,
+    }
+
+
+def _parameter(contents: Contents, name: str) -> dict[str, Any]:
+    described = _described(contents, name)
+    parts = contents.components(name)
+    stored = [contents.tensors[f"model.{name}"]] if parts is None else list(parts.values())
+    told = {key: described.get(key) for key in ("shape", "dtype", "format", "layout")}
+    told |= {"components": sorted(parts) if parts is not None else None}
+    return {"name": name, **told, "bytes": sum(tensor.bytes for tensor in stored)}
+
+
+def _optimizer(contents: Contents) -> dict[str, Any] | None:
+    described = contents.manifest.optimizer
+    if described is None:
+        return None
+    kinds: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, states in described["state"].items():
+        for key, value in states.items():
+            tensor = contents.tensors.get(f"optimizer.state.{name}.{key}")
+            kind = kinds.setdefault((key, value.get("dtype", "plain")), {"tensors": 0, "bytes": 0})
+            kind["tensors"] += 1
+            kind["bytes"] += tensor.bytes if tensor is not None else 0
+    return {
+        "class": described["class"],
+        "groups": [
+            {"parameters": len(g["parameters"]), "options": decode(g["options"], {})}
+            for g in described["groups"]
+        ],
+        "states": [{"name": k, "dtype": d, **counted} for (k, d), counted in kinds.items()],
+    }
+
+
+def _print_summary(summary: dict[str, Any], pattern: str) -> None:
+    print_lines([f"{summary['path']}: {summary['kind']}"])
+    if summary["saved_at"] is not None:
+        when = datetime.datetime.fromtimestamp(summary["saved_at"] / 1e9, datetime.timezone.utc)
+        mesh, versions = _pairs(summary["mesh"]), _pairs(summary["versions"])
+        print_lines([f"saved {when:%Y-%m-%d %H:%M:%S} UTC on {mesh} by {versions}"])
+    if summary["step"] is not None:
+        print_lines([f"step {_short(summary['step'])}"])
+    rows = []
+    for kind in ("parameters", "buffers"):
+        for item in summary[kind]:
+            form = item["format"] or item["dtype"]
+            form += f" ({item['dtype']})" if item["format"] else ""
+            layout = item["layout"] or ("buffer" if kind == "buffers" else "-")
+            shape = " x ".join(map(str, item["shape"])) or "scalar"
+            rows.append((item["name"], shape, form, layout, human_bytes(item["bytes"])))
+    title = f"{len(rows)} tensors of the model" + (f" that match {pattern}" if pattern != "*" else "")
+    print_table(title, ("name", "shape", "format", "layout", "bytes"), rows, right=("bytes",))
+    if (optimizer := summary["optimizer"]) is not None:
+        states = [(s["name"], s["dtype"], s["tensors"], human_bytes(s["bytes"])) for s in optimizer["states"]]
+        title = f"optimizer {optimizer['class']}"
+        print_table(title, ("state", "dtype", "tensors", "bytes"), states, right=("tensors", "bytes"))
+        for n, group in enumerate(optimizer["groups"]):
+            print_lines([f"  group {n}: {group['parameters']} parameters, {_pairs(group['options'])}"])
+    if summary["delayed"]:
+        names = list(summary["delayed"])
+        print_lines([f"delayed-scaling state: {len(names)} modules, {', '.join(names[:3])}"])
+    if summary["semantics"]:
+        print_lines(_semantics(summary["semantics"], pattern))
+    if summary["extra"]:
+        print_lines(["extra:", *(f"  {k}: {_short(v)}" for k, v in summary["extra"].items())])
+    sizes = {kind: count for kind, count in summary["bytes"].items() if count}
+    print_lines(["bytes: " + ", ".join(f"{kind} {human_bytes(count)}" for kind, count in sizes.items())])
+    print_lines(f"note: {note}" for note in summary["notes"])
+
+
+def _semantics(recorded: dict[str, Any], pattern: str) -> list[str]:
+    """What modules compute, a line for each that is not like another."""
+    modules: dict[int, list[str]] = {}
+    for name, index in recorded["modules"].items():
+        if recorded["kinds"][index]["settings"] and fnmatch.fnmatch(name, pattern):
+            modules.setdefault(index, []).append(name)
+    lines = [f"settings of {sum(map(len, modules.values()))} modules:"] if modules else []
+    for index, names in modules.items():
+        one = recorded["kinds"][index]
+        lines.append(f"  {one['library']}.{one['kind']} ({folded(names)}): {_pairs(one['settings'])}")
+    return lines
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
+    """Check every byte of a checkpoint against its checksums, and its manifest against DCP's metadata."""
+    where, kind = resolve(path)
+    if kind != CHECKPOINT:
+        raise CheckpointError(
+            f"{where}: no checksums to verify",
+            expected="a checkpoint of te_fsdp",
+            got=kind,
+            fix="convert it to a checkpoint, or compare it with another copy: te-fsdp ckpt diff",
+        )
+    files = read_manifest(where).files
+    total = _sum(files)
+    with bytes_bar(f"verifying {where.name}", total, _show_bar(as_json)) as tick:
+        problems = problems_of(where, tick)
+    if as_json:
+        answer = {"ok": not problems, "path": str(where), "files": len(files), "bytes": total}
+        print_json(answer | {"problems": problems})
+    elif problems:
+        print_lines([f"{where}: damaged", *(f"  {problem}" for problem in problems)])
+    else:
+        print_lines([f"{where}: good, {len(files)} files, {human_bytes(total)}"])
+    return 1 if problems else 0
+
+
+def diff(
+    a: Positional[Path],
+    b: Positional[Path],
+    /,
+    *,
+    rtol: Annotated[float, arg(help="Relative tolerance.")] = 0.0,
+    atol: Annotated[float, arg(help="Absolute tolerance.")] = 0.0,
+    weights_only: Annotated[bool, arg(help="Leave optimizer, delayed-scaling state and extra.")] = False,
+    strict: Annotated[bool, arg(help="Other dtypes and formats count as differences.")] = False,
+    as_json: _Json = False,
+) -> int:
+    """Compare two checkpoints by logical value, whatever mesh, format or kind of file; exit code 1 if they differ.
+
+    Quantized weights are compared by the values that they stand for.
+    """
+    if not (rtol >= 0 and atol >= 0):
+        raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
+    one, other = open_any(a), open_any(b)
+    for contents in (one, other):
+        _check_good(contents, as_json)
+    with bytes_bar("comparing", one.bytes, _show_bar(as_json)) as tick:
+        report = compare_contents(one, other, tick, rtol=rtol, atol=atol, weights_only=weights_only)
+    same = report.is_same(strict=strict)
+    if as_json:
+        answer = {"ok": True, "same": same, "a": str(one.source), "b": str(other.source), **asdict(report)}
+        print_json(answer)
+        return 0 if same else 1
+    rows = [(d.name, d.kind, d.detail) for d in report.differences]
+    if rows:
+        print_table(f"A {one.source}\nB {other.source}", ("name", "difference", "A / B"), rows)
+    print_lines(report.others)
+    verdict = "the same" if same else "different"
+    print_lines(
+        [f"{verdict}: {report.equal} of {report.compared} tensors equal within rtol {rtol:g}, atol {atol:g}"]
+    )
+    return 0 if same else 1
 
 
 COMMANDS: dict[str, Callable[..., int]] = {
-    "inspect": ckpt_show.inspect,
-    "verify": ckpt_show.verify,
-    "diff": ckpt_show.diff,
+    "inspect": inspect,
+    "verify": verify,
+    "diff": diff,
     "convert": convert,
     "export": export,
 }
@@ -306,16 +491,9 @@ COMMANDS: dict[str, Callable[..., int]] = {
 
 def main(arguments: Sequence[str]) -> int:
     """Run ``te-fsdp ckpt`` with the arguments after it; returns the exit code."""
-    command = functools.partial(
-        tyro.extras.subcommand_cli_from_dict,
-        COMMANDS,
-        prog="te-fsdp ckpt",
-        description="Checkpoints in one process: no model, no GPU, a block of a tensor at a time.",
-        args=list(arguments),
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName),
-    )
+    about = "Checkpoints in one process: no model, no GPU, a block of a tensor at a time."
     try:
-        return run(command, arguments)
+        return run(COMMANDS, "ckpt", arguments, about)
     except Exception as error:  # a file that no check knows: the text says what to report
         return fail(
             arguments, f"unexpected {type(error).__name__}: {error}; please report it with this command", 1

@@ -15,21 +15,13 @@ from typing import Annotated, Any
 
 import tyro
 
+from te_fsdp.cli import human_bytes, print_json, print_lines, print_table, run
 from te_fsdp.cli.env_facts import Facts, gather
-from te_fsdp.cli.main import human_bytes, print_json, print_lines, print_table, run
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command.
-
-    Args:
-        arguments: Those after ``env``.
-
-    Returns:
-        0: nothing is wrong that breaks te_fsdp; 1: something is; 2: the command line is wrong.
-    """
-    config = (tyro.conf.FlagCreatePairsOff,)
-    return run(lambda: tyro.cli(show, prog="te-fsdp env", args=list(arguments), config=config), arguments)
+    """Run the command. 0: nothing is wrong that breaks te_fsdp; 1: something is; 2: the command line is wrong."""
+    return run(show, "env", arguments)
 
 
 def show(
@@ -54,21 +46,17 @@ def _rows_of_patches() -> Iterable[dict[str, Any]]:
     """Rows of the two tables of patches, each with the library that it belongs to."""
     from te_fsdp import _patches
 
-    for library, rows in (
-        ("TransformerEngine", _patches.PATCHES.values()),
-        ("torch", _patches.FSDP2),
-    ):
-        for row in rows:
-            yield {"library": library, **dataclasses.asdict(row)}
+    for library, rows in (("TransformerEngine", _patches.PATCHES.values()), ("torch", _patches.FSDP2)):
+        yield from ({"library": library, **dataclasses.asdict(row)} for row in rows)
 
 
 def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
     print_table("Versions", ("what", "version"), _versions(facts))
     if facts.gpus:
-        rows = [
-            (at, gpu.name, gpu.capability, human_bytes(gpu.memory), " ".join(gpu.links))
-            for at, gpu in enumerate(facts.gpus)
+        gpus = [
+            (gpu.name, gpu.capability, human_bytes(gpu.memory), " ".join(gpu.links)) for gpu in facts.gpus
         ]
+        rows = [(number, *gpu) for number, gpu in enumerate(gpus)]
         print_table("GPUs", ("number", "name", "capability", "memory", "links"), rows)
     if "recipes" in facts.te_says:
         shown = [(name, reason or "yes") for name, reason in facts.te_says["recipes"].items()]
@@ -79,12 +67,13 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
     rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _rows_of_patches()]
     title = "Replaced by te_fsdp, for its own models, from the first set_device_mesh or fully_shard on"
-    print_table(title, ("in", "whose", "attribute", "what for"), [tuple(map(_plain, row)) for row in rows])
+    # Without the marks of Markdown that the tables have for the docs.
+    plain = [tuple(text.replace("`", "") for text in row) for row in rows]
+    print_table(title, ("in", "whose", "attribute", "what for"), plain)
     for number, fault in enumerate(wrong, 1):
         kind = "Fault" if fault.breaks else "Note"
         print_lines([f"{kind} {number}: {fault.what}", f"  why:  {fault.why}", f"  cure: {fault.cure}"])
-    if not wrong:
-        print_lines(["Nothing is wrong."])
+    print_lines([] if wrong else ["Nothing is wrong."])
 
 
 #: Backends of attention: what TE calls them when it says why not.
@@ -95,12 +84,11 @@ def _show_attention(facts: Facts) -> None:
     """Which backend TE takes, for a layer of Llama-3-8B, and why not the others, in TE's words."""
     attention = facts.te_says["attention"]
     if facts.te_says["emulated"]:
-        print_lines(
-            [
-                "Attention: unfused, which is all that the emulation has. On a GPU TransformerEngine takes its fused "
-                "kernels (cuDNN) or those of flash-attn where it can; te-fsdp env says there which, and why."
-            ]
+        text = (
+            "Attention: unfused, which is all that the emulation has. On a GPU TransformerEngine takes its fused "
+            "kernels (cuDNN) or those of flash-attn where it can; te-fsdp env says there which, and why."
         )
+        print_lines([text])
         return
     rows = []
     for name, called in _BACKENDS.items():
@@ -112,15 +100,8 @@ def _show_attention(facts: Facts) -> None:
         rows.append((name, "; ".join(map(str.strip, against)) or "not taken: another comes first"))
     if attention["backend"] not in _BACKENDS:  # "none", "unknown": all that was said
         rows.append((attention["backend"], "; ".join(attention["reasons"])))
-    told = "Attention in bf16, causal, " + ", ".join(
-        f"{k} {v}" for k, v in attention.get("shape", {}).items()
-    )
-    print_table(told, ("backend", "taken, or why not"), rows)
-
-
-def _plain(text: str) -> str:
-    """Without the marks of Markdown that the tables have for the docs."""
-    return text.replace("`", "")
+    shape = ", ".join(f"{name} {size}" for name, size in attention.get("shape", {}).items())
+    print_table(f"Attention in bf16, causal, {shape}", ("backend", "taken, or why not"), rows)
 
 
 def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
@@ -133,27 +114,18 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
     if facts.te_says.get("emulated"):
         architecture = ".".join(map(str, facts.te_says["emulated"]))
         yield "emulation", "on" if facts.emulation else f"off; on with TE_FSDP_EMULATION={architecture}"
-    for name, value in (
-        ("NVIDIA driver", facts.driver),
-        ("cuDNN", facts.cudnn),
-        ("NCCL", facts.nccl),
-        ("nvcc", facts.nvcc),
-    ):
-        yield name, value or "none"
-    for name, version in facts.flash_attention.items():
-        yield name, version
+    yield "NVIDIA driver", facts.driver or "none"
+    yield "cuDNN", facts.cudnn or "none"
+    yield "NCCL", facts.nccl or "none"
+    yield "nvcc", facts.nvcc or "none"
+    yield from facts.flash_attention.items()
     yield "symmetric memory", "this torch has it" if facts.symmetric_memory else "not in this torch"
-    yield "transport copy_engine", _copies(facts)
-
-
-def _copies(facts: Facts) -> str:
-    """Between which GPUs weights can be gathered by copies."""
+    copies = f"possible between all {len(facts.gpus)} GPUs"
     if not facts.symmetric_memory or len(facts.gpus) < 2:
-        return "no: needs symmetric memory and two GPUs"
-    apart = [at for at, gpu in enumerate(facts.gpus) if len(gpu.peers) < len(facts.gpus) - 1]
-    if apart:
-        return f"no: GPUs {', '.join(map(str, apart))} cannot address the memory of all others"
-    return f"possible between all {len(facts.gpus)} GPUs"
+        copies = "no: needs symmetric memory and two GPUs"
+    elif facts.apart:
+        copies = f"no: GPUs {facts.apart} cannot address the memory of all others"
+    yield "transport copy_engine", copies
 
 
 #: Supported versions, (first, first that is not): as in pyproject.toml.
@@ -167,33 +139,18 @@ _EXTRAS = {"13": "gpu", "12": "gpu-cu12"}
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that will not work, or not as meant.
+    """Something that will not work, or not as meant."""
 
-    Attributes:
-        what: The finding, with its numbers.
-        why: What comes of it.
-        cure: What to do, a command where there is one.
-        breaks: False: te_fsdp works, but slower or with less than the machine has.
-    """
-
-    what: str
-    why: str
-    cure: str
-    breaks: bool = True
+    what: str  #: The finding, with its numbers
+    why: str  #: What comes of it
+    cure: str  #: What to do, a command where there is one
+    breaks: bool = True  #: False: te_fsdp works, but slower or with less than the machine has
 
 
 def faults(facts: Facts) -> list[Fault]:
     """Everything that is wrong, what breaks first."""
-    found = [
-        *_wrong_versions(facts),
-        *_several_te(facts),
-        *_builds(facts),
-        *_te_itself(facts),
-        *_cudnn(facts),
-        *_flash_attention(facts),
-        *_gpus(facts),
-    ]
-    return sorted(found, key=lambda fault: not fault.breaks)
+    looks = (_wrong_versions, _parts_of_te, _builds, _te_itself, _cudnn, _wrong_gpus)
+    return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -204,27 +161,25 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _wrong_versions(facts: Facts) -> Iterator[Fault]:
     te = facts.te.get("transformer_engine", [""])[0]
-    for name, version, (first, beyond) in (
-        ("Python", facts.python, PYTHONS),
-        ("torch", facts.torch, TORCHES),
-        ("TransformerEngine", te, TES),
+    for name, package, version, (first, (major, beyond)) in (
+        ("Python", "", facts.python, PYTHONS),
+        ("torch", "torch", facts.torch, TORCHES),
+        ("TransformerEngine", "transformer-engine", te, TES),
     ):
-        if version and not first <= _numbers(version) < beyond:
-            supported = f"{first[0]}.{first[1]} to {beyond[0]}.{beyond[1] - 1}"
-            package = {"torch": "torch", "TransformerEngine": "transformer-engine"}.get(name)
-            bounds = f">={first[0]}.{first[1]},<{beyond[0]}.{beyond[1]}"
+        if version and not first <= _numbers(version) < (major, beyond):
+            low, supported = f"{first[0]}.{first[1]}", f"{first[0]}.{first[1]} to {major}.{beyond - 1}"
+            install = f"pip install '{package}>={low},<{major}.{beyond}'"
             yield Fault(
                 f"{name} {version}; supported are {supported}",
                 "te_fsdp stands on private names of it, which were checked on these versions alone",
-                f"pip install '{package}{bounds}'"
-                if package
-                else f"make an environment with Python {supported}",
+                install if package else f"make an environment with Python {supported}",
             )
 
 
-def _several_te(facts: Facts) -> Iterator[Fault]:
+def _parts_of_te(facts: Facts) -> Iterator[Fault]:
+    """Several of them, or another CUDA than torch's."""
     cores = [name for name in facts.te if re.fullmatch(r"transformer_engine_cu\d+", name)]
-    versions = sorted({version for found in facts.te.values() for version in found})
+    versions = {version for found in facts.te.values() for version in found}
     if len(cores) > 1:
         yield Fault(
             f"several cores of TransformerEngine: {', '.join(cores)}",
@@ -238,6 +193,14 @@ def _several_te(facts: Facts) -> Iterator[Fault]:
             "its Python part calls functions that another version of its compiled part lacks or has otherwise",
             f"pip uninstall {' '.join(facts.te)} (again until pip finds none); then {_install(facts)}",
         )
+    numbers = [core.removeprefix("transformer_engine_cu") for core in cores]
+    major = (facts.torch_cuda or "").split(".")[0]
+    if len(numbers) == 1 and major and numbers[0] != major:
+        yield Fault(
+            f"torch was built with CUDA {facts.torch_cuda}, TransformerEngine's core with CUDA {numbers[0]}",
+            "two CUDA runtimes in one process do not see each other's streams and memory",
+            f"pip uninstall {cores[0]} transformer_engine_torch; {_install(facts)}",
+        )
 
 
 def _install(facts: Facts) -> str:
@@ -246,15 +209,7 @@ def _install(facts: Facts) -> str:
 
 
 def _builds(facts: Facts) -> Iterator[Fault]:
-    """Torch and TE of different CUDA versions; a build for CPUs beside a GPU."""
-    cores = [name.removeprefix("transformer_engine_cu") for name in facts.te if "_cu" in name]
-    major = (facts.torch_cuda or "").split(".")[0]
-    if len(cores) == 1 and major and cores[0] != major:
-        yield Fault(
-            f"torch was built with CUDA {facts.torch_cuda}, TransformerEngine's core with CUDA {cores[0]}",
-            "two CUDA runtimes in one process do not see each other's streams and memory",
-            f"pip uninstall transformer_engine_cu{cores[0]} transformer_engine_torch; {_install(facts)}",
-        )
+    """A torch without GPUs beside a driver."""
     if facts.driver and facts.torch_cuda is None:
         yield Fault(
             f"torch {facts.torch} is a build without CUDA, on a machine with NVIDIA's driver {facts.driver}",
@@ -323,12 +278,12 @@ def _no_import(facts: Facts) -> Fault:
 
 def _cudnn(facts: Facts) -> Iterator[Fault]:
     """Another cuDNN that the loader finds for TE's parts while torch has loaded its own."""
-    if not facts.cudnn_home or not facts.cudnn_files:
-        return
     first = facts.variables.get("LD_LIBRARY_PATH", "").split(":")[0]
-    own = os.path.join(facts.cudnn_home, "lib")
-    others = [path for path in facts.cudnn_files if _release(path) != facts.cudnn]
-    if others and os.path.realpath(first) != os.path.realpath(own):
+    own = os.path.join(facts.cudnn_home or "", "lib")
+    # 9.14.0 of libcudnn.so.9.14.0; the loader's link ends in 9 alone and was resolved before.
+    releases = {path: PurePath(path).name.removeprefix("libcudnn.so.") for path in facts.cudnn_files}
+    others = [path for path, release in releases.items() if release != facts.cudnn]
+    if facts.cudnn_home and others and os.path.realpath(first) != os.path.realpath(own):
         yield Fault(
             f"two versions of cuDNN: torch's {facts.cudnn} in {own}, and {', '.join(others)}",
             "TransformerEngine loads cuDNN by name and may mix the two (CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
@@ -336,13 +291,8 @@ def _cudnn(facts: Facts) -> Iterator[Fault]:
         )
 
 
-def _release(path: str) -> str:
-    """9.14.0 of libcudnn.so.9.14.0; the loader's link ends in 9 alone and was resolved before."""
-    return PurePath(path).name.removeprefix("libcudnn.so.")
-
-
-def _flash_attention(facts: Facts) -> Iterator[Fault]:
-    """FlashAttention that is installed for nothing."""
+def _wrong_gpus(facts: Facts) -> Iterator[Fault]:
+    """What they lack, and FlashAttention that is installed for nothing."""
     taken = facts.te_says.get("attention", {}).get("taken", {})
     for name, version in facts.flash_attention.items():
         if facts.gpus and not taken.get(name.replace("_", "-"), True):
@@ -352,9 +302,6 @@ def _flash_attention(facts: Facts) -> Iterator[Fault]:
                 "pip install --no-build-isolation 'te-fsdp[flash]'",
                 breaks=False,
             )
-
-
-def _gpus(facts: Facts) -> Iterator[Fault]:
     kinds = sorted({(gpu.name, gpu.capability) for gpu in facts.gpus})
     for name, capability in kinds:
         if _numbers(capability) < _FP8:
@@ -371,10 +318,9 @@ def _gpus(facts: Facts) -> Iterator[Fault]:
             "CUDA_VISIBLE_DEVICES with GPUs of one kind",
             breaks=False,
         )
-    alone = [at for at, gpu in enumerate(facts.gpus) if len(gpu.peers) < len(facts.gpus) - 1]
-    if alone:
+    if facts.apart:
         yield Fault(
-            f"GPUs {', '.join(map(str, alone))} cannot address the memory of all others",
+            f"GPUs {facts.apart} cannot address the memory of all others",
             "collectives go through the host",
             "switch peer access on: in a virtual machine or with ACS and IOMMU it is often off",
             breaks=False,

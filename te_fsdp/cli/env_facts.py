@@ -13,10 +13,13 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+
+import te_fsdp
 
 #: Variables that change what runs here; everything else of the environment stays unsaid.
 _VARIABLES = re.compile(
@@ -31,75 +34,54 @@ _LIMIT = 120
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU.
+    """A GPU."""
 
-    Attributes:
-        name: Its model.
-        capability: Compute capability, "9.0" of Hopper.
-        memory: Bytes.
-        links: How it reaches each GPU of the machine as ``nvidia-smi topo`` says: "NV18", "PIX", "SYS", "X" itself.
-        peers: Ordinals of GPUs whose memory it can address, which copies and symmetric memory need.
-    """
-
-    name: str
-    capability: str
-    memory: int
+    name: str  #: Its model
+    capability: str  #: Compute capability, "9.0" of Hopper
+    memory: int  #: Bytes
+    #: How it reaches each GPU of the machine as ``nvidia-smi topo`` says: "NV18", "PIX", "SYS", "X" itself.
     links: list[str] = field(default_factory=list)
+    #: Ordinals of GPUs whose memory it can address, which copies and symmetric memory need.
     peers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The environment.
+    """The environment."""
 
-    Attributes:
-        python, te_fsdp, torch: Versions.
-        executable: The interpreter.
-        torch_cuda: CUDA version that torch was built with; ``None``: a CPU build.
-        cuda_problem: Why torch sees no GPU though its build could; empty if it sees some or is a CPU build.
-        driver: Of the NVIDIA kernel module; ``None`` without one.
-        nccl, cudnn: Versions that torch loads; ``None`` in a CPU build.
-        cudnn_home: Folder of the cuDNN that came with torch; ``None`` if none came.
-        cudnn_files: Other copies of cuDNN's main library that the loader could find: real paths, first found first.
-        te: Parts of TransformerEngine as they are installed, "transformer_engine_cu13" -> versions found on the path.
-        te_bindings: Whether its compiled part for PyTorch is there.
-        te_says: What :func:`say_te` has found, or ``{"error": ...}``.
-        flash_attention: Versions by distribution.
-        nvcc: Path of the compiler that builds TE's bindings.
-        symmetric_memory: Whether this torch has it.
-        gpus: In torch's order.
-        emulation: ``TE_FSDP_EMULATION``.
-        variables: Environment variables that matter here.
-    """
-
-    python: str
-    executable: str
-    te_fsdp: str
-    torch: str
-    torch_cuda: str | None = None
+    python: str  #: Version
+    executable: str  #: The interpreter
+    te_fsdp: str  #: Version
+    torch: str  #: Version
+    torch_cuda: str | None = None  #: CUDA version that torch was built with; ``None``: a CPU build
+    #: Why torch sees no GPU though its build could; empty if it sees some or is a CPU build.
     cuda_problem: str = ""
-    driver: str | None = None
-    nccl: str | None = None
-    cudnn: str | None = None
-    cudnn_home: str | None = None
+    driver: str | None = None  #: Version of the NVIDIA kernel module
+    nccl: str | None = None  #: Version that torch loads; ``None`` in a CPU build
+    cudnn: str | None = None  #: Likewise
+    cudnn_home: str | None = None  #: Folder of the cuDNN that came with torch
+    #: Other copies of cuDNN's main library that the loader could find: real paths, first found first.
     cudnn_files: list[str] = field(default_factory=list)
+    #: Parts of TransformerEngine as they are installed, "transformer_engine_cu13" -> versions found on the path.
     te: dict[str, list[str]] = field(default_factory=dict)
-    te_bindings: bool = False
+    te_bindings: bool = False  #: Whether its compiled part for PyTorch is there
+    #: What :func:`say_te` has found, or ``{"error": ...}``.
     te_says: dict[str, Any] = field(default_factory=dict)
-    flash_attention: dict[str, str] = field(default_factory=dict)
-    nvcc: str | None = None
-    symmetric_memory: bool = False
-    gpus: list[Gpu] = field(default_factory=list)
-    emulation: str = ""
-    variables: dict[str, str] = field(default_factory=dict)
+    flash_attention: dict[str, str] = field(default_factory=dict)  #: Versions by distribution
+    nvcc: str | None = None  #: Path of the compiler that builds TE's bindings
+    symmetric_memory: bool = False  #: Whether this torch has it
+    gpus: list[Gpu] = field(default_factory=list)  #: In torch's order
+    emulation: str = ""  #: ``TE_FSDP_EMULATION``
+    variables: dict[str, str] = field(default_factory=dict)  #: Environment variables that matter here
+
+    @property
+    def apart(self) -> str:
+        """Ordinals of GPUs that cannot address the memory of all others."""
+        return ", ".join(str(at) for at, gpu in enumerate(self.gpus) if len(gpu.peers) < len(self.gpus) - 1)
 
 
 def gather() -> Facts:
     """Look at this process's environment. Imports torch, starts CUDA if there is a GPU, runs TE in another process."""
-    import torch
-
-    import te_fsdp
-
     parts = _te_parts()
     # By distribution too: TE loads its compiled module from a folder of its own, where no import finds it.
     bindings = (
@@ -107,7 +89,7 @@ def gather() -> Facts:
         # Not util.find_spec: it raises where the emulation's module, which has no spec, is imported already.
         or importlib.machinery.PathFinder.find_spec("transformer_engine_torch") is not None
     )
-    home = _cudnn_home()
+    home, cudnn = _cudnn_home(), torch.backends.cudnn.version() if torch.version.cuda else None
     return Facts(
         python=platform.python_version(),
         executable=sys.executable,
@@ -117,7 +99,8 @@ def gather() -> Facts:
         cuda_problem=_cuda_problem(),
         driver=_driver(),
         nccl=_nccl(),
-        cudnn=_version(torch.backends.cudnn.version()) if torch.version.cuda else None,
+        # 91900 of 9.19.0
+        cudnn=f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else None,
         cudnn_home=home,
         cudnn_files=_cudnn_files(home),
         te=parts,
@@ -180,12 +163,10 @@ def _flash_attention() -> dict[str, str]:
 
 
 def _nvcc() -> str | None:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
-        path = Path(os.environ.get(variable) or "/nonexistent", "bin", "nvcc")
-        if path.is_file():
-            return str(path)
-    usual = Path("/usr/local/cuda/bin/nvcc")
-    return shutil.which("nvcc") or (str(usual) if usual.is_file() else None)
+    homes = [os.environ.get(variable) or "/nonexistent" for variable in ("CUDA_HOME", "CUDA_PATH")]
+    places = [os.path.join(home, "bin", "nvcc") for home in homes]
+    places += [shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"]
+    return next((place for place in places if os.path.isfile(place)), None)
 
 
 def _driver() -> str | None:
@@ -198,8 +179,6 @@ def _driver() -> str | None:
 
 
 def _cuda_problem() -> str:
-    import torch
-
     if torch.version.cuda is None or torch.cuda.is_available():
         return ""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
@@ -212,16 +191,9 @@ def _cuda_problem() -> str:
 
 
 def _nccl() -> str | None:
-    import torch
-
     with contextlib.suppress(Exception):  # a build without NCCL has no such function, or one that raises
         return ".".join(map(str, torch.cuda.nccl.version()))
     return None
-
-
-def _version(number: int | None) -> str | None:
-    """CuDNN's number, 91900 of 9.19.0."""
-    return f"{number // 10000}.{number // 100 % 100}.{number % 100}" if number else None
 
 
 def _cudnn_home() -> str | None:
@@ -238,29 +210,19 @@ def _cudnn_files(home: str | None) -> list[str]:
     found = [str(path) for folder in folders for path in sorted(Path(folder).glob("libcudnn.so.*"))]
     _, cache, _ = _run("ldconfig", "-p")
     found += re.findall(r"libcudnn\.so\.\S+ .*=> (\S+)", cache)
-    return list(dict.fromkeys(_outside(found, home)))
-
-
-def _outside(paths: Iterable[str], home: str | None) -> list[str]:
-    real = [os.path.realpath(path) for path in paths]
+    real = dict.fromkeys(os.path.realpath(path) for path in found)
     return [path for path in real if home is None or not path.startswith(os.path.realpath(home) + os.sep)]
 
 
 def _gpus() -> list[Gpu]:
-    import torch
-
     if not torch.cuda.is_available():
         return []
-    count, links = torch.cuda.device_count(), _links()
-    found = []
-    for ordinal in range(count):
-        properties = torch.cuda.get_device_properties(ordinal)
-        peers = [
-            other
-            for other in range(count)
-            if other != ordinal and torch.cuda.can_device_access_peer(ordinal, other)
-        ]
-        row = links[ordinal] if ordinal < len(links) else []
+    ordinals, links, found = range(torch.cuda.device_count()), _links(), []
+    for one in ordinals:
+        properties = torch.cuda.get_device_properties(one)
+        others = [other for other in ordinals if other != one]
+        peers = [other for other in others if torch.cuda.can_device_access_peer(one, other)]
+        row = links[one] if one < len(links) else []
         capability = f"{properties.major}.{properties.minor}"
         found.append(Gpu(properties.name, capability, properties.total_memory, row, peers))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -10,41 +11,29 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import tyro
 from tyro.conf import Positional, arg
 
 from te_fsdp import planning
-from te_fsdp.cli.main import bytes_of, print_json, print_lines, print_table, run
+from te_fsdp.cli import bytes_of, print_json, print_lines, print_table, run
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
 _Dtype = Literal["model", "float32", "bfloat16", "float16"]
 _ARCHITECTURE = "9.0"
+_Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
+#: Axes of which a search tries one size alone, where it is given.
+_FIXED = ("dp_replicate", "dp_shard", "ep", "tp")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run ``te-fsdp plan``.
-
-    Args:
-        arguments: Those after it.
-
-    Returns:
-        0: the job can be run (of a search: a mesh fits); 1: not; 2: the command line is wrong.
-    """
-    return _run(_plan, "plan", arguments)
+    """Run ``te-fsdp plan``. 0: the job can be run (of a search: a mesh fits); 1: not; 2: the command line is wrong."""
+    return run(_plan, "plan", arguments)
 
 
 def main_of_report(arguments: Sequence[str]) -> int:
     """Run ``te-fsdp report``; as :func:`main`."""
-    return _run(_report, "report", arguments)
-
-
-def _run(command: Callable[..., int], name: str, arguments: Sequence[str]) -> int:
-    config = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
-    return run(
-        lambda: tyro.cli(command, prog=f"te-fsdp {name}", args=list(arguments), config=config), arguments
-    )
+    return run(_report, "report", arguments)
 
 
 @dataclass(frozen=True)
@@ -64,11 +53,7 @@ class _Mesh:
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of all axes.
-
-        Raises:
-            PlacementError: Their product is not the number of GPUs.
-        """
+        """Sizes of all axes; ``PlacementError``: their product is not the number of GPUs."""
         if self.gpus is not None and self.gpus < 1:
             raise PlacementError("plan: gpus", expected="1 or more", got=self.gpus)
         others = Sizes(self.dp_replicate, 1, self.cp, self.ep, self.tp).ranks
@@ -82,12 +67,6 @@ class _Mesh:
                 fix="sizes that divide it; --dp-shard -1, the default, takes what the others leave",
             )
         return sizes
-
-    @property
-    def fixed(self) -> dict[str, int]:
-        """Sizes that were given, for a search."""
-        axes = ("dp_replicate", "dp_shard", "ep", "tp")
-        return {axis: size for axis in axes if (size := getattr(self, axis)) not in (1, -1)}
 
 
 @dataclass(frozen=True)
@@ -176,7 +155,7 @@ def _plan(
     node: Annotated[int, arg(help="GPUs of a node, for --search and --tflops.")] = 8,
     global_batch: Annotated[int | None, arg(help="Sequences of a step on all GPUs, for --search.")] = None,
     parameters: Annotated[bool, arg(help="Show each parameter too.")] = False,
-    as_json: Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")] = False,
+    as_json: _Json = False,
 ) -> int:
     """What each rank of a job will hold and send, on one CPU and without the job's GPUs.
 
@@ -198,22 +177,15 @@ def _plan(
     sizes = mesh.sizes if not search else Sizes()
     _find_te(mesh.arch)
     if search and mesh.gpus is not None:
-        asked = {
-            "gpus": mesh.gpus,
-            "memory": limit,
-            "node": node,
-            "cp": mesh.cp,
-            "global_batch": global_batch,
-            "fixed": mesh.fixed,
-        }
-        found_meshes = planning.search(job, **asked)
+        fixed = {axis: size for axis in _FIXED if (size := getattr(mesh, axis)) not in (1, -1)}
+        asked: Any = {"cp": mesh.cp, "global_batch": global_batch, "fixed": fixed}
+        found_meshes = planning.search(job, gpus=mesh.gpus, memory=limit, node=node, **asked)
         return _show_search(found_meshes, mesh.gpus, limit, node, machine, as_json)
     found = plan(job, sizes)
     step = None if machine is None else found.time(machine)
     if as_json:
-        print_json(
-            found.as_json() | ({} if step is None else {"step": asdict(step) | {"seconds": step.seconds}})
-        )
+        timed = {} if step is None else {"step": asdict(step) | {"seconds": step.seconds}}
+        print_json(found.as_json() | timed)
     else:
         _show(found, limit, parameters)
         if step is not None:
@@ -262,27 +234,20 @@ def _show(found: Plan, limit: int | None, parameters: bool) -> None:
     )
     if parameters:
         print_lines([str(found.report)])
-    rows = [(words, _gib(size)) for words, size in found.held.items()]
-    rows += [("between two steps", _gib(found.held_bytes)), ("gradients, reduced", _gib(found.gradients))]
-    rows += [
-        ("the largest unit, gathered", _gib(found.largest_unit)),
-        ("activations", _gib(found.activations)),
-    ]
-    print_table("Largest rank, GiB", ("what", "GiB"), rows, right=("GiB",))
-    peak = [(words, _gib(size)) for words, size in found.peak.parts.items()]
-    print_table(
-        f"At the peak, {found.peak.when}",
-        ("what", "GiB"),
-        [*peak, ("peak", _gib(found.peak.bytes))],
-        right=("GiB",),
-    )
-    rows_of_traffic = [(t.axis, t.what, t.collective, t.ranks, _gib(t.bytes)) for t in found.traffic]
-    print_table(
-        "Received by a rank in a step",
-        ("axis", "what", "collective", "ranks", "GiB"),
-        rows_of_traffic,
-        right=("ranks", "GiB"),
-    )
+    rank = {
+        **found.held,
+        "between two steps": found.held_bytes,
+        "gradients, reduced": found.gradients,
+        "the largest unit, gathered": found.largest_unit,
+        "activations": found.activations,
+    }
+    peak = {**found.peak.parts, "peak": found.peak.bytes}
+    for title, sizes_of in (("Largest rank, GiB", rank), (f"At the peak, {found.peak.when}", peak)):
+        rows = [(words, _gib(size)) for words, size in sizes_of.items()]
+        print_table(title, ("what", "GiB"), rows, right=("GiB",))
+    received = [(t.axis, t.what, t.collective, t.ranks, _gib(t.bytes)) for t in found.traffic]
+    columns = ("axis", "what", "collective", "ranks", "GiB")
+    print_table("Received by a rank in a step", columns, received, right=columns[-2:])
     model, optimizer = found.checkpoint["model"], found.checkpoint["optimizer"]
     print_lines([f"checkpoint: {_gib(model + optimizer)} GiB, of which the model {_gib(model)}"])
     print_lines(f"note: {note}" for note in found.notes)
@@ -311,34 +276,16 @@ def _show_search(
     found: list[Candidate], gpus: int, limit: int, node: int, machine: Machine | None, as_json: bool
 ) -> int:
     """All meshes of so many GPUs, as a table or as JSON; by time where speeds are given."""
-    if machine is not None:
-        fitting = [one for one in found if not one.reason]
-        found = [
-            *sorted(fitting, key=lambda one: _seconds(one, machine) / one.tokens),
-            *(one for one in found if one.reason),
-        ]
+    if machine is not None:  # those that fit, which stand in front, by time
+        found = sorted(found, key=lambda one: math.inf if one.reason else _seconds(one, machine) / one.tokens)
     if as_json:
         print_json({"memory": limit, "gpus": gpus, "candidates": [_as_json(one, machine) for one in found]})
     else:
-        columns = (
-            "mesh",
-            "peak",
-            "left",
-            "in a node",
-            "between nodes",
-            "tokens",
-            "bytes a token",
-            "ms",
-            "remark",
-        )
-        if machine is None:
-            columns = tuple(name for name in columns if name != "ms")
-        print_table(
-            f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB",
-            columns,
-            [_cells(one, limit, machine) for one in found],
-            right=columns[1:-1],
-        )
+        numbers = ["peak", "left", "in a node", "between nodes", "tokens", "bytes a token"]
+        numbers += [] if machine is None else ["ms"]
+        title = f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB"
+        rows = [_cells(one, limit, machine) for one in found]
+        print_table(title, ("mesh", *numbers, "remark"), rows, right=numbers)
         print_lines(
             [
                 f"bytes a token: (in a node / {LINK_RATIO} + between nodes) / tokens that a GPU works on in a step; a "
@@ -381,7 +328,7 @@ def _report(
     path: Positional[Path],
     /,
     *,
-    as_json: Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")] = False,
+    as_json: _Json = False,
 ) -> int:
     """Show what a plan (a file of te-fsdp plan --json) or a checkpoint holds, parameter by parameter.
 
@@ -397,9 +344,9 @@ def _report(
             found = Plan.from_json(value, str(path))
             print_json(found.as_json()) if as_json else _show(found, None, True)
             return 0
-    from te_fsdp.cli import ckpt_show
+    from te_fsdp.cli import ckpt
 
-    return ckpt_show.inspect(path, as_json=as_json)
+    return ckpt.inspect(path, as_json=as_json)
 
 
 #: Name -> function of tyro's, for completion.

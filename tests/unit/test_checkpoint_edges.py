@@ -19,7 +19,7 @@ from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.checkpoint.optimizer_state import restore_groups
 from te_fsdp.checkpoint.writing import as_failed_save
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
 

@@ -18,7 +18,7 @@ from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint import manifest as manifests
 from te_fsdp.checkpoint import model_state, saving, sums
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
 EXPERTS, HIDDEN, FFN = 4, 64, 128

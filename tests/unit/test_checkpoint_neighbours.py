@@ -19,7 +19,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory, manifest, paths, writing
 from te_fsdp.checkpoint.paths import LOCK, Owner
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
 SCRIPT = Path(__file__).with_name("neighbour_worker.py")
@@ -460,7 +460,7 @@ LIMIT = """
 import resource, sys
 import torch
 from te_fsdp import checkpoint
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 where = sys.argv[1]
 large, extra = torch.nn.Linear(256, 256), {"text": "x" * 200_000}

@@ -19,7 +19,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.paths import Owner, RemotePath, absolute, place_of
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from tests.unit import remote_storage
 from tests.unit.remote_storage import SlowFileSystem

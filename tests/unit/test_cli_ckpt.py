@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.cli import ckpt
-from te_fsdp.cli.main import main
+from te_fsdp.cli import ckpt, main
 from tests.unit import documented
 from tests.unit.commands import ROOT, start
 
@@ -65,7 +64,7 @@ def test_a_process_of_its_own(tmp_path: Path, python: str) -> None:
 
 def test_nothing_heavy_is_imported_for_help() -> None:
     probe = (
-        "import sys; from te_fsdp.cli.main import main; code = main(['--help']); "
+        "import sys; from te_fsdp.cli import main; code = main(['--help']); "
         "assert 'torch' not in sys.modules and 'tyro' not in sys.modules; sys.exit(code)"
     )
     done = subprocess.run(

@@ -15,7 +15,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.contents import Contents, open_safetensors_contents
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 
 
 class Model(nn.Module):

@@ -23,7 +23,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy import Chunked, InMemory, Record, Stored
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,7 +303,7 @@ MEGABYTES = 200
 PROBE = """
 import sys
 from te_fsdp.checkpoint import lazy
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 
 def peak():
     # Not getrusage: its peak is inherited from the parent process through exec.

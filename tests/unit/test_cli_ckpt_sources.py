@@ -16,8 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.cli import ckpt_show
-from te_fsdp.cli.main import main
+from te_fsdp.cli import ckpt, main
 from te_fsdp.errors import CheckpointError
 
 
@@ -287,7 +286,7 @@ def test_a_fault_that_no_check_knows_ends_in_a_text(
     def fail(*args: object) -> None:
         raise ZeroDivisionError("x")
 
-    monkeypatch.setattr(ckpt_show, "open_any", fail)
+    monkeypatch.setattr(ckpt, "open_any", fail)
     assert main(["ckpt", "inspect", str(tmp_path)]) == 1
     assert "unexpected ZeroDivisionError: x; please report it" in capsys.readouterr().err
 

@@ -17,7 +17,7 @@ import te_fsdp
 from te_fsdp import _te, checkpoint, emulation
 from te_fsdp._te_formats import read_extra_state
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ["delayed", "current", "block", "mxfp8", "nvfp4"]
@@ -292,7 +292,7 @@ def test_without_transformer_engine(te: Any, recipe: str, tmp_path: Path, python
         main(["ckpt", "convert", str(tmp_path / "s.pt"), str(tmp_path / "here"), "--to", "checkpoint"]) == 0
     )
     probe = (
-        "import sys; from te_fsdp.cli.main import main; "
+        "import sys; from te_fsdp.cli import main; "
         "code = main(['ckpt', 'convert', 's.pt', 'there', '--to', 'checkpoint']); "
         "assert not any(name.startswith('transformer_engine') for name in sys.modules); sys.exit(code)"
     )

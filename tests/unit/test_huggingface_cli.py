@@ -17,7 +17,7 @@ from te_fsdp.checkpoint.lazy import InMemory, open_safetensors, write_folder
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.writing import write_tensors
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from tests.unit import documented
 from tests.unit.damage import as_format_2

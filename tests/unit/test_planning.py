@@ -14,7 +14,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp import emulation
-from te_fsdp.cli.main import bytes_of, main
+from te_fsdp.cli import bytes_of, main
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError
 from te_fsdp.planning import Job, Plan, Sizes, plan, search
 from tests.unit import documented

@@ -16,7 +16,7 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest, saving
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import SETTINGS, differences, from_json, semantics_of
 

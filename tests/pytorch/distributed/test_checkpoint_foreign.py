@@ -8,7 +8,7 @@ import pytest
 from checkpointing import foreign
 from checkpointing.models import Case
 
-from te_fsdp.cli.main import main
+from te_fsdp.cli import main
 
 DP2_TP2 = {"dp_shard": 2, "tp": 2}
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}

@@ -145,7 +145,7 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
 def _through_a_checkpoint(folder: str, converted: str, model: nn.Module, made: Case) -> list[str]:
     """Parameters that hold other bytes in a model that loads the folder as the command line has converted it."""
     import te_fsdp
-    from te_fsdp.cli.main import main
+    from te_fsdp.cli import main
 
     if dist.get_rank() == 0:
         fused = ("--te.layers.fuse-qkv-params", "True")
@@ -165,7 +165,7 @@ def _through_a_checkpoint(folder: str, converted: str, model: nn.Module, made: C
 def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
     """What was written, beside what the command line makes of the checkpoint, and beside what there was."""
     from te_fsdp.checkpoint.lazy import open_safetensors
-    from te_fsdp.cli.main import main
+    from te_fsdp.cli import main
 
     export = ["ckpt", "export", f"{target}-checkpoint", f"{target}-cli", "--like", folder, "--dtype", dtype]
     assert main(export) == 0
