@@ -13,23 +13,34 @@ What works and what does not is a table for each in docs/integrations.md.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
+import te_fsdp
 from te_fsdp.errors import message
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Context of imports of a framework: where one fails, the error names the extra of pip that brings it.
-
-    Args:
-        extra: Its name.
-
-    Raises:
-        ImportError: As the import raised it, with the fix.
-    """
+    """Context of imports of a framework: where one fails, the ``ImportError`` names the extra of pip that brings it."""
     try:
         yield
     except ImportError as error:
         text = message(str(error), fix=f"pip install 'te-fsdp[{extra}]', in a checkout '.[{extra}]'")
         raise type(error)(text, name=error.name) from error
+
+
+def check_keywords(sharding: Mapping[str, Any]) -> None:
+    """Raise ``TypeError`` for a keyword that ``te_fsdp.fully_shard`` does not have."""
+    inspect.signature(te_fsdp.fully_shard).bind(None, None, **sharding)
+
+
+def shard(model: nn.Module, meshes: te_fsdp.Meshes, seed: int | None, sharding: Mapping[str, Any]) -> None:
+    """Shard a model and initialise what is on meta. Collective over the world."""
+    te_fsdp.fully_shard(model, meshes, **sharding)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        te_fsdp.materialize(model, seed=seed)

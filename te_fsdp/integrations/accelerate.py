@@ -13,7 +13,6 @@ te_fsdp cannot do right raises. Source: accelerate 1.15.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +27,7 @@ import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.agree import world_size
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError
-from te_fsdp.integrations import needs
+from te_fsdp.integrations import check_keywords, needs, shard
 from te_fsdp.mesh import Meshes, as_meshes
 from te_fsdp.sharding.main_weights import following
 from te_fsdp.sharding.state import sharding_state, state_of
@@ -94,17 +93,13 @@ class TeFsdpAccelerator(_Accelerator):
         sharding: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        self.meshes, self._seed, self._sharding = (
-            as_meshes(meshes, "TeFsdpAccelerator"),
-            seed,
-            dict(sharding or {}),
-        )
-        inspect.signature(te_fsdp.fully_shard).bind(None, None, **self._sharding)
+        self.meshes = as_meshes(meshes, "TeFsdpAccelerator")
+        self._seed, self._sharding = seed, dict(sharding or {})
+        check_keywords(self._sharding)
         _refuse(options)
         # Before accelerate notes it for all accelerators of the process, of whatever follows this error too.
-        _refuse_precision(
-            options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        )
+        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        _refuse_precision(options.get("mixed_precision") or precision)
         options.setdefault("cpu", self.meshes.device_type == "cpu")
         super().__init__(**options)
         _refuse_precision(self.mixed_precision)
@@ -116,8 +111,7 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """As accelerate's; an optimizer's parameters become those of the model beside it. Collective over the world.
 
-        Raises:
-            OrderError: An optimizer that holds other parameters, or has stepped.
+        ``OrderError``: an optimizer that holds other parameters, or has stepped.
         """
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
@@ -130,7 +124,7 @@ class TeFsdpAccelerator(_Accelerator):
                     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                         fix = "build it from the parameters of one model, right before"
                         stack.enter_context(following(model, optimizer, "Accelerator.prepare", fix))
-                self._shard(model)
+                shard(model, self.meshes, self._seed, self._sharding)
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -138,21 +132,12 @@ class TeFsdpAccelerator(_Accelerator):
     ) -> nn.Module:
         """Shard a model, or leave it as it is for ``evaluation_mode=True``. Collective over the world."""
         if not evaluation_mode and not sharding_state(model):
-            self._shard(model)
+            shard(model, self.meshes, self._seed, self._sharding)
         # In this mode accelerate wraps nothing.
         return super().prepare_model(model, device_placement=bool(evaluation_mode), evaluation_mode=True)
 
-    def _shard(self, model: nn.Module) -> None:
-        te_fsdp.fully_shard(model, self.meshes, **self._sharding)
-        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-            te_fsdp.materialize(model, seed=self._seed)
-
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """As accelerate's, for an optimizer over the models that were prepared.
-
-        Raises:
-            OrderError: It holds other parameters.
-        """
+        """As accelerate's, for an optimizer over the models that were prepared; ``OrderError``: over others."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             states = [state_of(p) for group in optimizer.param_groups for p in group["params"]]
             models = {id(state): state.model for state in states if state is not None}
@@ -167,9 +152,8 @@ class TeFsdpAccelerator(_Accelerator):
             return super().prepare_data_loader(data_loader)
         shared = self.meshes.data_size != self.num_processes
         if shared and self.dispatch_batches:
-            self._refuse_shared_data(
-                "DataLoaderConfiguration(dispatch_batches=True)", "dispatch_batches=False"
-            )
+            what = "DataLoaderConfiguration(dispatch_batches=True)"
+            self._refuse_shared_data(what, "dispatch_batches=False")
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -190,11 +174,7 @@ class TeFsdpAccelerator(_Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's, which steps a scheduler once for each process.
-
-        Raises:
-            OrderError: Several processes share their data, and so the scheduler would run ahead.
-        """
+        """As accelerate's; ``OrderError`` where processes share data: it steps once for each, which would run ahead."""
         if self.step_scheduler_with_optimizer and not self.split_batches:
             fix = "step_scheduler_with_optimizer=False, or leave the scheduler out of prepare"
             self._refuse_shared_data("Accelerator.prepare(scheduler)", fix)
@@ -213,18 +193,14 @@ class TeFsdpAccelerator(_Accelerator):
 
     # --------------------------------------------------------------------------------------------------------- train
 
-    @contextlib.contextmanager
-    def no_sync(self, model: nn.Module) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """:func:`te_fsdp.no_sync`."""
-        with te_fsdp.no_sync(model):
-            yield
+        return te_fsdp.no_sync(model)
 
     @staticmethod
-    @contextlib.contextmanager
-    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+    def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """:func:`te_fsdp.sync`."""
-        with te_fsdp.sync(model):
-            yield
+        return te_fsdp.sync(model)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -233,11 +209,7 @@ class TeFsdpAccelerator(_Accelerator):
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> NoReturn:
-        """Refused.
-
-        Raises:
-            PlacementError: Always.
-        """
+        """Refused with ``PlacementError``."""
         raise PlacementError(
             "Accelerator.clip_grad_value_",
             why="A gradient may still wait for its average over dp_replicate",
@@ -245,11 +217,7 @@ class TeFsdpAccelerator(_Accelerator):
         )
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Refused.
-
-        Raises:
-            OrderError: Always.
-        """
+        """Refused with ``OrderError``."""
         raise OrderError(
             "Accelerator.join_uneven_inputs",
             why="Each rank takes part in the gathers of each step",
@@ -257,20 +225,12 @@ class TeFsdpAccelerator(_Accelerator):
         )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's.
-
-        Raises:
-            OrderError: Several processes share their data, which would count more than once.
-        """
+        """As accelerate's; ``OrderError`` where processes share data, which would count more than once."""
         self._refuse_shared_data("Accelerator.gather_for_metrics", "gather over meshes.fsdp")
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """As accelerate's.
-
-        Raises:
-            OrderError: Several processes must have the same data.
-        """
+        """As accelerate's; ``OrderError`` where several processes must have the same data."""
         self._refuse_shared_data("Accelerator.split_between_processes", "split by meshes.data_rank")
         return super().split_between_processes(inputs, apply_padding)
 
@@ -281,10 +241,7 @@ class TeFsdpAccelerator(_Accelerator):
     ) -> Path:
         """Model and optimizer by :func:`te_fsdp.checkpoint.save`, all else as accelerate does. Collective.
 
-        Args:
-            output_dir: As accelerate has it; its folder ``te_fsdp`` must not exist.
-            safe_serialization: Must be True: nothing of the model is pickled.
-            **save_model_func_kwargs: Refused.
+        Its folder ``te_fsdp`` must not exist; options of how accelerate writes a model are refused.
 
         Raises:
             CheckpointError: No prepared model, or several, or several optimizers; or what ``save`` raises. Nothing was
@@ -311,13 +268,7 @@ class TeFsdpAccelerator(_Accelerator):
         Random states are accelerate's, a file for each process: on another number of processes they are not those that
         a run without a break would have, which a warning says.
 
-        Args:
-            input_dir: As accelerate has it.
-            load_kwargs: As accelerate has it.
-            **load_model_func_kwargs: Keywords of :func:`te_fsdp.checkpoint.load`.
-
-        Raises:
-            CheckpointError: What ``load`` raises; nothing was changed then.
+        ``load_model_func_kwargs`` are keywords of :func:`te_fsdp.checkpoint.load`; where it raises nothing was changed.
         """
         self._loading = load_model_func_kwargs
         with self._apart():
@@ -351,36 +302,21 @@ class TeFsdpAccelerator(_Accelerator):
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
         """Hook of ``load_state``, before accelerate reads its own files."""
         self._loaded = checkpoint.load(Path(input_dir, _FOLDER), *self._kept, **self._loading)
-        if self._loaded["processes"] != world_size():
-            _log.warning(
-                "%s is of %d processes, these are %d: random states go on otherwise",
-                input_dir,
-                self._loaded["processes"],
-                world_size(),
-            )
+        saved, here = self._loaded["processes"], world_size()
+        if saved != here:
+            text = "%s is of %d processes, these are %d: random states go on otherwise"
+            _log.warning(text, input_dir, saved, here)
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refused: accelerate gives such hooks the models' state dicts, which are parts here.
-
-        Raises:
-            CheckpointError: Always.
-        """
+        """Refused with ``CheckpointError``: accelerate gives such hooks models' state dicts, which are parts here."""
         raise _no_hooks("register_save_state_pre_hook")
 
     def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refused, as :meth:`register_save_state_pre_hook`.
-
-        Raises:
-            CheckpointError: Always.
-        """
+        """Refused, as :meth:`register_save_state_pre_hook`."""
         raise _no_hooks("register_load_state_pre_hook")
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> NoReturn:
-        """Refused, and ``save_model`` with it: no rank holds the whole model.
-
-        Raises:
-            CheckpointError: Always.
-        """
+        """Refused with ``CheckpointError``, and ``save_model`` with it: no rank holds the whole model."""
         raise CheckpointError(
             "Accelerator.get_state_dict or save_model",
             expected="a model that one rank holds",
@@ -411,19 +347,11 @@ def _refuse_precision(asked: Any) -> None:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise for options of ``Accelerator``, and of ``accelerate launch``, that would have no effect.
-
-    Raises:
-        OrderError: With what to use instead.
-    """
-    found = {
-        f"{name}=": _INSTEAD[name]
-        for name, value in options.items()
-        if name in _INSTEAD and value is not None
-    }
-    for handler in options.get("kwargs_handlers") or ():
-        name = type(handler).__name__
-        found |= {f"{name}()": _HANDLERS[name]} if name in _HANDLERS else {}
+    """Raise for options of ``Accelerator``, and of ``accelerate launch``, that would have no effect."""
+    given = [name for name, value in options.items() if value is not None]
+    found = {f"{name}=": _INSTEAD[name] for name in given if name in _INSTEAD}
+    handlers = [type(handler).__name__ for handler in options.get("kwargs_handlers") or ()]
+    found |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
     for name in (f"ACCELERATE_USE_{word}" for word in _LAUNCHED):
         if os.environ.get(name, "false").lower() == "true":
             found[f"{name}=true"] = "accelerate launch --multi_gpu, or torchrun, without it"

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import sys
 from contextlib import AbstractContextManager
@@ -30,7 +29,7 @@ from te_fsdp import _te, checkpoint
 from te_fsdp.agree import from_rank_0
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
-from te_fsdp.integrations import needs
+from te_fsdp.integrations import check_keywords, needs, shard
 from te_fsdp.mesh import Meshes
 from te_fsdp.sharding.state import sharding_state
 
@@ -67,11 +66,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
     :mod:`te_fsdp.checkpoint`: one model, at most one optimizer, and plain values or objects with a state dict.
 
     Args:
-        dp_replicate: As for :meth:`te_fsdp.Meshes.build`.
-        dp_shard: As there.
-        cp: As there.
-        ep: As there.
-        tp: As there.
+        dp_replicate, dp_shard, cp, ep, tp: As for :meth:`te_fsdp.Meshes.build`.
         seed: Of :func:`te_fsdp.materialize`. ``None``: the current generator, the same on all ranks after
             ``seed_everything``.
         process_group_backend: As for Fabric's own strategies.
@@ -98,7 +93,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         timeout: timedelta | None = None,
         **sharding: Any,
     ) -> None:
-        inspect.signature(te_fsdp.fully_shard).bind(None, None, **sharding)
+        check_keywords(sharding)
         more = {} if timeout is None else {"timeout": timeout}
         super().__init__(self._shard, process_group_backend=process_group_backend, **more)
         self._axes = {"dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "ep": ep, "tp": tp}
@@ -145,8 +140,9 @@ class TeFsdpStrategy(_ModelParallelStrategy):
 
     def _shard(self, module: nn.Module, mesh: Any) -> nn.Module:
         """The parallelize function of ``setup_module``."""
+        owners = [(name, inner) for name, inner in module.named_modules() if _te.kind_of(inner)]
         built = [
-            name for name, inner in module.named_modules() if _te.kind_of(inner) and not _is_on_meta(inner)
+            name for name, inner in owners if not all(p.is_meta for p in inner.parameters(recurse=False))
         ]
         if self._on_meta and built:
             raise OrderError(
@@ -157,20 +153,14 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 fix='give them device="meta"',
             )
         self._on_meta = False
-        te_fsdp.fully_shard(module, self.meshes, **self._sharding)
-        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            te_fsdp.materialize(module, seed=self._seed)
+        shard(module, self.meshes, self._seed, self._sharding)
         self._models.append(module)
         return module
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> NoReturn:
-        """Refused: the optimizer holds parameters that sharding replaces.
-
-        Raises:
-            OrderError: Always.
-        """
+        """Refused with ``OrderError``: the optimizer holds parameters that sharding replaces."""
         raise OrderError(
             "Fabric.setup(model, optimizer)",
             expected="an optimizer over the sharded model",
@@ -181,11 +171,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Check that the optimizer holds parameters of the models that were set up.
-
-        Raises:
-            OrderError: It does not, or no model was set up.
-        """
+        """Raise ``OrderError`` unless the optimizer holds parameters of the models that were set up."""
         if not self._models:
             raise OrderError(
                 f"Fabric.setup_optimizers({type(optimizer).__name__}) before setup_module",
@@ -209,11 +195,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> NoReturn:
-        """Refused.
-
-        Raises:
-            PlacementError: Always.
-        """
+        """Refused with ``PlacementError``."""
         raise PlacementError(
             "Fabric.clip_gradients(clip_val=...)",
             why="A gradient may still wait for its average over dp_replicate",
@@ -229,14 +211,10 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Any] | None = None,
     ) -> None:
-        """:func:`te_fsdp.checkpoint.save`, a directory per checkpoint. Collective over the world.
+        """:func:`te_fsdp.checkpoint.save`, a directory per checkpoint: rank 0's ``path``. Collective over the world.
 
-        Args:
-            path: Rank 0's counts.
-            state: One model, at most one optimizer; of other objects with a state dict that, of others themselves,
-                rank 0's.
-            storage_options: Refused.
-            filter: Refused.
+        ``state`` has one model, at most one optimizer; of other objects with a state dict that is saved, of others
+        themselves, rank 0's. The other arguments are refused.
 
         Raises:
             CheckpointError: Something else, or what ``save`` raises.
@@ -259,13 +237,11 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """:func:`te_fsdp.checkpoint.load`, from any mesh. Collective over the world.
+        """:func:`te_fsdp.checkpoint.load`, from any mesh, of rank 0's ``path``. Collective over the world.
 
-        Args:
-            path: Rank 0's counts.
-            state: As saved, or a part of it with the model in it; or the model alone (``Fabric.load_raw``).
-            strict: As ``load`` has it; also whether all of ``state`` must be in the checkpoint.
-            weights_only: True changes nothing: no checkpoint of te_fsdp runs code. False is refused.
+        ``state`` is as saved, or a part of it with the model in it; or the model alone (``Fabric.load_raw``). With
+        ``strict`` all of it must be in the checkpoint. ``weights_only=True`` changes nothing: no checkpoint of te_fsdp
+        runs code. False is refused.
 
         Returns:
             What was saved and is not in ``state``.
@@ -302,17 +278,8 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         return loaded
 
 
-def _is_on_meta(module: nn.Module) -> bool:
-    """Whether a module's own parameters, if any, are on meta."""
-    return all(parameter.is_meta for parameter in module.parameters(recurse=False))
-
-
 def _sorted(state: dict[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
-    """The model, the optimizer and the rest of what is saved or loaded.
-
-    Raises:
-        CheckpointError: No sharded model, or several, or several optimizers.
-    """
+    """The one sharded model, the optimizer and the rest of what is saved or loaded."""
     models = [name for name, value in state.items() if isinstance(value, nn.Module) and sharding_state(value)]
     optimizers = [name for name, value in state.items() if isinstance(value, Optimizer)]
     if len(models) != 1 or len(optimizers) > 1:

@@ -58,19 +58,11 @@ _PLAIN = {
 
 
 def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default") -> nn.Module:
-    """Put LoRA adapters beside a model's layers, in place, and freeze all else. Local operation.
+    """Put LoRA adapters beside a model's layers, in place, and freeze all else; gives the model back. Local operation.
 
     As ``peft.inject_adapter_in_model``, for ``te.Linear``, ``te.LayerNormLinear`` and ``nn.Linear``. Adapters are fp32
     and compute outside of recipes. On meta they get their values from :func:`te_fsdp.materialize`: A as ``nn.Linear``
     has them, B zeros.
-
-    Args:
-        model: The model, on meta or on the device; not yet bound or sharded.
-        config: A ``peft.LoraConfig``.
-        adapter_name: PEFT's name.
-
-    Returns:
-        ``model``.
 
     Raises:
         OrderError: The model is bound or sharded already.
@@ -81,9 +73,7 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
         raise PlacementError(
             "add_adapters: config", expected="a peft.LoraConfig", got=type(config).__name__, fix=fix
         )
-    chosen = {
-        name: module for name, module in model.named_modules() if check_target_module_exists(config, name)
-    }
+    chosen = {name: one for name, one in model.named_modules() if check_target_module_exists(config, name)}
     _check(model, chosen, config)
     kinds = (_te.module_class("Linear"), _te.module_class("LayerNormLinear"), nn.Linear)
     # PEFT's guide for models of one's own names this method.
@@ -100,11 +90,8 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
             why="Adapters are sharded with their layers",
             fix="add them to the model as it was built",
         )
-    odd = [
-        f"{name}={getattr(config, name)!r}"
-        for name, plain in _PLAIN.items()
-        if (getattr(config, name, plain) or plain) != plain
-    ]
+    given = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
+    odd = [f"{name}={value!r}" for name, value in given.items() if (value or _PLAIN[name]) != _PLAIN[name]]
     cut = [name for name, module in chosen.items() if getattr(module, "tp_size", 1) > 1]
     odd += [f"lora_dropout={config.lora_dropout} with tp"] if cut and config.lora_dropout else []
     if odd or type(config) is not peft.LoraConfig:
@@ -169,16 +156,7 @@ def _of_base(name: str) -> property:
 
 
 class LoraLinear(nn.Module, _LoraLayer):
-    """One layer and its adapters; takes and returns what the layer does.
-
-    Args:
-        base_layer: ``te.Linear``, ``te.LayerNormLinear`` or ``nn.Linear``.
-        adapter_name: The first adapter's name.
-        config: A ``peft.LoraConfig``.
-        r: Its rank.
-        lora_alpha: Its scale times ``r``.
-        **kwargs: Of ``LoraLayer``.
-    """
+    """A ``te.Linear``, ``te.LayerNormLinear`` or ``nn.Linear`` and its adapters; to callers it is the layer."""
 
     def __init__(
         self,
@@ -227,9 +205,8 @@ class LoraLinear(nn.Module, _LoraLayer):
         self.scaling[adapter_name] = lora_alpha / (math.sqrt(r) if config.use_rslora else r)
         self.use_rslora[adapter_name], self.use_dora[adapter_name] = config.use_rslora, False
         self.lora_bias[adapter_name] = False
-        self.lora_dropout[adapter_name] = (
-            nn.Dropout(config.lora_dropout) if config.lora_dropout else nn.Identity()
-        )
+        dropout = config.lora_dropout
+        self.lora_dropout[adapter_name] = nn.Dropout(dropout) if dropout else nn.Identity()
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -248,22 +225,13 @@ class LoraLinear(nn.Module, _LoraLayer):
         return (output, *rest) if rest else output
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refused for a single layer.
-
-        Raises:
-            OrderError: Always.
-        """
+        """Refused with ``OrderError`` for a single layer."""
         raise OrderError("LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
 
     def unmerge(self) -> None:
-        """Refused: what quantization has rounded away cannot come back.
-
-        Raises:
-            OrderError: Always.
-        """
-        raise OrderError(
-            "LoraLinear.unmerge", fix="load the base anew: te_fsdp.checkpoint.load in base_of(model)"
-        )
+        """Refused with ``OrderError``: what quantization has rounded away cannot come back."""
+        fix = "load the base anew: te_fsdp.checkpoint.load in base_of(model)"
+        raise OrderError("LoraLinear.unmerge", fix=fix)
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
@@ -273,34 +241,24 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
 def adapters_of(model: nn.Module) -> nn.Module:
     """The adapters alone, as a tree of modules for :func:`te_fsdp.checkpoint.save` and ``load``. Local operation.
 
-    Its modules are those of the model, under the same names; so are its parameters. An optimizer over the parameters
-    that require gradients may be saved with it.
-
-    Args:
-        model: A model that :func:`add_adapters` was called on.
-
-    Returns:
-        The tree. It has no forward.
+    Its modules are those of the model, under the same names; so are its parameters. It has no forward. An optimizer
+    over the parameters that require gradients may be saved with it.
 
     Raises:
         OrderError: The model has no adapters.
     """
     tree = nn.Module()
     for name, layer in _layers(model):
-        for part in ("lora_A", "lora_B"):
-            place = tree
-            for word in name.split(".") if name else ():
-                if word not in place._modules:
-                    place.add_module(word, nn.Module())
-                place = place.get_submodule(word)
-            place.add_module(part, getattr(layer, part))
+        place = tree
+        for word in name.split(".") if name else ():
+            if word not in place._modules:
+                place.add_module(word, nn.Module())
+            place = place.get_submodule(word)
+        place.add_module("lora_A", layer.lora_A)
+        place.add_module("lora_B", layer.lora_B)
     if not tree._modules:
-        raise OrderError(
-            "adapters_of(model)",
-            expected="a model with adapters",
-            got="none",
-            fix="add_adapters(model, config)",
-        )
+        fix = "add_adapters(model, config)"
+        raise OrderError("adapters_of(model)", expected="a model with adapters", got="none", fix=fix)
     return tree
 
 
@@ -310,27 +268,21 @@ def base_of(model: nn.Module) -> Iterator[nn.Module]:
 
     For :func:`te_fsdp.checkpoint.load` and ``save`` of the base, ``load_huggingface`` and ``save_huggingface``. Local
     operation.
-
-    Args:
-        model: A model that :func:`add_adapters` was called on.
     """
     layers = _layers(model)
-    for name, layer in layers:
-        _set(model, name, layer.base_layer)
-        if layer.returns_norm is False:
-            layer.base_layer.return_layernorm_output = False
+
+    def put(adapted: bool) -> None:
+        for name, layer in layers:
+            parent, _, last = name.rpartition(".")
+            model.get_submodule(parent)._modules[last] = layer if adapted else layer.base_layer
+            if layer.returns_norm is False:
+                layer.base_layer.return_layernorm_output = adapted
+
+    put(adapted=False)
     try:
         yield model
     finally:
-        for name, layer in layers:
-            _set(model, name, layer)
-            if layer.returns_norm is False:
-                layer.base_layer.return_layernorm_output = True
-
-
-def _set(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, last = name.rpartition(".")
-    model.get_submodule(parent)._modules[last] = module
+        put(adapted=True)
 
 
 @torch.no_grad()
@@ -339,9 +291,6 @@ def merge(model: nn.Module) -> None:
 
     Each weight is rounded once, or quantized once, with the scale of the whole weight. Save adapters that are still
     needed before. Collective over the model's mesh: the adapters are gathered, layer by layer.
-
-    Args:
-        model: A model with adapters after :func:`te_fsdp.fully_shard`.
 
     Raises:
         OrderError: The model is not sharded, has no adapters, or trains such a weight; nothing was changed.
@@ -370,7 +319,9 @@ def _merge(layer: LoraLinear) -> None:
     quantized = _te.is_quantized(local)
     value = local.dequantize(dtype=torch.float32) if quantized else local.to(torch.float32, copy=True)
     for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        a, b = _whole(layer.lora_A[name].weight), _whole(layer.lora_B[name].weight)
+        # On all ranks; rows of a half lie in one block: shards follow each other.
+        halves = layer.lora_A[name].weight, layer.lora_B[name].weight
+        a, b = ((half.full_tensor() if isinstance(half, DTensor) else half).float() for half in halves)
         for box in boxes:
             rows, columns = box.original_slices()
             value[box.local_slices()] += b[rows] @ a[:, columns] * layer.scaling[name]
@@ -380,8 +331,3 @@ def _merge(layer: LoraLinear) -> None:
         finish_writing(local)
     else:
         local.copy_(value)
-
-
-def _whole(parameter: torch.Tensor) -> torch.Tensor:
-    """A half of an adapter, on all ranks. Collective. Its rows lie in one block: shards follow each other."""
-    return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).float()

@@ -36,16 +36,6 @@ _BaseModel: Any = BaseModel
 _Manager: Any = BaseCheckpointManager
 
 
-def _axes(parallelism: Any) -> dict[str, int]:
-    """Arguments of ``Meshes.build`` for a ``ParallelismConfig``."""
-    return {
-        "dp_replicate": parallelism.data_parallel_replicate_degree,
-        "dp_shard": parallelism.data_parallel_shard_degree,
-        "cp": parallelism.context_parallel_degree,
-        "tp": parallelism.tensor_parallel_degree,
-    }
-
-
 class TeModel(_BaseModel):
     """Base class of a model of TransformerEngine's modules.
 
@@ -64,7 +54,13 @@ class TeModel(_BaseModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Take over the degrees of parallelism; called by the trainer before the model is built."""
-            self.axes = _axes(config.parallelism)
+            given = config.parallelism
+            self.axes = {
+                "dp_replicate": given.data_parallel_replicate_degree,
+                "dp_shard": given.data_parallel_shard_degree,
+                "cp": given.context_parallel_degree,
+                "tp": given.tensor_parallel_degree,
+            }
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -79,11 +75,7 @@ class TeModel(_BaseModel):
         return self
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """:func:`te_fsdp.materialize`. Collective over the world.
-
-        Raises:
-            OrderError: Before ``parallelize``.
-        """
+        """:func:`te_fsdp.materialize`; ``OrderError``: before ``parallelize``. Collective over the world."""
         if sharding_state(self) is None:
             raise OrderError(
                 "TeModel.init_weights before parallelize",
@@ -106,20 +98,9 @@ def parallelize(
 ) -> nn.Module:
     """``parallelize_fn`` of a ``ModelSpec``: :func:`te_fsdp.fully_shard` with the options of the trainer.
 
-    Collective over the world.
-
-    Args:
-        model: On meta.
-        parallel_dims: The trainer's; its degrees are those of ``model.meshes``.
-        training: ``mixed_precision_param`` and ``mixed_precision_reduce`` become FSDP2's policy.
-        parallelism: ``fsdp_reshard_after_forward`` is taken over.
-        compile_config: Must leave the model alone.
-        ac_config: Must be ``None``: use TransformerEngine's checkpointing in the model.
-        dump_folder: Unused.
-        **sharding: More keywords of ``fully_shard``: ``units``, ``strategy``, ``experts``.
-
-    Returns:
-        ``model``.
+    Of the trainer's ``mixed_precision_param`` and ``mixed_precision_reduce`` become FSDP2's policy, and
+    ``fsdp_reshard_after_forward`` is taken over; degrees are those of ``model.meshes``. ``sharding`` are more keywords
+    of ``fully_shard``: ``units``, ``strategy``, ``experts``. Gives ``model`` back. Collective over the world.
 
     Raises:
         PlacementError: Options that would have no effect, or none that is right, with what to do instead.
@@ -143,15 +124,12 @@ def parallelize(
             why="torchtitan's own code for it does not know TransformerEngine's modules",
             fix="; ".join(f"{name}={instead}" for name, instead in found.items()),
         )
-    dtypes = (
-        getattr(torch, name) for name in (training.mixed_precision_param, training.mixed_precision_reduce)
-    )
-    policy = MixedPrecisionPolicy(*dtypes)
     if not {"strategy", "precision"} & sharding.keys():
         # "default" is "always" without pipelines.
         sharding["reshard_after_forward"] = parallelism.fsdp_reshard_after_forward != "never"
     if "precision" not in sharding:
-        sharding["mp_policy"] = policy
+        dtypes = training.mixed_precision_param, training.mixed_precision_reduce
+        sharding["mp_policy"] = MixedPrecisionPolicy(*(getattr(torch, name) for name in dtypes))
     return te_fsdp.fully_shard(model, model.meshes, average_gradients=False, **sharding)
 
 
@@ -169,15 +147,9 @@ def keep_main_weights(optimizers: Any, model_parts: list[nn.Module], parallel_di
 class CheckpointManager(_Manager):
     """torchtitan's checkpoints by :mod:`te_fsdp.checkpoint`: a directory ``step-N`` each, loadable on any mesh.
 
-    Args:
-        config: See :class:`Config`.
-        dataloader: The trainer's; each rank's state is kept, and taken on a mesh of the same size.
-        model_parts: One model.
-        optimizers: With one optimizer.
-        lr_schedulers: The trainer's.
-        states: The trainer, and other objects with a state dict of plain values.
-        sd_adapter: Unused: ``te_fsdp.checkpoint.save_huggingface`` reads the layout off the model.
-        base_folder: ``config.folder`` lies in it.
+    The trainer makes it, with one model and one optimizer. Of the data loader each rank's state is kept, and taken on a
+    mesh of the same size. ``sd_adapter`` is unused: ``te_fsdp.checkpoint.save_huggingface`` reads the layout off the
+    model.
 
     Raises:
         CheckpointError: Options that would have no effect, several models or several optimizers.
@@ -259,16 +231,14 @@ class CheckpointManager(_Manager):
         return True
 
     def _load(self, step: int = -1) -> bool:
-        path, initial = self.folder / f"step-{step}", False
-        if step == -1:
-            path = checkpoint.latest(self.folder)
-            if path is None and self.config.initial_load_path:
-                path, initial = Path(self.config.initial_load_path), True
-            if path is None:
+        path = checkpoint.latest(self.folder) if step == -1 else self.folder / f"step-{step}"
+        if path is None:
+            if not self.config.initial_load_path:
                 return False
-        if initial and self.config.initial_load_model_only:
-            checkpoint.load(path, self.model)
-            return True
+            path = Path(self.config.initial_load_path)
+            if self.config.initial_load_model_only:
+                checkpoint.load(path, self.model)
+                return True
         loaded = checkpoint.load(path, self.model, self.optimizer)
         for name, other in self.others.items():
             other.load_state_dict(loaded[name])
@@ -293,9 +263,7 @@ _BYTES = "bytes: "
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:
     """A data loader's state as a checkpoint can hold it: torchtitan keeps bytes in it, a pickle of its own."""
-    return {
-        name: _BYTES + value.hex() if isinstance(value, bytes) else value for name, value in state.items()
-    }
+    return {n: _BYTES + value.hex() if isinstance(value, bytes) else value for n, value in state.items()}
 
 
 def _restored(state: dict[str, Any]) -> dict[str, Any]:

@@ -13,19 +13,20 @@ number: tensors stay on the device, and nothing waits for it. At a logging step 
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
 from te_fsdp._te_formats import FORMATS
-from te_fsdp.agree import rank, world_size
+from te_fsdp.agree import maximum, rank, world_size
 from te_fsdp.errors import message
 from te_fsdp.integrations import needs
 from te_fsdp.quantized.components import components_of
@@ -63,72 +64,70 @@ class JsonLines:
 
     def __init__(self, path: str | Path, also: Mapping[str, Any] | None = None) -> None:
         self._path, self._also = Path(path), dict(also or {})
-        self._file: Any = None  # opened on the rank that writes
+
+    @functools.cached_property
+    def _file(self) -> TextIO:  # on the rank that writes
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self._path.open("a")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line; floats are written to the last bit."""
-        if self._file is None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("a")
         print(json.dumps({"step": step, **values, **self._also}), file=self._file, flush=True)
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
+        if "_file" in vars(self):
             self._file.close()
 
 
 class TensorBoard:
-    """TensorBoard's event files (``pip install tensorboard``).
-
-    Args:
-        folder: Where they go.
-    """
+    """TensorBoard's event files in a folder (``pip install tensorboard``)."""
 
     def __init__(self, folder: str | Path) -> None:
         with needs("tensorboard"):  # on all ranks alike
             from torch.utils import tensorboard
 
-        self._module, self._folder = tensorboard, str(folder)
-        self._writer: Any = None
+        self._open = functools.partial(tensorboard.SummaryWriter, str(folder))
+
+    @functools.cached_property
+    def _writer(self) -> Any:
+        return self._open()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add each value as a scalar."""
-        if self._writer is None:
-            self._writer = self._module.SummaryWriter(self._folder)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""
-        if self._writer is not None:
+        if "_writer" in vars(self):
             self._writer.close()
 
 
 class WandB:
     """A run of Weights & Biases (``pip install wandb``), begun at the first logging step.
 
-    Args:
-        **options: Of ``wandb.init``, such as ``project``, ``config`` and ``mode="offline"``.
+    Options are those of ``wandb.init``, such as ``project``, ``config`` and ``mode="offline"``.
     """
 
     def __init__(self, **options: Any) -> None:
         with needs("wandb"):  # on all ranks alike
             import wandb
 
-        self._module, self._options = wandb, options
-        self._run: Any = None
+        self._begin = functools.partial(wandb.init, **options)
+
+    @functools.cached_property
+    def _run(self) -> Any:
+        return self._begin()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values under the step's number."""
-        if self._run is None:
-            self._run = self._module.init(**self._options)
         # Without `commit` wandb holds a row back until one of another step comes, or the end.
         self._run.log(dict(values), step=step, commit=True)
 
     def close(self) -> None:
         """End the run."""
-        if self._run is not None:
+        if "_run" in vars(self):
             self._run.finish()
 
 
@@ -173,9 +172,8 @@ class TrainingLog:
         At a logging step collective over the world where there is something to reduce: one all-reduce of
         ``mean_over_ranks``, one of the memory on GPUs, two of ``health_of``; and the only wait for the device.
 
-        Args:
-            step: Its number, the same on all ranks.
-            **values: Numbers, or tensors of one element on any device; the same names on all ranks.
+        ``values`` are numbers, or tensors of one element on any device; their names, and ``step``, are the same on all
+        ranks.
 
         Returns:
             What was told, on every rank with its own values; ``None`` between logging steps.
@@ -261,11 +259,9 @@ def _memory() -> dict[str, float]:
     peaks = [torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()]
     told = torch.tensor(peaks, dtype=torch.int64, device="cuda")
     if world_size() > 1:
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    return {
-        name: value / 2**30
-        for name, value in zip(("memory_peak_gib", "memory_reserved_gib"), told.tolist(), strict=True)
-    }
+        maximum(told)
+    peak, reserved = (value / 2**30 for value in told.tolist())
+    return {"memory_peak_gib": peak, "memory_reserved_gib": reserved}
 
 
 @torch.no_grad()
@@ -281,11 +277,9 @@ def weight_health(model: nn.Module) -> dict[str, float]:
     Collective over the world: two all-reduces of a few numbers, then one wait for the device. Replicas count as often
     as they are held, which changes no share. Values are read along rows, where a format holds them twice.
 
-    Args:
-        model: With sharded weights, or not; new weights on their way are waited for.
-
     Returns:
-        The numbers, the same on every rank; nothing for a model without quantized weights on any rank.
+        The numbers, the same on every rank; nothing for a model without quantized weights on any rank. New weights on
+        their way are waited for.
     """
     settle(model)
     names = [name for name in FORMATS if name != "hybrid"]
@@ -300,7 +294,7 @@ def weight_health(model: nn.Module) -> dict[str, float]:
                 _add_health(part, counts[names.index(name)], extremes[names.index(name)])
     if world_size() > 1:
         dist.all_reduce(counts)
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
+        maximum(extremes)
     found = {}
     numbers = torch.cat([counts, extremes], 1).tolist()
     for name, (saturated, zero, elements, low, high) in zip(names, numbers, strict=True):

@@ -74,11 +74,9 @@ class TeFsdpTrainer(_Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options = super()._build_accelerator_args(**kwargs)
         # Without its arguments for DDP and torch.compile, the trainer gives such objects all the same.
-        ddp = [
-            value for name, value in vars(self.args).items() if name.startswith("ddp_") and name not in _OTHER
-        ]
+        given = [name for name, value in vars(self.args).items() if value is not None]
         handlers = options.get("kwargs_handlers") or []
-        if not any(value is not None for value in ddp):
+        if not any(name.startswith("ddp_") and name not in _OTHER for name in given):
             handlers = [h for h in handlers if type(h).__name__ != "DistributedDataParallelKwargs"]
         own = {**options, "kwargs_handlers": handlers}
         if not self.args.torch_compile:
@@ -91,10 +89,8 @@ class TeFsdpTrainer(_Trainer):
         super().create_accelerator_and_postprocess()
         options: Any = {"seed": self._init_seed, "sharding": self._sharding, **self._accelerator_options}
         self.accelerator = TeFsdpAccelerator(self.meshes, **options)
-        objects = self.args.eval_use_gather_object
-        self.gather_function = functools.partial(
-            self.accelerator.gather_for_metrics, use_gather_object=objects
-        )
+        gather, objects = self.accelerator.gather_for_metrics, self.args.eval_use_gather_object
+        self.gather_function = functools.partial(gather, use_gather_object=objects)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Nothing: sharding does it, and parameters on meta have nothing to move."""
