@@ -79,9 +79,7 @@ def sharded_of(managed: Any) -> torch.nn.Parameter:
 
 def records_of(unit: nn.Module) -> Iterator[tuple[Any, Any]]:
     """FSDP2's record of each parameter of a unit, and that of its parameter group."""
-    for group in fsdp_parameter_groups(unit):
-        for managed in group.fsdp_params:
-            yield managed, group
+    return ((managed, group) for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params)
 
 
 def gathered_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]:
@@ -132,8 +130,7 @@ def accumulated_gradient(managed: Any, group: Any) -> torch.Tensor:
     ``FSDPParam.unsharded_accumulated_grad``; before torch 2.15 all gradients that are reduced together must have one
     dtype: that of the parameter as it is computed, unless FSDP2 accumulates in ``reduce_dtype``.
 
-    Returns:
-        Local tensor of the gathered parameter's shape.
+    Local, of the gathered parameter's shape.
     """
     parameter, kept = managed._unsharded_param, accumulated(managed)
     if kept is None:
@@ -206,10 +203,7 @@ def interrupted(root: nn.Module) -> str:
     Call it when neither runs.
     """
     context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
-    phases = set()
-    for state in context.all_states:
-        phases.add(state._training_state.name)
-        phases.update(group._training_state.name for group in fsdp_parameter_groups(state._modules[0]))
+    phases = {thing._training_state.name for thing in (*context.all_states, *_groups(root))}
     if context.post_backward_final_callback_queued or phases & {"PRE_BACKWARD", "POST_BACKWARD"}:
         return "backward"
     return "forward" if context.iter_forward_root is not None or "FORWARD" in phases else ""
@@ -433,12 +427,8 @@ def gather_again(group: Any, module: nn.Module, names: Collection[str]) -> None:
     Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard``, of fewer ``fsdp_params``). The
     names in the module are the same on all ranks, and its group is gathered.
     """
-    everything = group.fsdp_params
-    group.fsdp_params = [
-        managed
-        for managed in everything
-        if any(owner is module and name in names for owner, name in owners_of(managed))
-    ]
+    everything, wanted = group.fsdp_params, [(module, name) for name in names]
+    group.fsdp_params = [m for m in everything if any(owner in wanted for owner in owners_of(m))]
     try:
         with without_modes():
             group._to_sharded()

@@ -74,30 +74,19 @@ _Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Gather(NamedTuple):
-    """What a group's gather copies: the next one the same, if nothing has changed.
+    """What a group's gather copies: the next one the same, if nothing has changed."""
 
-    Attributes:
-        keys: What the rest depends on, of each record: the offset in the memory for what is copied first (None: it lies
-            where the others read), sizes and dtypes of the tensors that are sent.
-        outputs: FSDP2's lists of gathered tensors.
-        own: Where this rank's tensors lie, or are copied to.
-        seen: What was sent, with addresses, if all of it lay there; else nothing.
-        storages: Gathered weights' memory, and how many bytes it needs.
-        copies: Of the other ranks' shards.
-        local: Of this rank's.
-        small: Targets, and sources, of small pieces of all ranks.
-        joins: Records whose gathered tensors are put together of ranks' parts, with these.
-    """
-
+    #: What the rest depends on, of each record: the offset in the memory for what is copied first (None: it lies where
+    #: the others read), sizes and dtypes of the tensors that are sent.
     keys: list[tuple[Any, ...]]
-    outputs: list[list[torch.Tensor]]
-    own: list[list[torch.Tensor]]
-    seen: list[list[tuple[torch.Tensor, int]]]
-    storages: list[tuple[torch.UntypedStorage, int]]
-    copies: _Pairs
-    local: _Pairs
-    small: tuple[list[torch.Tensor], list[torch.Tensor]]
-    joins: list[tuple[Any, list[torch.Tensor]]]
+    outputs: list[list[torch.Tensor]]  #: FSDP2's lists of gathered tensors
+    own: list[list[torch.Tensor]]  #: Where this rank's tensors lie, or are copied to
+    seen: list[list[tuple[torch.Tensor, int]]]  #: What was sent, with addresses, if all of it lay there
+    storages: list[tuple[torch.UntypedStorage, int]]  #: Gathered weights' memory, and how many bytes it needs
+    copies: _Pairs  #: Of the other ranks' shards
+    local: _Pairs  #: Of this rank's
+    small: tuple[list[torch.Tensor], list[torch.Tensor]]  #: Targets, and sources, of all ranks' small pieces
+    joins: list[tuple[Any, list[torch.Tensor]]]  #: Records whose gathered tensors are put together of parts
 
     def is_same(self, records: list[Any], sent: list[list[torch.Tensor]]) -> bool:
         """Whether a gather of these tensors copies the same, and nothing first. Asked in every gather."""
@@ -113,17 +102,11 @@ class _Gather(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a released group has gathered, until somebody else takes the memory.
+    """What a released group has gathered, until somebody else takes the memory."""
 
-    Attributes:
-        storages: The memory.
-        event: When nobody computes with it any longer.
-        is_kept: Whether it holds what the next backward would gather.
-    """
-
-    storages: list[torch.UntypedStorage]
-    event: Any
-    is_kept: bool
+    storages: list[torch.UntypedStorage]  #: The memory
+    event: Any  #: When nobody computes with it any longer
+    is_kept: bool  #: Whether it holds what the next backward would gather
 
 
 class CopiedGathers:

@@ -24,25 +24,17 @@ from te_fsdp._te_formats import FORMATS
 
 @dataclass(frozen=True)
 class Patch:
-    """An attribute of another library's class or object that te_fsdp replaces.
+    """An attribute of another library's class or object that te_fsdp replaces."""
 
-    Attributes:
-        owner: Whose attribute.
-        attribute: Its name.
-        why: What te_fsdp's own does besides, or instead.
-        shown_by: Test that tells whether it is still needed: that shows the fault on the stock library, or that fails
-            without the patch; file and name.
-        upstream: How the passage on the fault begins in ``docs/upstream.md``; empty where there is no fault, only no
-            public way.
-        versions: Versions that need it, of those that te_fsdp supports.
-    """
-
-    owner: str
-    attribute: str
-    why: str
+    owner: str  #: Whose attribute
+    attribute: str  #: Its name
+    why: str  #: What te_fsdp's own does besides, or instead
+    #: Test that tells whether it is still needed: that shows the fault on the stock library, or that fails without the
+    #: patch; file and name.
     shown_by: str
+    #: How the passage on the fault begins in ``docs/upstream.md``; empty where there is no fault, only no public way.
     upstream: str = ""
-    versions: str = "all"
+    versions: str = "all"  #: Versions that need it, of those that te_fsdp supports
 
 
 FSDP2 = (

@@ -42,25 +42,18 @@ _FP8 = ("kFloat8E4M3", "kFloat8E5M2")
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor of a quantized weight.
+    """A tensor of a quantized weight."""
 
-    Attributes:
-        name: TE's name of it in ``get_metadata()``.
-        block: What one element covers.
-        number: How one element is read as a number; uint8 for the weight's own values, which are in the format's
-            element type, and of NVFP4 two in a byte.
-        is_transposed: Whether TE stores it transposed.
-        is_derived: Whether TE makes it anew from what was gathered (``fsdp_post_all_gather``: transposes, and scales
-            padded into new tensors), so that FSDP2, which does not know it, does not free it.
-        attribute: TE's attribute of the quantized tensor; empty: the name after an underscore.
-    """
-
-    name: str
-    block: Block
+    name: str  #: TE's name of it in ``get_metadata()``
+    block: Block  #: What one element covers
+    #: How one element is read as a number; uint8 for the weight's own values, which are in the format's element type,
+    #: and of NVFP4 two in a byte.
     number: torch.dtype = torch.uint8
-    is_transposed: bool = False
+    is_transposed: bool = False  #: Whether TE stores it transposed
+    #: Whether TE makes it anew from what was gathered (``fsdp_post_all_gather``: transposes, and scales padded into new
+    #: tensors), so that FSDP2, which does not know it, does not free it.
     is_derived: bool = False
-    attribute: str = ""
+    attribute: str = ""  #: TE's attribute of the quantized tensor; empty: the name after an underscore
 
     def __post_init__(self) -> None:
         if not self.attribute:
@@ -79,46 +72,35 @@ class Buffer:
 
 @dataclass(frozen=True, eq=False)
 class Format:
-    """A quantized format.
+    """A quantized format."""
 
-    Attributes:
-        name: As reports, errors and checkpoints say it; TE's class name for a format that is not known here.
-        tensor: Name of TE's class of tensors.
-        module: Module of ``transformer_engine.pytorch.tensor`` that holds it.
-        quantizers: Names of TE's classes that make such tensors -> where the scale comes from: ``"amax"`` of the whole
-            weight when it is quantized, ``"history"`` of amaxes (delayed scaling), ``"blocks"`` of the weight, the two
-            ``"parts"`` of a hybrid weight, or ``""`` for none.
-        block: Rows (and columns) that one scale spans: a shard must hold whole blocks. 1 for one scale per weight,
-            ``None`` where it is not known.
-        elements: Element types that it may have (``tex.DType``).
-        available: TE's function that says whether the device computes in it.
-        buffers: In the order of files.
-        unknown_options: Options of TE's tensors, each with the value under which ``buffers`` does not hold.
-        unsaid_options: Options that change the values without a trace in the buffers, each with the value that is not
-            the usual one: no checkpoint says that they were on.
-        independent_directions: Whether rowwise and columnwise data are quantized independently: neither can be made
-            from the other, and a gather brings one of them. Other formats are sent in row-wise bytes alone.
-        dropped: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a
-            backward (``fsdp_post_all_gather``).
-        short_blocks: Whether a weight may end in a part of a block.
-        transpose: Buffer of the values with the last dim first, which a weight may have instead of ``data``.
-        pickled: Arguments of the function by which TE's pickles rebuild such a tensor; the last ones may be missing.
-    """
-
-    name: str
-    tensor: str = ""
-    module: str = ""
+    name: str  #: As reports, errors and checkpoints say it; of a format that is not known TE's class
+    tensor: str = ""  #: Name of TE's class of tensors
+    module: str = ""  #: Module of ``transformer_engine.pytorch.tensor`` that holds it
+    #: Names of TE's classes that make such tensors -> where the scale comes from: ``"amax"`` of the whole weight when
+    #: it is quantized, ``"history"`` of amaxes (delayed scaling), ``"blocks"`` of the weight, the two ``"parts"`` of a
+    #: hybrid weight, or ``""`` for none.
     quantizers: Mapping[str, str] = field(default_factory=dict)
+    #: Rows (and columns) that one scale spans: a shard must hold whole blocks. 1 for one scale per weight, ``None``
+    #: where it is not known.
     block: int | None = None
-    elements: tuple[str, ...] = ()
-    available: str = ""
-    buffers: tuple[Buffer, ...] = ()
+    elements: tuple[str, ...] = ()  #: Element types that it may have (``tex.DType``)
+    available: str = ""  #: TE's function that says whether the device computes in it
+    buffers: tuple[Buffer, ...] = ()  #: In the order of files
+    #: Options of TE's tensors, each with the value under which ``buffers`` does not hold.
     unknown_options: Mapping[str, bool] = field(default_factory=dict)
+    #: Options that change the values without a trace in the buffers, each with the value that is not the usual one: no
+    #: checkpoint says that they were on.
     unsaid_options: Mapping[str, bool] = field(default_factory=dict)
+    #: Whether rowwise and columnwise data are quantized independently: neither can be made from the other, and a gather
+    #: brings one of them. Other formats are sent in row-wise bytes alone.
     independent_directions: bool = False
+    #: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a backward
+    #: (``fsdp_post_all_gather``).
     dropped: tuple[Buffer, ...] = ()
-    short_blocks: bool = False
-    transpose: str = ""
+    short_blocks: bool = False  #: Whether a weight may end in a part of a block
+    transpose: str = ""  #: Buffer of the values, the last dim first, that may be there instead of ``data``
+    #: Arguments of the function by which TE's pickles rebuild such a tensor; the last ones may be missing.
     pickled: str = ""
 
     def __str__(self) -> str:
@@ -128,10 +110,6 @@ class Format:
     def has_one_scale(self) -> bool:
         """Whether the whole weight has one scale and nothing else, so that shards of any size will do."""
         return self.block == 1
-
-    def block_or_largest(self) -> int:
-        """``block``; of a format that is not known the largest that there is."""
-        return self.block or max(row.block or 1 for row in FORMATS.values())
 
     def directions(self) -> list[dict[str, Block]]:
         """Sets of buffers that each give the weight's values alone, row-wise first: name -> block."""
@@ -324,23 +302,14 @@ def with_record(tensor: torch.Tensor, record: Any) -> Any:
 
 @dataclass
 class Quantized:
-    """One of TE's quantized tensors as it was stored.
+    """One of TE's quantized tensors as it was stored."""
 
-    Attributes:
-        format: Name of its format.
-        dtype: The dtype that it stands for.
-        shape: Shape of the weight.
-        element: TE's name of the element type.
-        buffers: TE's buffers by their names in ``get_metadata()``; without data.
-        options: What else was stored about the buffers' layout.
-    """
-
-    format: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    element: str
-    buffers: dict[str, torch.Tensor]
-    options: dict[str, Any]
+    format: str  #: Name of its format
+    dtype: torch.dtype  #: That it stands for
+    shape: tuple[int, ...]  #: Of the weight
+    element: str  #: TE's name of the element type
+    buffers: dict[str, torch.Tensor]  #: By TE's names in ``get_metadata()``; without data
+    options: dict[str, Any]  #: What else was stored about the buffers' layout
 
 
 class _Opaque:

@@ -154,17 +154,11 @@ class Parts(NamedTuple):
 
 
 class Input(torch.Tensor):
-    """What FSDP2 takes for the input of a reduce-scatter; it has no elements of its own.
+    """What FSDP2 takes for the input of a reduce-scatter; it has no elements of its own."""
 
-    Attributes:
-        sent: 1-D tensors, one for each part.
-        kept: What must not be freed before the reduction has ended, since another stream reads it.
-        how: What they are made of.
-    """
-
-    sent: list[torch.Tensor]
-    kept: list[torch.Tensor]
-    how: Parts
+    sent: list[torch.Tensor]  #: 1-D, one for each part
+    kept: list[torch.Tensor]  #: What another stream reads until the reduction has ended
+    how: Parts  #: What they are made of
 
     @classmethod
     def make(cls, how: Parts, dtype: torch.dtype, device: torch.device) -> Input:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp import _te, _torch
-from te_fsdp._te_formats import Format
+from te_fsdp._te_formats import FORMATS, Format
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ParameterRule
 
@@ -50,26 +50,21 @@ class Grid:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that TE holds quantized: its full name, for messages, tp-local shape and format.
+    """A weight that TE holds quantized."""
 
-    Attributes:
-        rule: How tp cuts it, and how its rows are stacked.
-        block: Rows and columns that one scale spans, the larger of two formats in a hybrid.
-        tp: Size of the tp axis.
-    """
-
-    label: str
-    shape: tuple[int, ...]
+    label: str  #: Full name, for messages
+    shape: tuple[int, ...]  #: tp-local
     format: Format
-    rule: ParameterRule
-    block: int
-    tp: int = 1
+    rule: ParameterRule  #: How tp cuts it, and how its rows are stacked
+    block: int  #: Rows and columns that one scale spans, the larger of two formats in a hybrid
+    tp: int = 1  #: Size of the tp axis
 
     @staticmethod
     def made_by(quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int) -> Weight:
         """One that a quantizer of TE's makes, of a weight or of an expert of one."""
         formats = [_te.format_of_quantizer(part) for part in _te.quantizers_of_parts(quantizer)]
-        block = max(row.block_or_largest() for row in formats)
+        largest = max(row.block or 1 for row in FORMATS.values())  # of formats that are not known
+        block = max(row.block or largest for row in formats)
         return Weight(label, shape, _te.format_of_quantizer(quantizer), rule, block, tp)
 
     def over(self, tp: int) -> Weight | None:

@@ -179,51 +179,32 @@ class _Shard(NamedTuple):
     Found anew for a shard that takes another's place in its module (``MeshModule._take_over``), and when one of the
     first three has changed. Of the quantizer, which TE replaces when the length of delayed scaling's history changes,
     nothing is kept but its kind: the mark on it is looked at in every gather.
-
-    Attributes:
-        weight_mesh: ``id`` of the binding's mesh, which goes from ``None`` to a mesh and never to another one.
-        ranks: That the gather is over.
-        whole: Shape of the gathered weight.
-        row: The format.
-        has_one_scale: Whether the amax of the whole weight is reduced over a group.
-        group: Name of that group; ``None`` where nothing cuts the weight.
-        is_as_it_is: Whether FSDP2 gathers what TE gives it.
     """
 
-    weight_mesh: int
-    ranks: int
-    whole: torch.Size
+    weight_mesh: int  #: ``id`` of the binding's, which goes from ``None`` to a mesh and never to another one
+    ranks: int  #: That the gather is over
+    whole: torch.Size  #: Shape of the gathered weight
     row: Format
-    has_one_scale: bool
-    group: str | None
-    is_as_it_is: bool
+    has_one_scale: bool  #: Whether the amax of the whole weight is reduced over a group
+    group: str | None  #: Name of that group; ``None`` where nothing cuts the weight
+    is_as_it_is: bool  #: Whether FSDP2 gathers what TE gives it
 
 
 class _Packed(NamedTuple):
-    """What packed tensors of a shard (rows, columns) hold, cut along its columns.
+    """What packed tensors of a shard hold that is cut along its columns."""
 
-    ``buffers``: shape of a rank's buffer, and columns of the whole one with its padding.
-    """
-
-    shape: tuple[int, int]
+    shape: tuple[int, int]  #: Of the shard
     places: Places
-    buffers: list[tuple[torch.Size, int]]
+    buffers: list[tuple[torch.Size, int]]  #: Shape of a rank's, and columns of the whole one with its padding
 
 
 class _Arranged(NamedTuple):
-    """Metadata of a gather that sends something else than TE would: TE's own, and one of what TE's buffers come from.
+    """Metadata of a gather that sends something else than TE would: what TE's buffers come from, one of three."""
 
-    Attributes:
-        metadata: TE's.
-        buffers: TE's, of a shard that is the whole weight.
-        rows: Of uneven shards: those of the whole weight.
-        packed: Of shards that are cut along their columns.
-    """
-
-    metadata: Any
-    buffers: tuple[torch.Tensor, ...] = ()
-    rows: int = 0
-    packed: _Packed | None = None
+    metadata: Any  #: TE's
+    buffers: tuple[torch.Tensor, ...] = ()  #: TE's, of a shard that is the whole weight
+    rows: int = 0  #: Of uneven shards: those of the whole weight
+    packed: _Packed | None = None  #: Of shards that are cut along their columns
 
 
 def patch_fsdp_hooks() -> None:

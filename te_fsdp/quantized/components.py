@@ -43,15 +43,12 @@ from te_fsdp.move.start import Buffer as PackedBuffer
 
 @dataclass(frozen=True)
 class Component:
-    """One tensor of a quantized weight, under TE's name of the buffer.
+    """One tensor of a quantized weight."""
 
-    Attributes:
-        tensor: View of the buffer: local shape divided by ``block``, or one element for a value of the whole weight.
-        block: Rows and columns of the weight that one element covers; ``None`` for a value of the whole weight.
-    """
-
-    name: str
+    name: str  #: TE's name of the buffer
+    #: View of the buffer: local shape divided by ``block``, or one element for a value of the whole weight.
     tensor: torch.Tensor
+    #: Rows and columns of the weight that one element covers; ``None`` for a value of the whole weight.
     block: tuple[int, ...] | None
 
     def shape(self, original: Sequence[int]) -> tuple[int, ...]:

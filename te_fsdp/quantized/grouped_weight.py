@@ -40,18 +40,17 @@ Piece: TypeAlias = tuple[torch.Size, torch.dtype]
 
 
 class GroupedGather(NamedTuple):
-    """Metadata of a gather: names of the buffers that are sent, experts of the whole weight, and how they are packed.
+    """Metadata of a gather: names of the buffers that are sent, shape of the whole weight, and how they are packed.
 
     ``pieces``: all in one, for a shard axis of size 1. ``places``: where the buffers lie in packed tensors of the
     shard's own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
     """
 
-    names: tuple[str, ...]
-    experts: int
+    names: list[str]
+    shape: tuple[int, ...]
     pieces: tuple[Piece, ...] | None = None
     places: Places | None = None
     dim: int = 0
-    shape: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -61,17 +60,11 @@ def grouped_weight_class() -> type[torch.Tensor]:
 
 
 class _Behaviour:
-    """What ``GroupedWeight`` adds to TE's ``QuantizedTensor``.
+    """What ``GroupedWeight`` adds to TE's ``QuantizedTensor``."""
 
-    Attributes:
-        grouped: The ``GroupedTensor``; ``None`` without experts.
-        experts: Each expert's quantized tensor, views of ``grouped``.
-        owns_buffers: Of a gathered weight: whether its buffers were copied out of what FSDP2 gathered.
-    """
-
-    grouped: Any
-    experts: list[Any]
-    owns_buffers: bool
+    grouped: Any  #: The ``GroupedTensor``; ``None`` without experts
+    experts: list[Any]  #: Each expert's quantized tensor, views of ``grouped``
+    owns_buffers: bool  #: Of a gathered weight: whether its buffers were copied out of what FSDP2 gathered
     _quantizer: Any
     shape: torch.Size
     dtype: torch.dtype
@@ -180,13 +173,13 @@ class _Behaviour:
         """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
         if module is not None:
             _fsdp2_patches.keep_no_flat_shards(module, self)  # type: ignore[arg-type]
-        total, ranks = outer_size[0], mesh.size()
+        total, ranks, whole = outer_size[0], mesh.size(), tuple(outer_size)
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:
-            names = tuple(_sent_within(self.grouped, self.experts[0]))
+            names = [*_sent_within(self.grouped, self.experts[0])]
             buffers = [getattr(self.grouped, name).view(total, -1) for name in names]
             flats, places = pack_bytes(buffers, tuple(self.shape))
-            return flats, GroupedGather(names, total, None, places, within[0], tuple(outer_size))
+            return flats, GroupedGather(names, whole, places=places, dim=within[0])
         rows, like = -(-total // ranks), self
         if not self.experts:
             like = empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
@@ -205,11 +198,11 @@ class _Behaviour:
             names.append(name)
         if ranks == 1 and len(inputs) > 1:
             flat, pieces = pack_flat(tuple(inputs))
-            return (flat,), GroupedGather(tuple(names), total, pieces)
+            return (flat,), GroupedGather(names, whole, pieces)
         if total % ranks:
             flats, places = pack_bytes(inputs, (rows, *outer_size[1:]))
-            return flats, GroupedGather(tuple(names), total, places=places)
-        return tuple(inputs), GroupedGather(tuple(names), total)
+            return flats, GroupedGather(names, whole, places=places)
+        return tuple(inputs), GroupedGather(names, whole)
 
     def fsdp_post_all_gather(
         self,
@@ -220,51 +213,44 @@ class _Behaviour:
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """The whole weight over the gathered buffers; later gathers fill the same memory, and nothing is left to do."""
-        outputs, places = all_gather_outputs, metadata.places
-        if metadata.dim:
-            return self._gathered_within(outputs, metadata, param_dtype, out)
-        if out is not None and places is None:
+        if metadata.places is not None:
+            whole = self._unpacked(all_gather_outputs, metadata, metadata.places, param_dtype, out)
+            return (whole, ()) if out is None else None
+        if out is not None:
             return None
-        if places is not None:  # packed expert after expert
-            outputs = tuple(places.typed(torch.cat([o.reshape(o.shape[0], -1) for o in outputs], dim=1)))
-        elif metadata.pieces is not None:
+        outputs = all_gather_outputs
+        if metadata.pieces is not None:
             outputs = unpack_flat(outputs[0], metadata.pieces)
-        values = [output[: metadata.experts].reshape(-1) for output in outputs]
+        values = [output[: metadata.shape[0]].reshape(-1) for output in outputs]
         found = dict(zip(metadata.names, values, strict=True))
-        if out is not None:  # what `release` has freed; whoever has saved it for backward sees it
-            for name, value in found.items():
-                buffer = getattr(_torch.local_of(out).grouped, name)  # type: ignore[missing-attribute]
-                buffer.untyped_storage().resize_(value.nbytes)
-                buffer.copy_(value)
-            return None
-        if places is not None:
-            found = {name: buffer.clone() for name, buffer in found.items()}
-        shape = (metadata.experts, *self.shape[1:])
-        whole = _from_buffers(found, shape, self._quantizer, param_dtype)
-        whole.owns_buffers = places is not None
-        return whole, ()
+        return _from_buffers(found, metadata.shape, self._quantizer, param_dtype), ()
 
-    def _gathered_within(
+    def _unpacked(
         self,
         outputs: Sequence[torch.Tensor],
         metadata: GroupedGather,
+        places: Places,
         dtype: torch.dtype,
         out: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight of shards that hold rows or columns of every expert, in buffers of its own."""
-        assert metadata.places is not None
+    ) -> Any:
+        """The whole weight of packed tensors, in buffers of its own."""
         if out is None:
-            whole = empty_experts(metadata.shape, self._quantizer, dtype, self.device)
+            whole = empty_experts(metadata.shape, self._quantizer.copy(), dtype, self.device)
             whole.owns_buffers = True
-        else:
+        else:  # what `release` has freed; whoever has saved it for backward sees it
             whole: Any = _torch.local_of(out)
             for _, buffer in _buffers(whole.grouped):
                 buffer.untyped_storage().resize_(buffer.nbytes)
                 buffer.zero_()  # the padding of scales
-        _join_within(whole, self, outputs, metadata.places, metadata.dim)
+        if metadata.dim:
+            _join_within(whole, self, outputs, places, metadata.dim)
+        else:  # one expert after the other
+            flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
+            for name, value in zip(metadata.names, places.typed(flat), strict=True):
+                getattr(whole.grouped, name).copy_(value[: metadata.shape[0]].reshape(-1))
         for output in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
             output.untyped_storage().resize_(0)
-        return (whole, ()) if out is None else None
+        return whole
 
 
 def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None) -> torch.Tensor:

@@ -324,11 +324,8 @@ def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
     own = binding.weight_mesh
     have = [dist.get_rank()] if own is None else sorted(own.mesh.flatten().tolist())
     if on_any_rank(have != want, mesh):
-        expected, got, why = (
-            "on every rank the ranks that hold pieces of the weight",
-            "others on another rank",
-            "",
-        )
+        expected, why = "on every rank the ranks that hold pieces of the weight", ""
+        got = "others on another rank"
         if have != want:
             expected = f"ranks {want}, the {len(want)} that hold pieces of it (FSDP shard x tp)"
             got = "None" if own is None else f"ranks {have}"
