@@ -10,7 +10,6 @@ take it twice the memory; and it page-locks each copy by itself.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import logging
 import math
@@ -22,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -127,7 +126,7 @@ def _host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
     if pinned or count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
     memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system that has none gives small ones
+    with suppress(OSError):  # a system that has none gives small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
 
@@ -233,7 +232,7 @@ def _copy_on_host(parts: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
 
     # torch may have threads of its own for each copy.
     threads = threads_here(_MOST_THREADS * torch.get_num_threads()) // torch.get_num_threads()
-    with ThreadPoolExecutor(threads, "te_fsdp copy") if threads > 1 else contextlib.nullcontext() as pool:
+    with ThreadPoolExecutor(threads, "te_fsdp copy") if threads > 1 else nullcontext() as pool:
         list((pool.map if pool else map)(copy, parts))  # raises what went wrong
 
 
@@ -301,7 +300,6 @@ class Background:
         began = time.perf_counter()
         if self._thread is not None:
             self._thread.join()
-            self._thread = None
         return time.perf_counter() - began
 
     def raise_unasked(self) -> None:
@@ -325,8 +323,7 @@ class Background:
     def _watch_the_end(self) -> None:
         """When the interpreter ends: say for whom the save that runs waits, and end without it if nothing comes.
 
-        Runs beside the save's thread, which cannot look up from a message that it waits for. The deadline is for
-        silence alone: what this rank writes itself may take as long as it takes.
+        Its thread cannot look up from a message that it waits for. What this rank writes itself takes what it takes.
         """
         threading.main_thread().join()
         began, path = time.monotonic(), None if self._last is None else self._last.path

@@ -30,7 +30,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -97,35 +97,48 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
         CheckpointError: Something lies there by now, or another has the lock. :func:`discard` is still to be called.
     """
     if is_remote(temporary):
-        return _commit_folder(temporary)
+        data, manifest = (temporary / FILE_NAME).read_bytes(), cast(Any, target / FILE_NAME)
+        try:
+            manifest.create(data)
+        except FileExistsError as error:
+            if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
+                raise _exists(target, _FREE) from error
+        for name in (FILE_NAME, _BEGUN):
+            remove(temporary / name)
+        return
     owner = Owner.parse(temporary.name.rpartition(f"{_SAVING}.")[2])
     paths.check(target, owner)
     _check_free(target, force)
     sync(temporary)
-    aside = None
-    if target.is_dir() or (temporary.is_dir() and os.path.lexists(target)):  # files are replaced in one step
-        aside = _hidden_name(target, _REPLACED, owner)
-        os.rename(target, aside)
-    try:
+    aside = _hidden_name(target, _REPLACED, owner)
+    with ExitStack() as undo:
+        # A file is replaced by a file in one step.
+        if target.is_dir() or (temporary.is_dir() and os.path.lexists(target)):
+            os.rename(target, aside)
+            undo.callback(os.rename, aside, target)
         os.rename(temporary, target)
-    except BaseException:
-        if aside is not None:
-            os.rename(aside, target)
-        raise
+        undo.pop_all()
     sync(target.parent)
     paths.release(target, owner)
-    if aside is not None:
+    if os.path.lexists(aside):
         remove(aside)
 
 
 def discard(temporary: Path) -> None:
     """Remove the hidden path of what failed, and give the lock back. Nothing after :func:`commit`. Local operation."""
     if is_remote(temporary):
-        return _discard_folder(temporary)
+        target = temporary.parent
+        try:
+            if (target / FILE_NAME).exists() and read_manifest(target).folder == temporary.name:
+                return
+        except (CheckpointError, OSError) as error:
+            _log.warning(
+                "%s: not removed, since what lies at %s cannot be read: %s", temporary, target, error
+            )
+            return
     remove(temporary)
-    found = _HIDDEN.fullmatch(temporary.name)
-    assert found is not None
-    paths.release(temporary.with_name(found[1]), Owner.parse(found[3]))
+    if found := _HIDDEN.fullmatch(temporary.name):  # there are no locks on object storage
+        paths.release(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
 def _check_free(target: Path, force: bool | None) -> None:
@@ -205,18 +218,18 @@ def new_directory(
 
 def remove(path: Path) -> None:
     """Remove a file or a directory, as far as that is possible: a later save removes what is left. Local operation."""
-    if is_remote(path):
-        try:
+    try:
+        if is_remote(path):
             path.remove_all()
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            _log.warning("%s: cannot be removed: %s", path, error)
-    elif path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with suppress(OSError):  # another user's, perhaps
+        elif path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
             path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # on a disk it is another user's, perhaps
+        level = logging.WARNING if is_remote(path) else logging.DEBUG
+        _log.log(level, "%s: cannot be removed: %s", path, error)
 
 
 def _begin_folder(target: RemotePath, force: bool | None, is_file: bool) -> Any:
@@ -229,16 +242,23 @@ def _begin_folder(target: RemotePath, force: bool | None, is_file: bool) -> Any:
             why="Without renaming only a manifest makes files appear in one step",
             fix="choose another path" if force else "write to a local path, and copy that",
         )
-    for beside in target.parent.iterdir():
-        if beside.name != target.name and not (beside / FILE_NAME).exists():
-            _remove_left_folders(beside)
-    if not all(map(_owner_of_folder, target.iterdir())):
-        raise _exists(target, _FREE)
-    for owner in _remove_left_folders(target):
-        if owner.is_alive():
-            raise paths.written_by(target, owner)
-        who = owner.describe()
-        _log.warning("%s: begun by another job as well, %s; the first to end has it", target, who)
+    begun = (p for p in target.parent.iterdir() if p.name != target.name and not (p / FILE_NAME).exists())
+    for place in (*begun, target):
+        if place is target and not all(map(_owner_of_folder, target.iterdir())):
+            raise _exists(target, _FREE)
+        for folder in place.iterdir():
+            owner = _owner_of_folder(folder)
+            if owner is None:
+                continue
+            # One save runs at a time: another one of this process has failed, and could not clean up.
+            if owner.is_here or _has_gone(owner, folder.touched() or math.inf):
+                _log.info("%s was left by a job that was killed", folder)
+                remove(cast(Any, folder))
+            elif place is target and owner.is_alive():
+                raise paths.written_by(target, owner)
+            elif place is target:
+                who = owner.describe()
+                _log.warning("%s: begun by another job as well, %s; the first to end has it", target, who)
     folder = target / f"{_DATA}{Owner.new()}"
     (folder / _BEGUN).write_bytes(b"")
     return folder
@@ -249,46 +269,6 @@ def _owner_of_folder(folder: RemotePath) -> Owner | None:
     mark, _, text = folder.name.partition(".")
     owner = Owner.parse(text)
     return owner if f"{mark}." == _DATA and owner.machine else None
-
-
-def _remove_left_folders(target: RemotePath) -> list[Owner]:
-    """Remove the folders, below what has no manifest, that nobody works on any more; the owners of the others."""
-    left = []
-    for folder in target.iterdir():
-        if (owner := _owner_of_folder(folder)) is None:
-            continue
-        # One save runs at a time: another one of this process has failed, and could not clean up.
-        if owner.is_here or _has_gone(owner, folder.touched() or math.inf):
-            _log.info("%s was left by a job that was killed", folder)
-            remove(cast(Path, folder))
-        else:
-            left.append(owner)
-    return left
-
-
-def _commit_folder(folder: RemotePath) -> None:
-    """Make what was written visible, by the manifest in the folder; raises if another job has been faster."""
-    target, data = folder.parent, (folder / FILE_NAME).read_bytes()
-    manifest = target / FILE_NAME
-    try:
-        manifest.create(data)
-    except FileExistsError as error:
-        if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
-            raise _exists(target, _FREE) from error
-    for name in (FILE_NAME, _BEGUN):
-        remove(cast(Any, folder / name))
-
-
-def _discard_folder(folder: Any) -> None:
-    """Remove the folder of what failed; nothing after :func:`commit`, nor where that cannot be told."""
-    target = folder.parent
-    try:
-        if (target / FILE_NAME).exists() and read_manifest(target).folder == folder.name:
-            return
-    except (CheckpointError, OSError) as error:
-        _log.warning("%s: not removed, since what lies at %s cannot be read: %s", folder, target, error)
-        return
-    remove(folder)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
@@ -320,6 +300,14 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
     In the order of their save numbers; where two jobs gave the same one, of their steps (``extra["step"]``, else the
     last number in the name). Those of earlier versions, without a number, come first, in the order of their times.
     """
+
+    def age(checkpoint: tuple[Path, Manifest]) -> tuple[int, int, int, str]:
+        path, manifest = checkpoint
+        step = manifest.extra.get("step")
+        if type(step) is not int:
+            step = int((re.findall(r"\d+", path.name) or [-1])[-1])
+        return manifest.number, 0 if manifest.number else manifest.saved_at, step, path.name
+
     found = []
     for path in checkpoints:
         try:
@@ -327,15 +315,7 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
         except CheckpointError as error:
             if path.exists():  # else another job has removed it
                 _log.warning("%s is passed over: %s", path, error)
-    return sorted(found, key=_age)
-
-
-def _age(checkpoint: tuple[Path, Manifest]) -> tuple[int, int, int, str]:
-    path, manifest = checkpoint
-    step = manifest.extra.get("step")
-    if type(step) is not int:
-        step = int((re.findall(r"\d+", path.name) or [-1])[-1])
-    return manifest.number, 0 if manifest.number else manifest.saved_at, step, path.name
+    return sorted(found, key=age)
 
 
 def next_number(directory: Path) -> int:
@@ -384,10 +364,7 @@ def _hide(path: Path) -> Path | None:
 
 @contextmanager
 def in_use(path: Path) -> Iterator[None]:
-    """Keep a checkpoint from being removed by ``keep_last``, in this or another process. Local operation.
-
-    Best effort: a file system without locks, object storage, or a manifest that we may not open gives none.
-    """
+    """Keep a checkpoint from being removed by ``keep_last``, by any process, if its manifest can be locked. Local."""
     with ExitStack() as opened:
         try:
             if not is_remote(path) and (path / FILE_NAME).is_file():  # a pipe would be waited for
@@ -403,9 +380,10 @@ def visible(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = []
-    for path in (path for path in sorted(directory.iterdir()) if not path.name.startswith(".")):
+    for path in sorted(directory.iterdir()):
         try:
-            found += [path] if has_manifest(path) else []
+            if not path.name.startswith(".") and has_manifest(path):
+                found.append(path)
         except CheckpointError as error:
             # Root's, in each mount of an ext file system: nothing to speak of.
             level = logging.DEBUG if path.name == "lost+found" else logging.WARNING
@@ -414,11 +392,7 @@ def visible(directory: Path) -> list[Path]:
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """Manifest of a checkpoint whose files are all there, in the sizes that were written. Local operation.
-
-    Raises:
-        CheckpointError: No checkpoint there, an unreadable manifest, or missing or truncated files.
-    """
+    """Manifest of a checkpoint whose files are there, in the sizes that were written; else CheckpointError. Local."""
     if not has_manifest(path):
         raise _nothing_there(path)
     manifest = read_manifest(path)

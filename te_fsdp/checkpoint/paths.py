@@ -73,9 +73,7 @@ def place_of(path: str | os.PathLike[str] | Path) -> Path:
     if found is None:
         return Path(text)
     scheme, rest = found.groups()
-    return (
-        Path(rest) if scheme in ("file", "local") else cast(Any, RemotePath(f"{scheme}://{rest}".rstrip("/")))
-    )
+    return Path(rest) if scheme in ("file", "local") else cast(Any, RemotePath(f"{scheme}://{rest}"))
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:
@@ -97,9 +95,12 @@ class RemotePath:
     the local disk. Errors of the libraries below, which have many classes, come as ``OSError``, as those of disks do.
     """
 
-    url: str  #: With its scheme, and no slash at the end
+    url: str  #: With its scheme
     #: What a listing told of it
     listed: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "url", self.url.rstrip("/"))
 
     def __reduce__(self) -> Any:  # connections stay in their process
         return RemotePath, (self.url,)
@@ -316,10 +317,7 @@ def _start_of(pid: int) -> str | None:
 def take(target: Path) -> Owner:
     """Take the lock of a path whose parent exists, from a dead holder too, and give signs of life from then on. Local.
 
-    Waits up to :data:`SILENCE` seconds for a holder on another machine.
-
-    Raises:
-        CheckpointError: Another process writes this target; names it.
+    Raises CheckpointError, naming it, for a living holder; one on another machine is given :data:`SILENCE` seconds.
     """
     lock, owner = _lock_of(target), Owner.new()
     own = lock.with_name(f"{lock.name}.{owner}")

@@ -252,10 +252,9 @@ def _look(
 ) -> tuple[list[Any], list[torch.Tensor]] | None:
     """All that the description of a model and its optimizer follows from, to be compared; and their local tensors.
 
-    In a tenth of the time that it takes to describe them. Objects stand there by their ``id``, and with all of them
-    that is described: one that has the ``id`` of another one, which is gone, is described alike. The tensors are in the
-    order of the entries. ``None`` where more matters: quantized weights, grouped weights of experts, and state that is
-    cut further than the weights.
+    In a tenth of the time that it takes to describe them. Objects stand there by their ``id``, with all of them that is
+    described: one with the ``id`` of another, which is gone, is described alike. Tensors are in the order of entries.
+    ``None`` where more matters: quantized weights, grouped ones of experts, state that is cut further than the weights.
     """
     come_to_rest(model)
     plain = {torch.Tensor, torch.nn.Parameter}
@@ -381,10 +380,7 @@ def _complete(
     progress: bool | None,
     began: float,
 ) -> None:
-    """Write, list the files, make the checkpoint visible; or raise what has gone wrong on a rank before.
-
-    Collective over the ranks, in any thread.
-    """
+    """Write, list, make visible; or raise what has gone wrong on a rank. Collective over the ranks, in any thread."""
     ranks, target, hidden = writing.ranks, handle.path, []
 
     def mine() -> tuple[Any, dict[str, Listed]]:
