@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from te_fsdp.sharding.graphed import graphed_step as graphed_step
     from te_fsdp.sharding.main_weights import check_optimizer as check_optimizer
     from te_fsdp.sharding.main_weights import main_weights as main_weights
+    from te_fsdp.sharding.main_weights import shard_optimizer as shard_optimizer
     from te_fsdp.sharding.materialize import broadcast_params as broadcast_params
     from te_fsdp.sharding.materialize import materialize as materialize
     from te_fsdp.sharding.muon import Muon as Muon
     from te_fsdp.sharding.no_shard import fsdp_no_shard as fsdp_no_shard
-    from te_fsdp.sharding.outer_optimizer import shard_optimizer as shard_optimizer
     from te_fsdp.sharding.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.sharding.reductions import finish_grad_reduce as finish_grad_reduce
     from te_fsdp.sharding.reductions import finish_param_gather as finish_param_gather
@@ -98,7 +98,7 @@ _HOMES = {
     "grad_comm": "te_fsdp.move.start",
     "report_nan": "te_fsdp.sharding.grad_norm",
     "main_weights": "te_fsdp.sharding.main_weights",
-    "shard_optimizer": "te_fsdp.sharding.outer_optimizer",
+    "shard_optimizer": "te_fsdp.sharding.main_weights",
     "Muon": "te_fsdp.sharding.muon",
     # errors
     "TeFsdpError": "te_fsdp.errors",

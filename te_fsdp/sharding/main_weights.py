@@ -1,5 +1,7 @@
 """``main_weights``: fp32 main weights for an optimizer, begun at the values that the model was initialised with.
 
+:func:`shard_optimizer` cuts them, and the optimizer's state, over all ranks that hold a parameter alike.
+
     model's parameters     what forward reads: quantized, or bf16; the optimizer's groups and state refer to them
     main weights           fp32, placed as the parameters; ``optimizer.state[parameter]["master_param"]``
 
@@ -18,18 +20,21 @@ import contextlib
 import functools
 import gc
 import itertools
+import logging
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from te_fsdp import _te, _torch
-from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.all_ranks import collective_call, is_capturing
-from te_fsdp.errors import OrderError, shorten
-from te_fsdp.parameters import require_model, require_optimizer
+from te_fsdp.agree import are_equal, digest
+from te_fsdp.all_ranks import collective_call
+from te_fsdp.errors import MeshError, OrderError, PrecisionError, require_flags
+from te_fsdp.move.pending import PendingGathers
+from te_fsdp.parameters import label_of, require_model, require_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.first_looks import refuse_unfit
 from te_fsdp.sharding.main_parameters import (
@@ -41,13 +46,25 @@ from te_fsdp.sharding.main_parameters import (
     move_scales,
     optimizer_shard_in,
 )
-from te_fsdp.sharding.state import settle
+from te_fsdp.sharding.outer_shards import (
+    SINGLE,
+    OptimizerShard,
+    by_kind,
+    may_be_sent_later,
+    optimizer_shard,
+    why_not_bytes,
+)
+from te_fsdp.sharding.state import ShardingState, settle, state_of
 from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.step_hooks import Step
+
+_log = logging.getLogger("te_fsdp")
+
+AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
 
 
 @functools.cache
@@ -65,12 +82,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     """Raise if an optimizer holds parameters that are not (or no longer) the model's.
 
     Sharding, and materialisation from meta, put new parameters into the model. An optimizer built before goes
-    on with the old ones: its steps change nothing that the model reads. Local operation, though FSDP2 units
-    are resharded.
-
-    Args:
-        model: The model, sharded or not.
-        optimizer: Any torch optimizer; it may leave out parameters of the model.
+    on with the old ones: its steps change nothing that the model reads. It may leave out parameters of the model, which
+    is sharded or not. Local operation, though FSDP2 units are resharded.
 
     Raises:
         OrderError: Says how many parameters are not the model's.
@@ -99,16 +112,8 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 def following(model: nn.Module, optimizer: Optimizer, where: str, fix: str) -> Iterator[None]:
     """Context in which a model is sharded: afterwards the optimizer's groups hold the parameters that it has then.
 
-    Groups keep their options. Local operation.
-
-    Args:
-        model: The model.
-        optimizer: Over the model's parameters; must not have stepped.
-        where: The call, for an error.
-        fix: What to do instead.
-
-    Raises:
-        OrderError: The optimizer holds other parameters, or has state; before anything is changed.
+    Groups keep their options. Local operation. Raises ``OrderError``, with the call's name and what to do instead, for
+    an optimizer that holds other parameters, or has state; before anything is changed.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -174,7 +179,7 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
     ``step`` another 4 for gradients in fp32.
 
     Args:
-        model: The model, sharded and materialised.
+        model: Sharded and materialised.
         optimizer: Over parameters of the model; unchanged where it holds fp32 parameters only.
 
     Raises:
@@ -185,9 +190,13 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
     remember(optimizer)
     settle(model)
     if _te.is_fused_adam(optimizer):
+        fused: Any = optimizer
         for label, parameter, local in quantized_among(held_by(optimizer)):
             refuse(optimizer, label)
-            _start_fused(optimizer, parameter, local)
+            if not optimizer.state.get(parameter) and _te.high_precision_value(local) is not None:
+                fused.initialize_state(parameter, False)
+                fused.set_scaled_state(parameter, MAIN, beginning(local))
+            _te.forget_high_precision_value(local)
     elif not hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
         low = [p for g in optimizer.param_groups for p in g["params"] if is_low(p)]
         if any(optimizer.state.get(p) for p in low):
@@ -199,14 +208,6 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
             )
         if low:
             MainParameters(optimizer).start(optimizer)
-
-
-def _start_fused(optimizer: Any, parameter: torch.Tensor, local: torch.Tensor) -> None:
-    """Begin FusedAdam's own main weight of one quantized parameter."""
-    if not optimizer.state.get(parameter) and _te.high_precision_value(local) is not None:
-        optimizer.initialize_state(parameter, False)
-        optimizer.set_scaled_state(parameter, MAIN, beginning(local))
-    _te.forget_high_precision_value(local)
 
 
 def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
@@ -260,12 +261,7 @@ def lend_main_weights(step: Step) -> None:
 def keeping_main_weights(
     parameters: Iterable[torch.Tensor], given: Optimizer | None = None
 ) -> list[Optimizer]:
-    """Optimizers whose next step would put the weights of before a load back. Local operation.
-
-    Args:
-        parameters: The model's.
-        given: The one that is loaded, which is not among them.
-    """
+    """Optimizers but the ``given`` one, that is loaded, whose next step would put weights of before back. Local."""
     found = optimizers_of(parameters)
     return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
 
@@ -279,15 +275,11 @@ def set_main_weight(
     *,
     make: bool = False,
 ) -> None:
-    """Let a main weight follow its weight; nothing where there is none. Local operation.
+    """Let a main weight follow its weight, whose ``local`` tensor has its new value. Local operation.
 
-    Args:
-        optimizer: Any optimizer.
-        parameter: The parameter.
-        local: Its local tensor, which has its new value.
-        value: float32 of the local shape, of which that was made; ``None``: it is what the parameter holds.
-        make: Make TE's FusedAdam begin the state of a quantized weight, zero moments included, as its next step would:
-            the weight has less than ``value``.
+    Nothing where there is none; ``make`` makes TE's FusedAdam begin the state of a quantized weight, zero moments
+    included, as its next step would: the weight has less than ``value``, float32 of the local shape, of which it was
+    made (``None``: it is what the parameter holds).
     """
     quantized = _te.is_quantized(local)
     if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
@@ -309,105 +301,174 @@ def set_main_weight(
         optimizer.set_scaled_state(parameter, MAIN, value.to(torch.float32, copy=True))  # type: ignore[attr-defined]
 
 
-# ------------------------------------------------------------------------------------------------------ edited weights
-
-#: Attribute of an optimizer: its low-precision parameters, as they were after its last step.
-_WRITTEN = "_te_fsdp_written"
-# How far a quantized weight may lie from its main weight, in parts of the norm: eight bits round to 1/30, four to 1/8.
-_TO_8_BITS = 1 / 8
-_TO_4_BITS = 1 / 4
-# Largest error of E4M3 near zero. Delayed scaling begins with a scale of 1, at which small weights are rounded to that.
-_NEAR_ZERO = 2.0**-10
+# ------------------------------------------------------------------------------------------------------ shard_optimizer
 
 
-class _Written(NamedTuple):
-    """Low-precision parameters, and how often each had been written to when the step was over.
+def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) -> AnyOptimizer:
+    """Cut an optimizer's state, and the main weights, over the ranks that hold its parameters alike.
 
-    Attributes:
-        parameters: All that the optimizer holds.
-        versions: Of each.
-        held: How many parameters the optimizer had.
-    """
+    For models sharded with ``outer_strategy="optim"`` (HFSDP), where it is needed: state over ``dp_replicate`` x
+    ``dp_shard``, weights and gradients over ``dp_shard``. Also cuts the state of parameters that are replicated over
+    data parallel while the strategy shards optimizer state. Without such parameters, and when called again, it does
+    nothing.
 
-    parameters: list[torch.Tensor]
-    versions: list[int]
-    held: int
+    From now on each ``step`` averages gradients over the replicas (one reduce-scatter per dtype, and one for each large
+    tensor; unit by unit, during backward, where :func:`te_fsdp.microbatch` says which one is the last), updates
+    this rank's rows, and gathers all rows (all-gathers in the same way: fp32 and bf16 weights in their dtype, quantized
+    ones as bytes; each is one quantization of its whole main weight). A quantized weight whose rows hold no whole
+    blocks is gathered as fp32 and quantized afterwards, which a warning says. Low-precision parameters have
+    fp32 main weights in ``optimizer.state[parameter]["master_param"]``, begun as :func:`te_fsdp.main_weights` begins
+    them; there is no need to call that. Groups, their options and schedulers keep referring to the model's parameters.
+    States are DTensors of the parameters' shapes.
 
+    Collective over the replicas (one all-reduce of two integers; for quantized weights with one scale a process group
+    may be made): call it on all ranks, right after the optimizer was built.
 
-def _low_ones(step: Step) -> tuple[list[torch.Tensor], int]:
-    """The low-precision parameters of an optimizer, looked for when it has got others; and how many it has of all."""
-    known: _Written | None = step.optimizer.__dict__.get(_WRITTEN)
-    held = sum(len(group["params"]) for group in step.optimizer.param_groups)
-    if known is not None and known.held == held:
-        return known.parameters, held
-    return [p for group in step.optimizer.param_groups for p in group["params"] if is_low(p)], held
-
-
-def _versions(optimizer: Optimizer, parameters: list[torch.Tensor]) -> list[int]:
-    # New weights that arrive after the step are written to local tensors: only edits by the parameters are seen then.
-    overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
-    return _torch.versions_of(parameters, with_locals=not overlaps)
-
-
-def note_written(step: Step) -> None:
-    """Note after a step how often low-precision parameters were written to, all that te_fsdp writes included."""
-    if step.models:
-        parameters, held = _low_ones(step)
-        setattr(step.optimizer, _WRITTEN, _Written(parameters, _versions(step.optimizer, parameters), held))
-
-
-def refuse_edited(step: Step) -> None:
-    """Raise where the step would write a main weight back over a weight that somebody has edited since the last one.
-
-    Local operation that compares numbers of writes; where they say that a parameter was written to, and once before
-    the first step, collective over the model's mesh, and values are compared with those of main weights.
+    Args:
+        optimizer: Over parameters of the model; is returned. One that works element by element (SGD, Adam and their
+            kin, TE's FusedAdam), or :class:`te_fsdp.Muon`.
+        overlap_gather: New weights arrive while the next forward runs, each unit's before it runs (the same
+            all-gathers, for each unit by itself), but for those that FSDP2 does not manage, that have delayed scaling,
+            or that are gathered as fp32. All that te_fsdp does with parameters, state dicts included, waits for them.
+            Code of one's own that reads or writes parameters between a step and the next forward must first call
+            :func:`te_fsdp.release_params`, or :func:`te_fsdp.finish_param_gather` for whole weights. The same on all
+            ranks.
 
     Raises:
-        OrderError: On all ranks of the model; nothing has changed.
+        OrderError: It has made steps before; ``overlap_gather`` without effect, or not given to the first call.
+        PrecisionError: A FusedAdam whose main weights are not fp32, over low-precision parameters.
+        MeshError: The ranks hold different parameters, or in different orders, or only some have ``overlap_gather``.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
-    if not step.models:
-        return
-    optimizer, known = step.optimizer, step.optimizer.__dict__.get(_WRITTEN)
-    parameters, _ = _low_ones(step)
-    if not parameters or (known is not None and known.versions == _versions(optimizer, parameters)):
-        return
-    if is_capturing():
-        return
-    mesh = step.models[0][0].meshes.device_mesh
-    together = collective_call(f"{step.where}: first, or after weights were edited", mesh)
-    with together, raised_on_all_ranks(mesh, step.where):
-        _refuse(step, [parameter for parameter in parameters if _differs(optimizer, parameter)])
-    note_written(step)
+    require_flags("shard_optimizer", overlap_gather=overlap_gather)
+    require_optimizer(optimizer, "shard_optimizer(optimizer)")
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    known = main_parameters_of(optimizer)
+    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
+    if overlap_gather:
+        _check_overlap(optimizer, known, held, shards)
+    if not shards:
+        return optimizer
+    _check_fresh(optimizer)
+    states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
+    with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
+        _check_same(shards, overlap_gather)
+        main_parameters = _cut(optimizer, shards)
+    main_parameters.overlaps = overlap_gather
+    for state in states:
+        state.outer_optimizer = main_parameters
+        if overlap_gather:
+            _watch_state_dicts(state)
+    return optimizer
 
 
-@torch.no_grad()
-def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether a parameter is something else than its fp32 main weight, rounded or quantized. Local operation."""
-    main, local = main_weight(optimizer, parameter), _torch.local_of(parameter).detach()
-    if main is None or main.dtype != torch.float32 or not main.numel():
-        return False
-    quantized, shard = _te.is_quantized(local), optimizer_shard_in(optimizer, parameter)
-    value = local.dequantize(dtype=torch.float32) if quantized else local  # type: ignore[call-arg]
-    value = value if shard is None else shard.of(value)
-    if not quantized:
-        rounded = main.to(value.dtype)
-        return not bool(((value == rounded) | (value.isnan() & rounded.isnan())).all())
-    kind = _te.format_of(local)
-    limit = (_TO_8_BITS if kind is None or kind.name not in ("nvfp4", "hybrid") else _TO_4_BITS) * main.norm()
-    if _te.has_delayed_scale(local):
-        limit = limit + _NEAR_ZERO * main.numel() ** 0.5 * _te.inverse_scale_of(local)
-    return bool((value - main).norm() > limit)
+def _watch_state_dicts(state: ShardingState) -> None:
+    """Let state dicts of a model, and of parts of it, wait for its new weights."""
+    if state.pending_gathers is None:
+        gathers = state.pending_gathers = PendingGathers()
+        for module in state.model.modules():
+            module.register_state_dict_pre_hook(lambda *unused: gathers.wait())
+            module.register_load_state_dict_pre_hook(lambda *unused: gathers.wait())
 
 
-def _refuse(step: Step, edited: list[torch.Tensor]) -> None:
-    if not edited:
-        return
-    names = step.names
-    raise OrderError(
-        f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
-        expected="weights that are their main weights, rounded or quantized",
-        got=f"{len(edited)} that were edited since the last step, or since main weights were made",
-        why="The step would write the main weights back: the edits would be lost",
-        fix='edit optimizer.state[parameter]["master_param"] as well; or delete it from that state after the edit: the '
-        "next step begins with a main weight of the edited weight",
-    )
+def _cut(optimizer: Optimizer, shards: list[OptimizerShard]) -> MainParameters:
+    """Let an optimizer have main parameters that are cut. Collective where an amax needs a process group."""
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or MainParameters(optimizer)
+    main_parameters.cut(shards)
+    for shard in shards:
+        # Of the state that main_weights has made of whole shards keep what is not zero.
+        state = optimizer.state.pop(shard.parameter, {})
+        if MAIN in state:
+            optimizer.state[shard.parameter][MAIN] = state[MAIN]
+    _prepare_bytes(shards)
+    main_parameters.start(optimizer)
+    return main_parameters
+
+
+def _check_overlap(
+    optimizer: Optimizer,
+    known: MainParameters | None,
+    held: Sequence[torch.Tensor],
+    shards: Sequence[OptimizerShard],
+) -> None:
+    """Raise where new weights cannot arrive after the step: ``known`` are main parameters of an earlier call."""
+    if known is not None and not known.overlaps:
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected="the first call for an optimizer",
+            got="one that was sharded without it",
+            fix="give overlap_gather=True to the first call, on all ranks",
+        )
+    # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
+    if known is None and not any(not c.reduced and may_be_sent_later(c) for c in shards):
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
+            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
+            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
+            why="The option would have no effect",
+            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
+        )
+
+
+def _check_fresh(optimizer: Optimizer) -> None:
+    """State that is there already has the shapes of whole shards."""
+    fused = _te.is_fused_adam(optimizer)
+    # FusedAdam has main parameters from the beginning of its first step on, which may have raised.
+    stepped = any("step" in group for group in optimizer.param_groups)
+    stepped = stepped or (fused and hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
+    states = [] if fused else [s for s in optimizer.state.values() if set(s) - {MAIN}]
+    if stepped or states:
+        raise OrderError(
+            f"shard_optimizer({type(optimizer).__name__}) after its first step",
+            expected="an optimizer without state",
+            got="state of whole shards",
+            fix="call te_fsdp.shard_optimizer right after the optimizer was built, and load checkpoints afterwards",
+        )
+    dtype = getattr(optimizer, "master_weight_dtype", torch.float32)
+    if fused and dtype != torch.float32:
+        raise PrecisionError(
+            f"shard_optimizer({type(optimizer).__name__})",
+            expected="fp32 main weights",
+            got=f"master_weight_dtype={dtype}",
+            fix="leave master_weight_dtype at its default",
+        )
+
+
+def _check_same(shards: list[OptimizerShard], overlap_gather: bool) -> None:
+    """Raise on all replicas unless all have the same parameters in the same order, and the same option."""
+    for mine in sorted(by_kind(shards, [shard.ranks for shard in shards]), key=lambda alike: alike[0].ranks):
+        described: list[Any] = [
+            (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
+            for c in mine
+        ]
+        device = _torch.local_of(mine[0].parameter).device
+        if not are_equal([digest(repr((described, overlap_gather)))], mine[0].group, device=device):
+            raise MeshError(
+                f"shard_optimizer: ranks {list(mine[0].ranks)} hold copies of the same model",
+                expected="optimizers over the same parameters in the same order, and the same overlap_gather",
+                got=f"here {len(mine)} parameters, the first {described[0]}, overlap_gather={overlap_gather}",
+                fix="build the optimizer from the same parameter groups, and with the same options, on all ranks",
+            )
+
+
+def _prepare_bytes(shards: list[OptimizerShard]) -> None:
+    """Make the groups that quantized weights need to be sent as bytes, and say which of them do not."""
+    wide: dict[str, list[str]] = {}
+    for shard in shards:
+        local = _torch.local_of(shard.parameter)
+        why = why_not_bytes(shard) if _te.is_quantized(local) else None
+        if why is not None:
+            wide.setdefault(why, []).append(label_of(shard.parameter, "weight"))
+        elif _te.is_quantized(local) and _te.needs_shared_amax(_te.quantizer_of(local)):
+            _ = shard.amax_group  # made where there is none
+    if dist.get_rank() == 0:
+        for why, labels in wide.items():
+            _log.warning(
+                "shard_optimizer: %d quantized weights cross their replicas' axis as fp32 (%s): %s. Fix: %s",
+                len(labels),
+                why,
+                ", ".join(labels),
+                "sizes of which every rank of dp_replicate x dp_shard gets equally many whole blocks"
+                if why != SINGLE
+                else "GroupedLinear(single_grouped_weight=False), or this cost",
+            )

@@ -10,21 +10,23 @@ import functools
 import struct
 import weakref
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from te_fsdp import _fsdp2_patches, _torch
-from te_fsdp.agree import are_equal
+from te_fsdp import _fsdp2_patches, _te, _torch
+from te_fsdp.agree import are_equal, raised_on_all_ranks
+from te_fsdp.all_ranks import collective_call, is_capturing
 from te_fsdp.errors import MeshError, OrderError, shorten
 from te_fsdp.parameters import facts_of
 from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.sharding.comm_units import gather_anew
 from te_fsdp.sharding.first_looks import before_first_step
-from te_fsdp.sharding.main_weights import lend_main_weights, note_written, refuse_edited, remember
+from te_fsdp.sharding.main_parameters import is_low, main_parameters_of, optimizer_shard_in
+from te_fsdp.sharding.main_weights import lend_main_weights, main_weight, remember
 from te_fsdp.sharding.outer_averages import check_step
 from te_fsdp.sharding.reductions import forget_waiting, require_reduced, zero_grad
 from te_fsdp.sharding.state import ShardingState, end_step, shard_of, sharding_state, state_of
@@ -194,6 +196,97 @@ def release_weights(step: Step) -> None:
             unit.reshard()
         kept = dict(state.gathered())
         state.versions = {name: versions for name, versions in state.versions.items() if name in kept}
+
+
+# ------------------------------------------------------------------------------------------------------ edited weights
+
+#: Attribute of an optimizer: its low-precision parameters, as they were after its last step.
+_WRITTEN = "_te_fsdp_written"
+# How far a quantized weight may lie from its main weight, in parts of the norm: eight bits round to 1/30, four to 1/8.
+_TO_8_BITS = 1 / 8
+_TO_4_BITS = 1 / 4
+# Largest error of E4M3 near zero. Delayed scaling begins with a scale of 1, at which small weights are rounded to that.
+_NEAR_ZERO = 2.0**-10
+
+
+class _Written(NamedTuple):
+    """Low-precision parameters of an optimizer, how often each has been written to, and how many it has of all."""
+
+    parameters: list[torch.Tensor]
+    versions: list[int]
+    held: int
+
+    @classmethod
+    def now(cls, optimizer: Optimizer) -> _Written:
+        """Those of an optimizer; low-precision ones are looked for when it has got other parameters."""
+        known: _Written | None = optimizer.__dict__.get(_WRITTEN)
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if known is not None and known.held == held:
+            parameters = known.parameters
+        else:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if is_low(p)]
+        # New weights that arrive after the step are written to local tensors: only edits by parameters are seen then.
+        overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
+        return cls(parameters, _torch.versions_of(parameters, with_locals=not overlaps), held)
+
+
+def note_written(step: Step) -> None:
+    """Note after a step how often low-precision parameters were written to, all that te_fsdp writes included."""
+    if step.models:
+        setattr(step.optimizer, _WRITTEN, _Written.now(step.optimizer))
+
+
+def refuse_edited(step: Step) -> None:
+    """Raise where the step would write a main weight back over a weight that somebody has edited since the last one.
+
+    Local operation that compares numbers of writes; where they say that a parameter was written to, and once before
+    the first step, collective over the model's mesh, and values are compared with those of main weights. Raises
+    ``OrderError`` on all ranks of the model; nothing has changed.
+    """
+    if not step.models:
+        return
+    known: _Written | None = step.optimizer.__dict__.get(_WRITTEN)
+    parameters, versions, _ = _Written.now(step.optimizer)
+    if not parameters or (known is not None and known.versions == versions) or is_capturing():
+        return
+    mesh = step.models[0][0].meshes.device_mesh
+    together = collective_call(f"{step.where}: first, or after weights were edited", mesh)
+    with together, raised_on_all_ranks(mesh, step.where):
+        _refuse_those(step, [parameter for parameter in parameters if _differs(step.optimizer, parameter)])
+    note_written(step)
+
+
+@torch.no_grad()
+def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Whether a parameter is something else than its fp32 main weight, rounded or quantized. Local operation."""
+    main, local = main_weight(optimizer, parameter), _torch.local_of(parameter).detach()
+    if main is None or main.dtype != torch.float32 or not main.numel():
+        return False
+    quantized, shard = _te.is_quantized(local), optimizer_shard_in(optimizer, parameter)
+    value = local.dequantize(dtype=torch.float32) if quantized else local  # type: ignore[call-arg]
+    value = value if shard is None else shard.of(value)
+    if not quantized:
+        rounded = main.to(value.dtype)
+        return not bool(((value == rounded) | (value.isnan() & rounded.isnan())).all())
+    kind = _te.format_of(local)
+    limit = (_TO_8_BITS if kind is None or kind.name not in ("nvfp4", "hybrid") else _TO_4_BITS) * main.norm()
+    if _te.has_delayed_scale(local):
+        limit = limit + _NEAR_ZERO * main.numel() ** 0.5 * _te.inverse_scale_of(local)
+    return bool((value - main).norm() > limit)
+
+
+def _refuse_those(step: Step, edited: list[torch.Tensor]) -> None:
+    if not edited:
+        return
+    names = step.names
+    raise OrderError(
+        f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
+        expected="weights that are their main weights, rounded or quantized",
+        got=f"{len(edited)} that were edited since the last step, or since main weights were made",
+        why="The step would write the main weights back: the edits would be lost",
+        fix='edit optimizer.state[parameter]["master_param"] as well; or delete it from that state after the edit: the '
+        "next step begins with a main weight of the edited weight",
+    )
 
 
 #: Around every step of an optimizer of sharded models, in this order (:mod:`te_fsdp.step_hooks`); bound ones have a

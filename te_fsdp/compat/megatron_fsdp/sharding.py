@@ -42,9 +42,8 @@ from te_fsdp.sharding import reductions
 from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
 from te_fsdp.sharding.grad_norm import report_nan
 from te_fsdp.sharding.main_parameters import MAIN, optimizer_shard_in
-from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights
+from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights, shard_optimizer
 from te_fsdp.sharding.materialize import broadcast_params, materialize
-from te_fsdp.sharding.outer_optimizer import shard_optimizer
 from te_fsdp.sharding.state import required_state, state_of
 
 if TYPE_CHECKING:
