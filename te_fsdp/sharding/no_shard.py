@@ -46,12 +46,10 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     parallel at the end of each backward, in one all-reduce per dtype; the ranks must hold equal values, which
     :func:`te_fsdp.fully_shard` checks. Frozen ones cost no communication at all.
 
-    Call it before :func:`te_fsdp.fully_shard`, on all ranks alike. Local operation. The mark stays on the modules that
-    own the parameters, through deep copies, initialisation from meta and loading; that of a parameter which no module
-    owns yet stays on the parameter.
-
-    Args:
-        what: A module (all parameters in it and in its children), a parameter, or several of these.
+    Call it before :func:`te_fsdp.fully_shard`, on all ranks alike, with a module (all parameters in it and in its
+    children), a parameter, or several of these. Local operation. The mark stays on the modules that own the parameters,
+    through deep copies, initialisation from meta and loading; that of a parameter which no module owns yet stays on the
+    parameter.
 
     Raises:
         TypeError: Something else.
@@ -97,15 +95,10 @@ def _check_unsharded(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class ReplicatedParameter:
-    """A parameter that stays whole, by its owner: initialisation and loading replace the parameter itself.
+    """A parameter that stays whole, by its owner: initialisation and loading replace the parameter itself."""
 
-    Attributes:
-        plan: What is settled about it; of its first place if it is tied.
-        module: The owner.
-    """
-
-    plan: ParameterPlan
-    module: nn.Module
+    plan: ParameterPlan  #: What is settled about it; of its first place if it is tied
+    module: nn.Module  #: The owner
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -130,11 +123,8 @@ class Ranks:
     def of(cls, mesh: DeviceMesh | None, name: str, root: DeviceMesh | None, divisor: int) -> Ranks:
         """Those of a mesh. Collective over the world where a process group is made.
 
-        Args:
-            mesh: The mesh.
-            name: Of its axes together: if there are several the group is these reductions' own in any case.
-            root: The mesh of the job that an axis is cut from, for a group of its own; ``None``: the axis' group.
-            divisor: See above.
+        Of several axes the group is these reductions' own in any case, of this ``name``; of a single one where ``root``
+        is given, the mesh of the job that it is cut from.
         """
         axes = () if mesh is None else [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
         if mesh is None or not axes:
@@ -146,29 +136,17 @@ class Ranks:
 
 @dataclass(eq=False)
 class Slot:
-    """One replicated parameter and the parts of its gradient.
-
-    Attributes:
-        replicated: The parameter by its owner.
-        ranks: Over whom its gradient is added up.
-        partial: Whether each tp rank computes a part of its gradient.
-        unit: The unit that it is sent with; ``None``: at the end of backward, with all others of its kind.
-        grads_dtype: Dtype in which its gradient is accumulated; ``None``: its own.
-        hooked: The parameter whose gradients are watched.
-        handles: Its hooks.
-        reduced: ``.grad`` from before, while a backward runs.
-        unreduced: What is waiting for its reduction.
-    """
+    """One replicated parameter and the parts of its gradient."""
 
     replicated: ReplicatedParameter
-    ranks: Ranks
-    partial: bool
-    unit: str | None
-    grads_dtype: torch.dtype | None
-    hooked: weakref.ref[torch.Tensor] | None = None
-    handles: list[Any] = field(default_factory=list)
-    reduced: torch.Tensor | None = None
-    unreduced: torch.Tensor | None = None
+    ranks: Ranks  #: Over whom its gradient is added up
+    partial: bool  #: Whether each tp rank computes a part of its gradient
+    unit: str | None  #: That it is sent with; ``None``: at the end of backward, with all others of its kind
+    grads_dtype: torch.dtype | None  #: In which its gradient is accumulated; ``None``: its own
+    hooked: weakref.ref[torch.Tensor] | None = None  #: The parameter whose gradients are watched
+    handles: list[Any] = field(default_factory=list)  #: Its hooks
+    reduced: torch.Tensor | None = None  #: ``.grad`` from before, while a backward runs
+    unreduced: torch.Tensor | None = None  #: What is waiting for its reduction
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -210,19 +188,12 @@ def pack(slots: Iterable[Slot], tp: DeviceMesh | None) -> list[Bucket]:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients of one kind that are sent together.
+    """Gradients of one kind that are sent together."""
 
-    Attributes:
-        members: Each parameter with its local shape; those to add up over tp first, then the others.
-        ranks: Over whom they are added up.
-        dtype: In which they are accumulated.
-        device: Where they are.
-        tp: The tensor-parallel mesh.
-    """
-
+    #: Each parameter with its local shape; those to add up over tp first, then the others.
     members: tuple[tuple[Slot, torch.Size], ...]
-    ranks: Ranks
-    dtype: torch.dtype
+    ranks: Ranks  #: Over whom they are added up
+    dtype: torch.dtype  #: In which they are accumulated
     device: torch.device
     tp: DeviceMesh | None
 
@@ -237,12 +208,9 @@ class Bucket:
         """Begin to all-reduce the bucket. Each rank says by flags which gradients it has: others may have them.
 
         Collective over data parallel (once), and over tp if it holds partial gradients (once, and the current stream
-        waits for that). The gradients are freed when they are in the bucket, unless the caller holds them. To wait for
-        it is collective over data parallel with fp32 sums of another wire dtype alone (an all-gather).
-
-        Args:
-            comm: How gradients are sent; ``None``: in their own dtype.
-            take: Gives the gradients; ``None``: all are NaN.
+        waits for that). The gradients that ``take`` gives (without it: all are NaN) are freed when they are in the
+        bucket, unless the caller holds them. To wait for it is collective over data parallel with fp32 sums of another
+        wire dtype alone (an all-gather).
         """
         if take is None:
             mine = [True] * len(self.members)
@@ -279,19 +247,12 @@ class Bucket:
 
 @dataclass(eq=False)
 class Reduction:
-    """One reduction of all gradients.
+    """One reduction of all gradients."""
 
-    Attributes:
-        early: Buckets that may begin during backward, each with its unit.
-        rest: Those that are reduced at the end, one after the other.
-        comm: How gradients are sent.
-        take: Gives the gradients.
-    """
-
-    early: Sequence[tuple[str, Bucket]]
-    rest: Sequence[Bucket]
-    comm: GradComm | None
-    take: Take | None
+    early: Sequence[tuple[str, Bucket]]  #: Buckets that may begin during backward, each with its unit
+    rest: Sequence[Bucket]  #: Those that are reduced at the end, one after the other
+    comm: GradComm | None  #: How gradients are sent
+    take: Take | None  #: Gives them
     _pending: deque[Pending[Reduced]] = field(default_factory=deque)
 
     def start(self, is_complete: Callable[[str], bool]) -> None:
@@ -303,11 +264,7 @@ class Reduction:
                 self._pending.append(bucket.start(self.comm, self.take))
 
     def finish(self) -> Iterator[tuple[Slot, torch.Tensor]]:
-        """Begin what has not begun, and wait. Collective over data parallel.
-
-        Yields:
-            Each parameter that had a gradient on any of the ranks, with its reduced local gradient.
-        """
+        """Begin what has not begun, and wait; gives what any of the ranks has a gradient of. Collective as that."""
         self.start(lambda unit: True)
         while self._pending:
             yield from self._pending.popleft().wait()

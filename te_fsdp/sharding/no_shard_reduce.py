@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,8 +45,10 @@ if TYPE_CHECKING:
 class ReplicatedGradients:
     """Reduces the gradients of a model's replicated parameters by the end of each backward.
 
+    The reduction is bound to the gradients of what the root's forward returns.
+
     Args:
-        model: The root. The reduction is bound to the gradients of what its forward returns.
+        model: The root.
         replicated: What stays whole.
         meshes: The job's meshes.
         units: Names of the units that stay whole, as backward leaves them if forward runs through the tree.
@@ -92,8 +94,11 @@ class ReplicatedGradients:
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
         self._reduction: Reduction | None = None
         self._streams: list[torch.Stream] = []
-        told = bool(self._units) and dist.is_gloo_available() and not is_simulated()
-        self._words = _words(meshes) if told else None
+        self._words: Any = None
+        if self._units and dist.is_gloo_available() and not is_simulated():
+            # Over the CPU: no word waits for the device. Not over the world, where other stages have other models.
+            ranks = sorted(meshes.device_mesh.mesh.flatten().tolist())
+            self._words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         self._said: tuple[Any, torch.Tensor] | None = None
         self._gave_up = False
         self.attach()
@@ -224,13 +229,7 @@ class ReplicatedGradients:
             mark(state)  # optimizer hooks know a model by its parameters
 
     def renewed(self) -> None:
-        """Take note of parameters that initialisation has replaced, and check that all ranks hold the same.
-
-        Collective over the world.
-
-        Raises:
-            InitError: They do not.
-        """
+        """Take note of replaced parameters; ``InitError`` unless all ranks hold the same. Collective over the world."""
         self.attach()
         check_whole([slot.replicated for slot in self._slots], self._meshes)
 
@@ -241,11 +240,7 @@ class ReplicatedGradients:
         self.recover()
 
     def watch(self, output: Any) -> None:
-        """Let every rank that runs backward come to the reduction, those without any such gradient included. Local.
-
-        Args:
-            output: What the model has returned.
-        """
+        """Let every rank that runs backward come to the reduction, those without any such gradient included. Local."""
         if torch.is_grad_enabled():
             for tensor in _tensors(output):
                 if tensor.requires_grad:
@@ -369,17 +364,6 @@ class ReplicatedGradients:
         return local
 
 
-def _words(meshes: Meshes) -> dist.ProcessGroup:
-    """A process group of all ranks that hold the model, over the CPU, so that no word waits for the device.
-
-    Collective over these ranks, and not over the world, in which stages of a pipeline hold other models.
-    """
-    ranks = sorted(meshes.device_mesh.mesh.flatten().tolist())
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
-    return group
-
-
 def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Add a reduced local gradient to a parameter's."""
     if parameter.grad is not None:
@@ -395,13 +379,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in what a forward returned."""
     if isinstance(output, torch.Tensor):
         yield output
-    else:
-        inner: Iterable[Any] = ()
-        if isinstance(output, dict):
-            inner = output.values()
-        elif isinstance(output, (list, tuple)):
-            inner = output
-        elif hasattr(type(output), "__dataclass_fields__"):
-            inner = vars(output).values()
-        for item in inner:
+    elif isinstance(output, (dict, list, tuple)) or hasattr(type(output), "__dataclass_fields__"):
+        held = output if isinstance(output, (dict, list, tuple)) else vars(output)
+        for item in held.values() if isinstance(held, dict) else held:
             yield from _tensors(item)

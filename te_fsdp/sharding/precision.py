@@ -112,17 +112,13 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 @dataclass
 class PrecisionPlan:
-    """A policy and what it comes to in a model's units.
+    """A policy and what it comes to in a model's units."""
 
-    Attributes:
-        policy: As the user gave it.
-        compute: Name of a unit -> dtype that it computes in; ``None`` for one without floating-point parameters.
-        all_reduces: Whether FSDP2 itself reduces over ``dp_replicate``.
-    """
-
-    policy: MixedPrecisionPolicy
-    compute: dict[str, torch.dtype | None]
-    all_reduces: bool = False
+    policy: MixedPrecisionPolicy  #: As the user gave it
+    compute: dict[
+        str, torch.dtype | None
+    ]  #: Unit -> in what it computes; ``None`` without floating-point parameters
+    all_reduces: bool = False  #: Whether FSDP2 itself reduces over ``dp_replicate``
     _casts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def _gradients(self, unit: str) -> torch.dtype | None:
@@ -246,12 +242,8 @@ def plan_precision(
 ) -> PrecisionPlan:
     """Plan a policy for a model before ``set_device_mesh``. Local operation, changes nothing; equal on all ranks.
 
-    Args:
-        model: The root.
-        rows: The plans of its parameters, by owner's id and name.
-        units: Names of the modules that become FSDP2 units, outer before inner; ``""`` is the root.
-        policy: The user's.
-        all_reduces: Whether FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
+    ``rows`` are the plans of its parameters, by owner's id and name; ``units`` those that become FSDP2's, outer before
+    inner. ``all_reduces`` says that FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
 
     Raises:
         PrecisionError: The policy contradicts the model; names the parameter or the unit.

@@ -10,7 +10,8 @@ Loops that can tell say which microbatch is the last one:
     no_sync, sync   no reduction at all, reduction in each backward, whatever the strategy
     start_grad_reduce, start_param_gather: reduce and gather at places of one's own
 
-Contexts put back what was set before them, also when they end by an exception.
+Contexts put back what was set before them, also when they end by an exception. ``model`` is always the one that
+:func:`te_fsdp.fully_shard` was called on; any other raises :class:`OrderError`.
 """
 
 from __future__ import annotations
@@ -50,11 +51,8 @@ def start_grad_reduce(model: nn.Module) -> None:
     Collective over data parallel: a reduce-scatter for each unit (and an all-reduce with HSDP), one all-reduce per
     dtype for ``no_shard`` parameters. Call it on all ranks.
 
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-
     Raises:
-        OrderError: A model without sharding state; a call from inside of backward; gradients of a failed backward.
+        OrderError: A call from inside of backward; gradients of a failed backward.
     """
     state = required_state(model, "start_grad_reduce")
     refuse_in_backward("start_grad_reduce")
@@ -77,12 +75,9 @@ def finish_grad_reduce(model: nn.Module, *, outer: bool = False) -> None:
     With HFSDP (``outer_strategy="optim"``) gradients are averaged over ``dp_replicate`` by the optimizer's step, each
     rank getting the rows that it updates; until then ``.grad`` refuses to be read. ``outer=True`` averages them now and
     makes ``.grad`` that average, for code that reads it, such as torch's clipping. The step does not average again,
-    and takes what ``.grad`` is by then. Without HFSDP ``.grad`` is complete in any case.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        outer: Also over ``dp_replicate`` with HFSDP. Collective over it: the reduce-scatters that the step would have
-            done, and as many all-gathers in the gradients' dtype.
+    and takes what ``.grad`` is by then. Without HFSDP ``.grad`` is complete in any case. Collective over
+    ``dp_replicate`` then: the reduce-scatters that the step would have done, and as many all-gathers in the gradients'
+    dtype.
 
     Raises:
         OrderError: As :func:`start_grad_reduce`; with ``outer``, before :func:`te_fsdp.shard_optimizer`.
@@ -112,16 +107,7 @@ def wait_for_reductions(state: ShardingState) -> None:
 
 
 def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tensor] | None = None) -> None:
-    """Wait for reductions under way, and raise if a gradient still waits for one. Local operation.
-
-    Args:
-        state: The model's state.
-        where: The caller, for the message.
-        only: The parameters that matter; ``None``: all.
-
-    Raises:
-        OrderError: Names a parameter.
-    """
+    """Wait for reductions under way; :class:`OrderError` if a gradient, or one of ``only``, still waits. Local."""
     wait_for_reductions(state)
     require_sound(state, where)
     pending = state.pending()
@@ -142,11 +128,7 @@ def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tenso
 
 
 def require_sound(state: ShardingState, where: str) -> None:
-    """Raise if a backward or a step has failed since gradients were last cleared, on this rank or on another.
-
-    Raises:
-        OrderError: Names what to do.
-    """
+    """:class:`OrderError` if a backward or a step has failed since gradients were last cleared, here or elsewhere."""
     if state.replicated is not None and state.replicated.settle():
         state.failed = True
     if state.dropped and all(p.grad is None for p in state.parameters().values()):
@@ -173,14 +155,8 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
 
     ``model.zero_grad()`` does the same, and that of any module around the model (``torch.compile(model)``); so does
     ``optimizer.zero_grad()`` of an optimizer over all of the model, but not always after an exception between
-    microbatches. Setting each ``.grad`` to ``None`` misses what waits.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        set_to_none: Drop the gradients; otherwise those that are complete are filled with zeros.
-
-    Raises:
-        OrderError: A model without sharding state; a call from inside of backward.
+    microbatches. Setting each ``.grad`` to ``None`` misses what waits. Without ``set_to_none`` gradients that are
+    complete are filled with zeros. From inside of backward it raises :class:`OrderError`.
     """
     require_flags("zero_grad", set_to_none=set_to_none)
     state = required_state(model, "zero_grad")
@@ -216,18 +192,14 @@ def forget_waiting(state: ShardingState) -> None:
 
 @torch.no_grad()
 def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
-    """Multiply all gradients in place, for example by the inverse of a number of tokens.
+    """Multiply all gradients in place, for example by the inverse of a number of tokens, the same on all ranks.
 
     Local operation; but with HFSDP, after a backward that :func:`te_fsdp.microbatch` has marked as the last one, it
-    completes the averages over ``dp_replicate``, as :func:`te_fsdp.clip_grad_norm_` does, and works on these.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        factor: The same on all ranks; a tensor must have one element.
+    completes the averages over ``dp_replicate``, as :func:`te_fsdp.clip_grad_norm_` does, and works on these. A factor
+    that is a tensor has one element.
 
     Raises:
-        OrderError: A model without sharding state; gradients that wait for their reduction, or that have changed since
-            they were averaged.
+        OrderError: Gradients that wait for their reduction, or that have changed since they were averaged.
     """
     state = required_state(model, "scale_gradients")
     require_reduced(state, "scale_gradients")
@@ -250,14 +222,8 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     ``optim_grads_params``), and not over ``dp_replicate``; weights stay gathered where it keeps them (all strategies
     but ``optim_grads_params``). Until the last one, ``model.parameters()`` may then be the gathered parameters, and
     ``.grad`` incomplete: clip, scale and read gradients after it. In the last one HFSDP (``outer_strategy="optim"``)
-    begins to average gradients over ``dp_replicate`` while backward runs. Local operation.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        is_last: The same on all ranks, also on those that have no data for it.
-
-    Raises:
-        OrderError: A model without sharding state.
+    begins to average gradients over ``dp_replicate`` while backward runs. Local operation; ``is_last`` is the same on
+    all ranks, also on those that have no data for it.
     """
     require_flags("microbatch", is_last=is_last)
     mode = SyncMode.LAST if is_last else SyncMode.ACCUMULATE
@@ -269,25 +235,12 @@ def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
     Saves communication and costs memory: one whole gradient for each parameter. The first backward outside of it (or
     :func:`start_grad_reduce`) reduces what has added up. Otherwise as :func:`microbatch` with ``is_last=False``.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-
-    Raises:
-        OrderError: A model without sharding state.
     """
     return _in_sync_mode(model, SyncMode.NO_SYNC, "no_sync")
 
 
 def sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Context in which each backward reduces all gradients and releases weights, as a plain loop's does.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-
-    Raises:
-        OrderError: A model without sharding state.
-    """
+    """Context in which each backward reduces all gradients and releases weights, as a plain loop's does."""
     return _in_sync_mode(model, SyncMode.LAST, "sync")
 
 
@@ -296,14 +249,7 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 
     With ``enabled=False`` each backward counts as one that others follow, as in :func:`microbatch` with
     ``is_last=False``: enable it again before the last one, or reduce with :func:`start_grad_reduce`. Inside of a
-    context of this module it holds until the context ends. Local operation.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        enabled: The same on all ranks.
-
-    Raises:
-        OrderError: A model without sharding state.
+    context of this module it holds until the context ends. Local operation, the same on all ranks.
     """
     require_flags("set_auto_sync", enabled=enabled)
     set_sync_mode(required_state(model, "set_auto_sync"), SyncMode.LAST if enabled else SyncMode.ACCUMULATE)
@@ -324,10 +270,7 @@ def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = 
 def set_sync_mode(state: ShardingState, mode: SyncMode, *, last_microbatch: bool = False) -> None:
     """Tell FSDP2, and the parameters that it does not manage, how the backwards to come count. Local operation.
 
-    Args:
-        state: The model's state.
-        mode: How they count.
-        last_microbatch: Whether no other one follows before the step, which ``SyncMode.LAST`` alone does not say.
+    ``SyncMode.LAST`` alone does not say that no other one follows before the step, as ``last_microbatch`` does.
     """
     state.last_microbatch = last_microbatch
     if mode is state.sync_mode:
@@ -350,16 +293,12 @@ def set_sync_mode(state: ShardingState, mode: SyncMode, *, last_microbatch: bool
 def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Start to gather units ahead of their forward.
 
-    Forward waits for them by itself. Weights that were gathered and then changed are gathered anew only after
-    :func:`release_params` or the optimizer's step.
-    Collective over ``dp_shard``: an all-gather for each unit that is not gathered; call it on all ranks.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        units: Names of units, ``""`` for the root's own; ``None``: all, in the order of the model.
+    ``units`` are names, ``""`` for the root's own; without any all, in the model's order. Forward waits by itself.
+    Weights that were gathered and then changed are gathered anew only after :func:`release_params` or the optimizer's
+    step. Collective over ``dp_shard``: an all-gather for each unit that is not gathered; call it on all ranks.
 
     Raises:
-        OrderError: A model without sharding state; a call from inside of backward.
+        OrderError: A call from inside of backward.
         PlacementError: A name that is no sharded unit's.
     """
     state = required_state(model, "start_param_gather")
@@ -376,14 +315,8 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Gather units now: waits for what :func:`start_param_gather` has started, and starts the rest.
 
-    Like the other two it also waits for new weights on their way (``shard_optimizer(..., overlap_gather=True)``).
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        units: As for :func:`start_param_gather`.
-
-    Raises:
-        OrderError, PlacementError: As :func:`start_param_gather`.
+    Like the other two it also waits for new weights on their way (``shard_optimizer(..., overlap_gather=True)``), and
+    takes and raises what :func:`start_param_gather` does.
     """
     start_param_gather(model, units)
     state = required_state(model, "finish_param_gather")
@@ -397,14 +330,8 @@ def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) ->
 def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Release gathered weights: the next forward gathers them as they are then. Local operation.
 
-    Afterwards ``model.parameters()`` are the shards, with the values that the last step gave them.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on.
-        units: As for :func:`start_param_gather`.
-
-    Raises:
-        OrderError, PlacementError: As :func:`start_param_gather`.
+    Afterwards ``model.parameters()`` are the shards, with the values that the last step gave them. Takes and raises
+    what :func:`start_param_gather` does.
     """
     state = required_state(model, "release_params")
     refuse_in_backward("release_params")
