@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -162,11 +163,7 @@ def describe(tensor: Lazy) -> dict[str, Any]:
 
 
 def open_checkpoint_contents(path: Path) -> Contents:
-    """A checkpoint of te_fsdp. Local operation; needs no model and no process group.
-
-    Raises:
-        CheckpointError: Not whole, damaged, or of two saves.
-    """
+    """A checkpoint of te_fsdp; CheckpointError if it is not whole, damaged, or of two saves. Local operation."""
     manifest = open_checkpoint(path)
     tensors = tensors_of(manifest.at(path), check_index(path, manifest))
     return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
@@ -182,11 +179,7 @@ def _empty(manifest: Manifest) -> dict[str, Lazy]:
 
 
 def open_safetensors_contents(path: Path) -> Contents:
-    """Files of safetensors: ours with everything, or anybody's with weights alone. Local operation.
-
-    Raises:
-        CheckpointError: Damaged files, or a description of ours that does not fit the tensors.
-    """
+    """Files of safetensors, ours with everything, or anybody's with weights alone; as :func:`from_portable`. Local."""
     tensors, metadata = open_safetensors(path)
     if MANIFEST_KEY in metadata:
         return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
@@ -211,11 +204,7 @@ def portable_text(manifest: Manifest) -> str:
 
 
 def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str) -> Contents:
-    """Contents of a portable file that carries a manifest of ours.
-
-    Raises:
-        CheckpointError: The manifest is unreadable, or lists tensors that the file lacks.
-    """
+    """Contents of a file with a manifest of ours; CheckpointError if that is unreadable, or lists what is missing."""
     try:
         manifest = parse_manifest(json.loads(text))
     # No text at all, or no object; deep nesting ends the recursion of the parser.
@@ -245,8 +234,8 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
 def stack_experts(contents: Contents) -> None:
     """Put the weights of each expert (``weight0``, ``weight1``, ...) together, with their optimizer state; changes it.
 
-    A module's tensors are taken for experts if they are numbered from 0 without gaps, are of one kind, and the module
-    is TE's (it has an ``_extra_state``) or has nothing else, in files without such entries.
+    A module's tensors are experts' if they are numbered from 0 without gaps, are of one kind, and the module is TE's
+    (it has an ``_extra_state``) or has nothing else, in files without such entries.
     """
     manifest, tensors = contents.manifest, contents.tensors
     found = _layers(manifest)
@@ -403,11 +392,7 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
 
 
 def refuse_scrambled(contents: Contents) -> None:
-    """Raise where tensor parallelism has cut a gated fc1, whose rows then lie rank by rank; note what may be the same.
-
-    Raises:
-        CheckpointError: Names the weights.
-    """
+    """CheckpointError where tensor parallelism has cut a gated fc1, so that rows lie rank by rank; a note of others."""
     cuts = Cuts(contents.tensors)
     cut = [name for name in contents.manifest.parameters if cuts.by_tp(name)]
     gated = [name for name in cut if _is_gated(contents.manifest.parameters, name)]
@@ -440,16 +425,15 @@ class Cuts:
 
     def __init__(self, tensors: Mapping[str, Lazy]) -> None:
         self._tensors = tensors
+        chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
+        self._columns = any(any(offsets[1:]) for tensor in chunked for offsets, _ in tensor.chunks)
         self._norms: dict[str, list[tuple[int, float]]] = {}
-        self._columns = False
         for key, tensor in tensors.items():
-            shards = _shards(tensor)
-            if key.endswith((".weight", ".layer_norm_weight")) and len(tensor.shape) == 1 and shards:
-                # Pieces of one row are those of any greater number of shards.
-                for unit in _units(key) if 0 < shards[1] < math.inf else ():
+            is_norm = key.endswith((".weight", ".layer_norm_weight")) and len(tensor.shape) == 1
+            # Pieces of one row are those of any greater number of shards.
+            if is_norm and (shards := _shards(tensor)) and 0 < shards[1] < math.inf:
+                for unit in _units(key):
                     self._norms.setdefault(unit, []).append(shards)
-            elif isinstance(tensor, Chunked):
-                self._columns = self._columns or any(any(offsets[1:]) for offsets, _ in tensor.chunks)
 
     def by_tp(self, name: str) -> bool | None:
         """Whether tensor parallelism has cut the rows of a parameter; ``None`` where its pieces do not tell."""
@@ -469,8 +453,7 @@ class Cuts:
 
 def _units(key: str) -> list[str]:
     """The module of a tensor and all modules around it, from the inside."""
-    parts = key.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+    return [*accumulate(key.split(".")[:-1], "{}.{}".format)][::-1]
 
 
 def _shards(tensor: Lazy | None) -> tuple[int, float] | None:

@@ -36,7 +36,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import FunctionType
 from typing import Any
 
@@ -288,6 +288,22 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                     data = data[size:]
 
     return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
+
+
+def files_in(path: Path) -> Callable[[str], Path]:
+    """Gives files of a directory by the metadata's names for them; CheckpointError where they lie elsewhere."""
+
+    @functools.cache
+    def file_of(name: str) -> Path:
+        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise CheckpointError(
+                f"{path}: its {DCP_METADATA} refers to {name}",
+                expected="files in the directory",
+                fix="do not use it: no program that writes checkpoints does that",
+            )
+        return path / name
+
+    return file_of
 
 
 def check_index(path: Path, manifest: Manifest) -> Index:

@@ -222,11 +222,7 @@ class Stored(Lazy):
 def read_bytes(
     file: Path, offset: int, count: int, key: str, times: int = 1, step: int = 0
 ) -> mmap.mmap | bytearray:
-    """Bytes of a file, one place after the other where there are several, each ``step`` bytes behind the one before.
-
-    Raises:
-        CheckpointError: The file is missing, unreadable or too short.
-    """
+    """Bytes of a file, of one place or of several ``step`` bytes apart; CheckpointError: they cannot be read."""
     # Mapped memory goes back to the system when it is let go. The C library keeps freed blocks of large sizes, and with
     # small objects in between takes new memory for each.
     total = count * times

@@ -12,7 +12,6 @@ goes between the ranks. All is read, and right, on all ranks before: a rank that
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,10 +30,10 @@ from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import HostMemory, aligned, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
-from te_fsdp.checkpoint.index import FIXED, Index, Rows
+from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import Owned, Part
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, open_checked, runs
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, elements_of, open_checked, runs
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
@@ -172,7 +171,7 @@ def pieces_to_read(
     for place in wanted:
         missing.setdefault(names.get(place[0], place[0]), []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
-    file_of = functools.cache(lambda name: torch_files.file_in(path, name))
+    file_of = files_in(path)
     heads: torch_files.Heads = {}
     for key, rows in index.rows([*missing]):
         covered, (shape, dtype) = 0, index.tensors[key]
@@ -229,7 +228,10 @@ def _read_ahead(
         check = file.pieces is None
         for (piece, parts), own in zip(run, data.split(lengths), strict=True):
             # Neighbours begin anywhere, where elements of several bytes cannot.
-            tensor = piece.within(own if len(run) == 1 else own.clone(), check=check)
+            own = own if len(run) == 1 else own.clone()
+            tensor = None if check else elements_of(own, piece.dtype, piece.shape)
+            if tensor is None:
+                tensor = piece.within(own, check=check)
             is_kept = is_mostly_wanted(piece, parts)
             for part in parts:
                 values = tensor[slices(part.in_piece, part.shape)]

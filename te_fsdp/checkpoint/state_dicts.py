@@ -241,11 +241,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], where: str, choices
 
 
 def _add_quantized(contents: Contents, name: str, found: Quantized, key: str) -> None:
-    """One of TE's tensors, its components unpadded and in the weight's orientation.
-
-    Raises:
-        CheckpointError: A format or option without a known layout.
-    """
+    """One of TE's tensors, its components unpadded; CheckpointError: a format or option without a known layout."""
     if found.options.get("nvfp4_use_4over6"):
         raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
     try:
@@ -267,10 +263,7 @@ def _add_quantized(contents: Contents, name: str, found: Quantized, key: str) ->
 
 
 def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:
-    """One module's ``_extra_state``: a tensor of TE's, nothing, or what te_fsdp's models save.
-
-    That is delayed scaling's state as a dict of tensors, under the condition that loading depends on if there is one.
-    """
+    """One module's ``_extra_state``: a tensor of TE's or ours, nothing, or a dict, perhaps with a condition."""
     key = f"{contents.source}: {f'{module}.{_EXTRA}'.lstrip('.')}"
     if isinstance(value, dict) and set(value) != {DELAYED}:  # te_fsdp's until version 0.1
         condition = str(next(iter(value), ""))
@@ -329,11 +322,10 @@ def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
 def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
     """Take a torch optimizer's state dict into a checkpoint's contents; note it where that cannot be done.
 
-    Parameters are told by their names, where ``torch.distributed.checkpoint.state_dict`` made the state dict; by the
-    ``param_names`` of each group (torch writes them if the optimizer was given named parameters); with one group also
-    by their order, if their number and the shapes of their state fit, and the file keeps an order. The state
-    dict is ``{"state": {number or name: {...}}, "param_groups": [...]}``, or that of ``get_state_dict`` with
-    ``flatten_optimizer_state_dict=True``; tensors lazy. Returns whether it was taken.
+    Parameters are told by names, where ``torch.distributed.checkpoint.state_dict`` made it; by the ``param_names``
+    of each group (torch writes them if the optimizer was given named parameters); with one group also by their order,
+    if their number and the shapes of their state fit, and the file keeps an order. It is ``{"state": {number or name:
+    {...}}, "param_groups": [...]}``, or flattened, as ``get_state_dict`` can give it. Returns whether it was taken.
     """
     try:
         described, tensors = _read_optimizer(contents, _nested(state), choices)
@@ -363,13 +355,12 @@ def _nested(state: Any) -> Any:
     states: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in state.items():
-        name, _, last = key.partition(".")[2].rpartition(".")
-        if key.startswith("state."):
-            states.setdefault(name, {})[last] = value
-        else:
-            options.setdefault(name, {})[last] = _option(value)
+        kind, _, rest = key.partition(".")
+        name, _, last = rest.rpartition(".")
+        (states if kind == "state" else options).setdefault(name, {})[last] = value
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
+        own = {key: _option(value) for key, value in own.items()}
         alike = [names for known, names in groups if known == own]
         alike[0].append(name) if alike else groups.append((own, [name]))
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
@@ -433,16 +424,14 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
         names = dict(zip(numbers, numbers, strict=True))
     elif all("param_names" in group for group in groups):
         names = _listed_names(groups)
-    elif contents.kind == DCP_KIND or len(groups) != 1 or len(numbers) != len(known):
-        # DCP keeps no order: its metadata lists what rank 0 writes first.
+    elif contents.kind != DCP_KIND and len(groups) == 1 and len(numbers) == len(known):
+        names = dict(zip(numbers, known, strict=True))
+    else:  # DCP keeps no order: its metadata lists what rank 0 writes first
         raise _NotTaken(
             "it numbers its parameters without names (save what get_state_dict gives, or give the optimizer "
             "model.named_parameters(); torch.save also keeps the order of one group with all parameters)"
         )
-    else:
-        names = dict(zip(numbers, known, strict=True))
-    strange = [name for name in names.values() if name not in known]
-    if strange:
+    if strange := [name for name in names.values() if name not in known]:
         raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
     return names
 

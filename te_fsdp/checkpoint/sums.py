@@ -205,6 +205,15 @@ def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
     return Frame(around[:begin], size, around[begin:])
 
 
+def elements_of(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The tensor in the bytes of a piece, uint8 on the host; a view. ``None``: torch writes it otherwise now."""
+    frame = frame_of(dtype, shape)
+    begin = len(frame.head)
+    if len(data) != frame.length or bytes(data[:begin].numpy()) != frame.head:
+        return None
+    return data[begin : begin + frame.size].view(dtype).view(shape)
+
+
 class SummedFile:
     """A file of pieces, open for writing. Summing up and writing release the interpreter, for all but small tensors."""
 

@@ -14,7 +14,6 @@ gaps afterwards, with their checksums. ``torch.load`` reads the result weights-o
 from __future__ import annotations
 
 import collections
-import functools
 import io
 import os
 import struct
@@ -22,9 +21,9 @@ import sys
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import chain
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 import torch
@@ -33,15 +32,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp import _torch
 from te_fsdp._te_formats import TENSORS, TableUnpickler, UnknownNameError, with_record
-from te_fsdp.checkpoint.index import Index, read_metadata
+from te_fsdp.checkpoint.index import Index, files_in, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, unreadable
 from te_fsdp.checkpoint.paths import listing
 from te_fsdp.checkpoint.sums import crc32, view_of
 from te_fsdp.errors import CheckpointError
 
-#: Begins each member of a zip file.
-_MEMBER = b"PK\x03\x04"
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
 _BEHIND = b"PK\x07\x08"
 
@@ -171,7 +168,7 @@ class Window:
                     part.seek(member.header_offset)
                     head = part.read(30)
                     begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
-                    if member.compress_type or begin + member.file_size > length or head[:4] != _MEMBER:
+                    if member.compress_type or begin + member.file_size > length or head[:4] != b"PK\x03\x04":
                         raise zipfile.BadZipFile(f"{member.filename} at byte {member.header_offset}")
                     records[member.filename.partition("/")[2]] = Record(
                         self.file, self.offset + begin, member.file_size, member.CRC or None, self.label
@@ -206,16 +203,13 @@ def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> 
 
 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:
-    """Write nested dicts, lists and plain values with lazy tensors in them, overwriting the file. Local operation.
-
-    Neither atomic nor synced: see :mod:`te_fsdp.checkpoint.directory`.
+    """Write or overwrite a file, neither atomic nor synced: nested dicts and lists with lazy tensors. Local operation.
 
     Raises:
         CheckpointError: A tensor cannot be read.
     """
     gaps: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
-    written: list[Lazy] = []
-    found: list[Any] = []
+    written, found = list[Lazy](), list[Any]()
 
     def gap_of(tensor: Lazy, key: str) -> torch.Tensor:
         written.append(tensor)
@@ -232,10 +226,9 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
     with_leaves(Window(path).objects(), lambda gap, _: found.append(gap))
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
-        for tensor, gap in zip(written, found, strict=True):
-            if gaps.pop(id(tensor), None) is None:
-                continue
-            offset, crc = gap.record.offset, 0
+        by_offset = {gap.record.offset: tensor for tensor, gap in zip(written, found, strict=True)}
+        for offset, tensor in by_offset.items():
+            crc = 0
             file.seek(offset)
             for block in as_bytes(tensor):
                 crc = crc32(block, crc)
@@ -271,7 +264,7 @@ Heads = dict[tuple[int, tuple[int, ...], torch.dtype], list[tuple[bytes, Stored]
 
 @dataclass
 class Piece(Lazy):
-    """A rectangle that DCP wrote, with shape and dtype according to DCP's metadata.
+    """A rectangle that DCP wrote, with shape and dtype according to DCP's metadata; CheckpointError if they are others.
 
     To list the members of its file takes most of the time of a small tensor, and most files differ in the data alone:
     what comes before these is compared with that of the pieces beside it that were looked at before (``heads``).
@@ -284,57 +277,24 @@ class Piece(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        return self.header.rows(first, last)
+        return self._as_described(self.found).rows(first, last)
 
     def select(self, index: int) -> Lazy:
         """See :meth:`Lazy.select`."""
-        return self.header.select(index)
+        return self._as_described(self.found).select(index)
 
     @cached_property
     def found(self) -> Any:
         """Where the elements of a tensor lie, or what else there is, by :meth:`Window.objects` when first asked for."""
-        window = self.window
-
-        def read(at: int, count: int) -> bytes:
-            return bytes(read_bytes(window.file, window.offset + at, count, window.label))
-
-        found = self._alike(read)
-        if found is None:
-            found = window.objects()
-            if isinstance(found, torch.Tensor):
-                found = stored(found, window.key)
-                head = read(0, found.record.offset - window.offset)
-                self.heads.setdefault((window.length, found.shape, found.dtype), []).append((head, found))
-        return found
-
-    @property
-    def header(self) -> Stored:
-        """Where its elements lie.
-
-        Raises:
-            CheckpointError: Another tensor is there than DCP's metadata says, or none.
-        """
-        found, expected = self.found, (self.shape, self.dtype)
-        got = (found.shape, found.dtype) if isinstance(found, Stored) else type(found).__name__
-        if got != expected:
-            fix = "the checkpoint is damaged, take an earlier one"
-            what = f"{self.window.key}: its bytes in {self.window.file}"
-            raise CheckpointError(what, expected=expected, got=got, fix=fix)
-        return found
+        w = self.window
+        return self._find(lambda at, count: bytes(read_bytes(w.file, w.offset + at, count, w.label)))
 
     def within(self, data: torch.Tensor, *, check: bool) -> torch.Tensor:
         """The tensor in the bytes of its file, given as a uint8 tensor on the host; a view of them. In any thread.
 
         With ``check`` they are compared with the checksum that ``torch.save`` wrote, if it did.
-
-        Raises:
-            CheckpointError: They have changed; or see :attr:`header`.
         """
-
-        def read(at: int, count: int) -> bytes:
-            return bytes(data[at : at + count].numpy())
-
-        like = self._alike(read) or self.header
+        like = self._as_described(self._find(lambda at, count: bytes(data[at : at + count].numpy())))
         begin, count = like.record.offset - self.window.offset, like.record.count
         if check:
             like.record.check(view_of(data[begin : begin + count]))
@@ -342,27 +302,40 @@ class Piece(Lazy):
         elements = data[begin : begin + (last + 1) * self.dtype.itemsize].view(self.dtype)
         return elements.as_strided(self.shape, like.stride, elements.storage_offset() + like.start)
 
-    def _alike(self, read: Callable[[int, int], bytes]) -> Stored | None:
-        """Where the elements lie, with their checksum, if another piece is alike up to them; ``read`` gives bytes."""
+    def _find(self, read: Callable[[int, int], bytes]) -> Any:
+        """What lies in a file, whose bytes ``read`` gives; of one that begins as another did, where it did there."""
         window = self.window
-        for head, like in self.heads.get((window.length, self.shape, self.dtype), ()):
+        known = self.heads.setdefault((window.length, self.shape, self.dtype), [])
+        for head, like in known:
             if read(0, len(head)) == head:
                 count, begin = like.record.count, window.offset + len(head)
                 mark, crc = struct.unpack("<4sI", read(len(head) + count, 8))
                 if mark == _BEHIND:  # where torch writes the checksum
                     record = Record(window.file, begin, count, crc or None, window.label)
                     return replace(like, key=window.key, record=record)
-        return None
+        found = window.objects()
+        if isinstance(found, torch.Tensor):
+            found = stored(found, window.key)
+            known.append((read(0, found.record.offset - window.offset), found))
+        return found
+
+    def _as_described(self, found: Any) -> Stored:
+        got = (found.shape, found.dtype) if isinstance(found, Stored) else type(found).__name__
+        if got != (self.shape, self.dtype):
+            raise CheckpointError(
+                f"{self.window.key}: its bytes in {self.window.file}",
+                expected=(self.shape, self.dtype),
+                got=got,
+                fix="the checkpoint is damaged, take an earlier one",
+            )
+        return found
 
 
 @dataclass
 class Opened:
-    """Contents of a plain DCP directory, by key.
+    """Contents of a plain DCP directory, by key; ``others`` are pickled objects.
 
-    Attributes:
-        others: Pickled objects.
-        paths: For keys that DCP flattened: where the value was in the nested dict.
-        windows: Every ``torch.save`` file in the directory's files.
+    ``paths`` tells of keys that DCP flattened where the value was in the nested dict; ``windows`` are all files.
     """
 
     index: Index
@@ -379,7 +352,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
     """
     metadata = metadata or read_metadata(path)
-    file_of = functools.cache(partial(file_in, path))
+    file_of = files_in(path)
     windows: dict[str, list[Window]] = {}
     ends: dict[str, int] = {}
     with unreadable(path, DCP_METADATA):
@@ -400,18 +373,23 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         paths = dict(metadata.planner_data or {})
         for key in (key for key, path in paths.items() if key != ".".join(map(str, path))):
             raise ValueError(f"{key} is said to be at {paths[key]}")  # DCP joins the one out of the other
-    _check_files(path, ends)
+    problems, seen = [], listing(path)
+    for name, end in sorted(ends.items()):
+        file = seen.get(name) or path / name
+        if not (name in seen or file.is_file()):
+            problems.append(f"{name} is missing")
+        elif file.stat().st_size < end:
+            problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")
+    if problems:
+        fix = "copy the whole directory again"
+        raise CheckpointError(f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix=fix)
     return Opened(found, tensors_of(path, found), others, paths, [*chain.from_iterable(windows.values())])
 
 
 def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:
-    """All tensors of a directory, by key. Local operation.
-
-    Raises:
-        CheckpointError: Pieces that do not make up their tensor, or lie in other directories.
-    """
+    """All tensors of a directory; CheckpointError: pieces that do not make them up, or lie elsewhere. Local."""
     heads: Heads = {}
-    file_of = functools.cache(partial(file_in, path))
+    file_of = files_in(path)
     tensors: dict[str, Lazy] = {}
     with unreadable(path, DCP_METADATA):
         for key, rows in index.rows(index.tensors):
@@ -422,33 +400,3 @@ def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:
                 chunks.append((tuple(box[: len(shape)]), piece))
             tensors[key] = Chunked(key, shape, dtype, chunks)
     return tensors
-
-
-def file_in(path: Path, name: str) -> Path:
-    """A file of a directory, by the name that the metadata has for it. Local operation.
-
-    Raises:
-        CheckpointError: It lies elsewhere.
-    """
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise CheckpointError(
-            f"{path}: its {DCP_METADATA} refers to {name}",
-            expected="files in the directory",
-            fix="do not use it: no program that writes checkpoints does that",
-        )
-    return path / name
-
-
-def _check_files(path: Path, ends: Mapping[str, int]) -> None:
-    """Every file is there, and as long as what it holds."""
-    problems, seen = [], listing(path)
-    for name, end in sorted(ends.items()):
-        file = seen.get(name) or path / name
-        if not (name in seen or file.is_file()):
-            problems.append(f"{name} is missing")
-        elif file.stat().st_size < end:
-            problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")
-    if problems:
-        raise CheckpointError(
-            f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix="copy the whole directory again"
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 import os
 import random
@@ -267,6 +268,24 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
         stored = Piece(Window(tmp_path / "a", "a", 0, len(piece)), (4, 4), torch.float32, heads)
         assert torch.equal(stored.within(piece, check=False), value)
     assert len(heads) == len(lengths) == 1 and len(*heads.values()) == 2
+
+
+def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of others, those of another torch for one, the file's own list tells where the elements lie."""
+    values = torch.arange(16.0).view(4, 4)
+    for value in (values, values.t()):
+        stream = io.BytesIO()
+        torch.save(value, stream)
+        piece = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
+        found = sums.elements_of(piece, torch.float32, (4, 4))
+        assert torch.equal(found, value) if value is values else found is None
+    model, fresh = nn.Linear(4, 4), nn.Linear(4, 4)
+    checkpoint.save(tmp_path / "a", model)
+    monkeypatch.setattr(reading, "elements_of", lambda *_: None)
+    checkpoint.load(tmp_path / "a", fresh)
+    assert torch.equal(fresh.weight, model.weight) and torch.equal(fresh.bias, model.bias)
 
 
 def test_part_of_a_piece_does_not_hold_all_of_it(saves: tuple[Path, Path]) -> None:

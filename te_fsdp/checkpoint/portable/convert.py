@@ -10,6 +10,7 @@ import os
 import zipfile
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -115,11 +116,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Raise where writing a target would write into its source, or replace it; links are followed. Local operation.
-
-    Raises:
-        CheckpointError: It would.
-    """
+    """CheckpointError where a target would be written into its source, or replace it; links are followed. Local."""
     if is_remote(source) or is_remote(target):
         where = "the source itself" if source == target else None
     else:
@@ -162,13 +159,11 @@ def transformed(
             sources[name] = "quantized"
             continue
         value, sources[name] = contents.best_value(name, weights)
-        is_parameter = name in manifest.parameters
-        if is_parameter and value.dtype.is_floating_point and dtype not in (None, value.dtype):
-            value = mapped(lambda rows: rows.to(dtype), dtype, value)  # type: ignore[arg-type]
+        if described := manifest.parameters.get(name):
+            if value.dtype.is_floating_point and dtype not in (None, value.dtype):
+                value = mapped(lambda rows: rows.to(dtype), dtype, value)  # type: ignore[arg-type]
+            manifest.parameters[name] = {**describe(value), "layout": described.get("layout")}
         tensors[f"model.{name}"] = value
-        if is_parameter:
-            layout = manifest.parameters[name].get("layout")
-            manifest.parameters[name] = {**describe(value), "layout": layout}
     notes = list(contents.notes)
     if dequantize and manifest.delayed:
         # A history belongs to a quantized weight's scale; activations get theirs in the first steps.
@@ -209,11 +204,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: boo
 def write_safetensors(
     target: Path, contents: Contents, tick: Tick, *, shard_bytes: int, force: bool = False
 ) -> list[str]:
-    """Write a ``.safetensors`` file, or a folder with shards and their index. Returns the files.
-
-    Raises:
-        CheckpointError: See :func:`write_checkpoint`; also a dtype that safetensors lacks.
-    """
+    """Write a ``.safetensors`` file, or a folder with shards and their index. As :func:`write_checkpoint`."""
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
     metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
     is_file = target.suffix == ".safetensors"
@@ -231,46 +222,32 @@ def write_pt(
 
     The state dict has the entries ``_extra_state`` that stock modules want, empty, and a weight for each expert.
     With ``everything`` the file is ``{"model": ..., "optimizer": ..., "te_fsdp": ...}``; the last is what te_fsdp
-    needs to read it back.
-
-    Raises:
-        CheckpointError: See :func:`write_checkpoint`.
+    needs to read it back. As :func:`write_checkpoint`.
     """
     contents = split_experts(contents)
-    objects: dict[str, Any] = _state_dict(contents)
+    objects: dict[str, Any]
+    objects = {portable_name(k): t for k, t in contents.tensors.items() if k.startswith("model.")}
+    for name, first in contents.manifest.tied.items():
+        same = {k: t for k, t in objects.items() if k.partition(":")[0] == first}
+        objects |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
+    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+    extras = [f"{module}._extra_state".lstrip(".") for module in contents.manifest.extra_states]
+    objects |= {name: InMemory(empty) for name in extras}
     if everything:
         others = {k: t for k, t in contents.tensors.items() if not k.startswith(("model.", "optimizer."))}
         rest = {portable_name(key): tensor for key, tensor in others.items()}
         own = {"manifest": portable_text(contents.manifest), "tensors": rest}
         objects = {"model": objects, MANIFEST_KEY: own}
-        optimizer = _optimizer_state_dict(contents)
-        if optimizer is not None:
-            objects["optimizer"] = optimizer
+        if contents.manifest.optimizer is not None:
+            objects["optimizer"] = _optimizer_state_dict(contents, contents.manifest.optimizer)
     with new_directory(target, force=force, needed=contents.bytes, is_file=True) as file:
         write_torch(file, objects, tick)
     return [target.name]
 
 
-def _state_dict(contents: Contents) -> dict[str, Lazy]:
-    state = {portable_name(k): t for k, t in contents.tensors.items() if k.startswith("model.")}
-    for name, first in contents.manifest.tied.items():
-        same = {k: t for k, t in state.items() if k.partition(":")[0] == first}
-        state |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
-    empty = torch.empty(0, dtype=torch.uint8, device="cpu")
-    extras = [f"{module}._extra_state".lstrip(".") for module in contents.manifest.extra_states]
-    return state | {name: InMemory(empty) for name in extras}
-
-
-def _optimizer_state_dict(contents: Contents) -> dict[str, Any] | None:
-    """A checkpoint's optimizer in the form that torch's ``load_state_dict`` takes, tensors lazy.
-
-    Raises:
-        CheckpointError: Options that are tensors, which a checkpoint of te_fsdp does not hold.
-    """
-    described = contents.manifest.optimizer
-    if described is None:
-        return None
-    names = [name for group in described["groups"] for name in group["parameters"]]
+def _optimizer_state_dict(contents: Contents, described: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint's optimizer in the form that torch's ``load_state_dict`` takes, tensors lazy."""
+    names = chain.from_iterable(group["parameters"] for group in described["groups"])
     numbers = {name: number for number, name in enumerate(names)}
     groups = []
     for group in described["groups"]:
