@@ -33,8 +33,16 @@ from te_fsdp.axes import ALL_AXES
 from te_fsdp.checkpoint.portable.huggingface_config import read_config
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpError
 from te_fsdp.mesh import Meshes
+from te_fsdp.planning.costs import (
+    Weight,
+    checkpoint_bytes,
+    flops_of,
+    optimizer_bytes,
+    stages_of,
+    sums,
+    weights_of,
+)
 from te_fsdp.planning.job import OPTIMIZERS, RECIPES, Job, Sizes, build_model, is_function, workload_of
-from te_fsdp.planning.modules import flops_of, stages_of
 from te_fsdp.planning.step import (
     Machine,
     Peak,
@@ -45,7 +53,6 @@ from te_fsdp.planning.step import (
     step_time,
     traffic_of,
 )
-from te_fsdp.planning.weights import Weight, checkpoint_bytes, optimizer_bytes, sums, weights_of
 from te_fsdp.sharding.fully_shard import fully_shard
 from te_fsdp.sharding.report import Report, Row, describe
 

@@ -116,9 +116,8 @@ class Job:
             if given is not None and given < smallest:
                 raise PlacementError(f"plan: {name}", expected=f"{smallest} or more", got=given)
         if self.quantized_weights and self.recipe == "none":
-            raise PlacementError(
-                "plan: quantized weights", expected="a recipe", got="recipe 'none'", fix="recipe='current'"
-            )
+            what, fix = "plan: quantized weights", "recipe='current'"
+            raise PlacementError(what, expected="a recipe", got="recipe 'none'", fix=fix)
 
     def described(self) -> dict[str, Any]:
         """Its fields as plain values, for tables and files."""
@@ -256,11 +255,7 @@ class _Shapes(nn.Module):
     """A module that a plan is made of, and that never runs."""
 
     def forward(self, *inputs: Any) -> Any:
-        """FSDP2 takes no module without a forward.
-
-        Raises:
-            OrderError: Always.
-        """
+        """Refused with ``OrderError``; FSDP2 takes no module without a forward."""
         raise OrderError(
             "forward of a planned model", why="It has shapes, and no values", fix="build your own"
         )
@@ -292,10 +287,10 @@ class Decoder(_Shapes):
         self.norm = _norm(about, split)
         if not about.tied:
             self.head = nn.Linear(about.hidden, about.vocabulary, bias=False, **own)
-        for module in (self.embedding, getattr(self, "positions", None), getattr(self, "head", None)):
-            if module is not None and split:
+        for module in self.children():
+            if split and isinstance(module, nn.Embedding | nn.Linear):
                 # te_fsdp then adds the tp ranks' gradients up: each sees a part of the tokens.
-                module.weight.sequence_parallel = True  # type: ignore[union-attr]
+                module.weight.sequence_parallel = True  # type: ignore[assignment]
 
 
 class Gating(_Shapes):

@@ -20,25 +20,9 @@ gradients become the reduced ones one after the other.
 Looked up in torch 2.11 and 2.13 (``_fsdp_param_group.py``), and compared with an allocator's history on H200s. The
 caching allocator's own losses do not count, as in ``torch.cuda.max_memory_allocated``, nor what NCCL takes outside.
 
-Traffic: bytes are those that a rank must receive whatever the algorithm, of n ranks that hold or get B bytes together,
-which is at the same time the least that it sends:
-
-    all-gather, reduce-scatter    B (n - 1) / n          all-to-all    B (n - 1) / n
-    all-reduce                    2 B (n - 1) / n        ring          B (n - 1)
-
-Seconds:
-
-    computation   products / their rate + attention / its rate
-    optimizer     bytes of states and main weights, twice, of gradients and of weights, once / memory's rate
-    tp, ep        bytes / link: nothing hides it, the next product waits
-    others        bytes / link: goes on beside computation. Exposed are the first unit's gather and the last one's
-                  reduction, and what is longer than the computation. What is hidden still costs a share of its time,
-                  ``contention``: its kernels hold multiprocessors, and copies into and out of its buffers take memory.
-
-A step takes no less than its host needs to issue it (:attr:`Machine.host`), which operations and bytes do not tell.
-
-A link is one of a node where an axis and those further in lie within one, else one between nodes. Rates are those that
-are reached, not those of a data sheet: they follow from one measured step.
+Traffic is what a rank must receive whatever the algorithm, which is at the same time the least that it sends. How its
+seconds, those of computation and those of the optimizer make a step is docs/plan.md, "The time of a step". Rates are
+those that are reached, not those of a data sheet: they follow from one measured step.
 """
 
 from __future__ import annotations
@@ -51,9 +35,8 @@ from itertools import groupby
 from torch import nn
 
 from te_fsdp.errors import PlacementError
+from te_fsdp.planning.costs import Sent, Stage, Weight, sent_by, sums, temporary_in_step
 from te_fsdp.planning.job import Job, Sizes, Workload
-from te_fsdp.planning.modules import Sent, Stage, sent_by
-from te_fsdp.planning.weights import Weight, sums, temporary_in_step
 
 #: Workspaces of cuBLAS, torch's and TransformerEngine's, each of 32 MiB on Hopper and later.
 _WORKSPACES = 2 * 2**25
@@ -384,27 +367,18 @@ _WAITED_FOR = ("tp", "ep")
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds that a job reaches.
+    """Speeds that a job reaches."""
 
-    Attributes:
-        tflops: 10^12 operations a second of products, in the recipe's format.
-        attention_tflops: Of attention; ``None``: as products. FP8 recipes leave attention in 16 bits.
-        within: 10^9 bytes a second that a GPU receives over links of its node.
-        between: Over links between nodes.
-        memory: 10^9 bytes a second of a GPU's memory.
-        node: GPUs of a node.
-        contention: Share of hidden communication's time that computation loses.
-        host: Milliseconds in which the host issues a step, as measured (``host_ms`` of ``benchmarks/step.py``); 0: the
-            device never waits for it, as in CUDA graphs.
-    """
-
-    tflops: float
+    tflops: float  #: 10^12 operations a second of products, in the recipe's format
+    #: Of attention, which FP8 recipes leave in 16 bits; ``None``: as products.
     attention_tflops: float | None = None
-    within: float = 140.0
-    between: float = 40.0
-    memory: float = 4000.0
-    node: int = 8
-    contention: float = 0.4
+    within: float = 140.0  #: 10^9 bytes a second that a GPU receives over links of its node
+    between: float = 40.0  #: Over links between nodes
+    memory: float = 4000.0  #: 10^9 bytes a second of a GPU's memory
+    node: int = 8  #: GPUs of a node
+    contention: float = 0.4  #: Share of hidden communication's time that computation loses
+    #: Milliseconds in which the host issues a step, as measured (``host_ms`` of ``benchmarks/step.py``); 0: the device
+    #: never waits for it, as in CUDA graphs.
     host: float = 0.0
 
     def __post_init__(self) -> None:
@@ -419,23 +393,14 @@ class Machine:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step.
+    """Seconds of a step."""
 
-    Attributes:
-        compute: Products and attention.
-        optimizer: Its step.
-        links: Axis -> seconds that its messages take.
-        exposed: Axis -> seconds of them that the step waits for.
-        contended: What hidden messages cost computation.
-        host: What issuing it takes.
-    """
-
-    compute: float
-    optimizer: float
-    links: dict[str, float]
-    exposed: dict[str, float]
-    contended: float
-    host: float = 0.0
+    compute: float  #: Products and attention
+    optimizer: float  #: Its step
+    links: dict[str, float]  #: Axis -> seconds that its messages take
+    exposed: dict[str, float]  #: Axis -> seconds of them that the step waits for
+    contended: float  #: What hidden messages cost computation
+    host: float = 0.0  #: What issuing it takes
 
     @property
     def waits(self) -> float:

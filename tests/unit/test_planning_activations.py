@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from te_fsdp.planning.costs import stages_of
 from te_fsdp.planning.job import RECIPES, Job, Workload
-from te_fsdp.planning.modules import stages_of
 
 TOKENS, HIDDEN, FFN = 128, 256, 384
 BUILD = {
