@@ -241,9 +241,7 @@ def read_at(file: Any, view: memoryview, offset: int) -> int:
 class Owner(NamedTuple):
     """A process that writes, or removes, a checkpoint. As text it is a part of a file's name."""
 
-    machine: (
-        str  #: The host, and digits of what a process id means there: its boot and its process ids' namespace
-    )
+    machine: str  #: The host, and digits of what a process id means there: boot, process ids' namespace
     pid: int
     start: str  #: Of the process, in ticks since the boot; empty where the system does not tell
     since: int  #: When it began this piece of work, in seconds since 1970, by its clock
