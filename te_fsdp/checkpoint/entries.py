@@ -113,10 +113,13 @@ class ExpertPlace:
     index: int
     total: int
 
-    def lift(self, entry: Entry) -> Entry:
-        """An entry of the expert's own tensor as one of the tensor of all; views of the same memory."""
-        pieces = tuple(Piece((self.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)
-        return Entry((self.total, *entry.shape), entry.dtype, pieces)
+
+def lifted(entry: Entry, place: ExpertPlace | None) -> Entry:
+    """An entry of an expert's own tensor as one of the tensor of all; of other tensors, without a place, as it is."""
+    if place is None:
+        return entry
+    pieces = tuple(Piece((place.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)
+    return Entry((place.total, *entry.shape), entry.dtype, pieces)
 
 
 def stacked_name(name: str) -> str:

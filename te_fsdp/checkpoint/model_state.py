@@ -27,6 +27,7 @@ from te_fsdp.checkpoint.entries import (
     Piece,
     add_entry,
     cut_entry,
+    lifted,
     stacked_name,
     whole_entry,
 )
@@ -149,8 +150,7 @@ class Owned:
 
     def entry(self, local: torch.Tensor) -> Entry:
         """Entry of the files' tensor: views of a plain tensor of the local shape."""
-        entry = cut_entry(local, self.info.original_shape, self.info.boxes)
-        return entry if self.expert is None else self.expert.lift(entry)
+        return lifted(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
 
     @property
     def local(self) -> torch.Tensor:
@@ -367,8 +367,7 @@ def _quantized_entries(owned: Owned) -> dict[str, Entry]:
             if component.block is not None:
                 rectangles = component.boxes(part.boxes, owned.fqn, part.original)
                 entry = cut_entry(component.tensor, component.shape(part.original), rectangles)
-            key = f"model.{owned.key}:{component.name}"
-            add_entry(entries, key, entry if part.place is None else part.place.lift(entry))
+            add_entry(entries, f"model.{owned.key}:{component.name}", lifted(entry, part.place))
     return entries
 
 

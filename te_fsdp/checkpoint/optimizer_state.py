@@ -22,6 +22,7 @@ from te_fsdp.checkpoint.entries import (
     decode,
     encode,
     join_experts,
+    lifted,
     of_all_experts,
     per_expert,
     whole_entry,
@@ -55,16 +56,12 @@ class OptimizerState:
         self.described["state"] |= experts
         for name, states in experts.items():
             for owned, (key, described) in itertools.product(members.get(name, []), states.items()):
-                if (
-                    "dtype" not in described
-                    or owned.expert is None
-                    or owned.expert.index in described["experts"]
-                ):
+                if "dtype" not in described or per_expert(described, owned.expert) is not None:
                     continue
                 dtype, device = getattr(torch, described["dtype"]), owned.local.device
                 if described["scalar"]:
-                    number = whole_entry(torch.zeros(described["shape"][1:], dtype=dtype, device="cpu"))
-                    entry = owned.expert.lift(number)
+                    number = torch.zeros(described["shape"][1:], dtype=dtype, device="cpu")
+                    entry = lifted(whole_entry(number), owned.expert)
                 else:
                     entry = owned.entry(torch.zeros(owned.info.local_shape, dtype=dtype, device=device))
                 add_entry(self.entries, f"optimizer.state.{name}.{key}", entry)
@@ -107,7 +104,7 @@ def optimizer_state(optimizer: Optimizer, owned: dict[int, Owned]) -> OptimizerS
                 described = of_all_experts(described, one.expert, one.info.original_shape)
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
-                add_entry(found.entries, label, entry if one.expert is None else one.expert.lift(entry))
+                add_entry(found.entries, label, lifted(entry, one.expert))
     groups = describe_groups(optimizer, {number: one.key for number, one in owned.items()})
     found.described = {"class": type(optimizer).__name__, "groups": groups, "state": states}
     return found
@@ -294,10 +291,10 @@ def prepare_loading(
             is_whole = optimizer_shard_in(optimizer, parameter) is None
             mains[one.fqn] = main if is_whole and main.dtype == torch.float32 else None
         for key, value in fresh.items():
-            label, at = f"optimizer.state.{one.key}.{key}", states[key].get("at")
+            label = f"optimizer.state.{one.key}.{key}"
             entry = describe_state(label, value, one)[1]
             if entry is not None:
-                add_entry(entries, label, entry if at is None else at.lift(entry))
+                add_entry(entries, label, lifted(entry, states[key].get("at")))
     return entries, mains
 
 
