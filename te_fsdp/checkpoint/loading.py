@@ -413,19 +413,16 @@ class Filling:
                 f"weights keep their scales ({shorten(restarted)})"
             )
         for owned in copied:
-            if owned.key.rpartition(".")[0] in loaded or not _te.is_quantized(owned.local):
-                continue
-            if _te.has_delayed_scale(owned.local):
-                _te_modules.follow_scale(owned.module, owned.name, owned.local)
+            is_loaded, local = owned.key.rpartition(".")[0] in loaded, owned.local
+            if not is_loaded and _te.is_quantized(local) and _te.has_delayed_scale(local):
+                _te_modules.follow_scale(owned.module, owned.name, local)
 
     def _convert(self, conversions: dict[str, list[Conversion]], delayed: Collection[str]) -> None:
         """Convert and store weights, a few at a time, as often on all ranks. Collective over the world."""
         batches: list[list[Conversion]] = []
         size = 0
-        for (
-            name,
-            own,
-        ) in conversions.items():  # the same names on all ranks, also where these hold different experts
+        # The same names on all ranks, also where these hold different experts.
+        for name, own in conversions.items():
             elements = math.prod(self.manifest.tensor(name)["shape"])
             if not batches or size + elements > _BATCH:
                 batches.append([])
