@@ -121,9 +121,7 @@ def argument_of(module: nn.Module, name: str, absent: Any = None) -> Any:
 
 def init_function(module: nn.Module, name: str) -> Callable[[torch.Tensor], Any]:
     """TE's initialiser of a parameter, to be run on the original (unsharded) tensor."""
-    if (
-        name == "softmax_offset"
-    ):  # registered without one; its constructor value is zero (DotProductAttention)
+    if name == "softmax_offset":  # registered without one: DotProductAttention.__init__ makes zeros
         return torch.nn.init.zeros_
     return module.param_init_meta[name].init_fn  # type: ignore[index, union-attr]
 
