@@ -42,18 +42,19 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     Share,
     TeBlocks,
     TeNames,
+    Told,
     Transfer,
     arrivals,
     describe_shares,
-    parameter_names,
     plan_exchange,
     semantics_of_config,
     shares_of,
+    told_by,
 )
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.sums import silent, sync
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.modules.semantics import from_json, semantics_of, to_json
+from te_fsdp.modules.semantics import from_json, to_json
 from te_fsdp.sharding.main_weights import check_optimizer
 
 if TYPE_CHECKING:
@@ -88,23 +89,22 @@ def import_huggingface(
     names: TeNames | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors of the unsharded TransformerEngine model, from a Hugging Face model's. Local operation.
+    """Names and plain CPU tensors of the unsharded TransformerEngine model, from a Hugging Face model's, in order.
+
+    Local operation.
 
     Args:
         source: A folder with ``config.json`` and safetensors files, read group by group; or the tensors.
         config: The model's description, as :func:`read_config` takes it; ``None``: of the folder.
         blocks: Options of the layers that shall hold the weights; default: TransformerEngine's defaults.
-        names: Names of the model's parts; default: those of :class:`TeNames`.
+        names: Names of the model's parts.
         dtype: Of the results; ``None`` keeps each tensor's.
-
-    Returns:
-        Stream of names and plain tensors on the CPU, in the order of the model.
 
     Raises:
         CheckpointError: A model that is not supported; missing, unexpected or wrongly shaped tensors.
     """
     tensors, described, _ = _opened(source, config)
-    weights = WeightMap.build(described, blocks, names, files=tensors)
+    weights = WeightMap.build(described, blocks, names, tensors)
     converted = weights.lazily(tensors, to_te=True, dtype=dtype)
     return ((name, tensor.whole()) for name, tensor in converted.items())
 
@@ -124,23 +124,23 @@ def export_huggingface(
     """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
 
     Of a model that is there, :func:`save_huggingface` does it without options. Holds one group of tensors at a time
-    besides ``source``. The folder appears when it is whole.
+    besides ``source``. The folder, where nothing may lie yet but an empty directory, appears when it is whole.
 
     Args:
         source: The model's state dict, or tensors yet to be read: plain tensors of the unsharded model.
-        target: The folder to make; nothing may lie there yet but an empty directory.
+        target: The folder to make.
         like: A Hugging Face folder of the same model: its ``config.json``, tokenizer and the like are copied, and
             names begin as in its files.
         config: The model's description, where there is no such folder.
         blocks: Options of the layers, ``TeBlocks.of(model)``: a state dict does not tell them.
         names: Names of the model's parts.
         dtype: Of the files; ``None`` keeps each tensor's.
-        max_file_bytes: Size of a file beyond which another is begun.
+        max_file_bytes: Beyond which another file is begun.
         tick: Told the bytes of each block that is written.
 
     Raises:
-        CheckpointError: Something lies at ``target``; neither ``like`` nor ``config``; options that are not known;
-            what :meth:`WeightMap.lazily` raises.
+        CheckpointError: Something lies at ``target``; no description; options that are not known; tensors that do not
+            fit it.
     """
     described = config if like is None else like
     if any(isinstance(tensor, DTensor) for tensor in source.values()):
@@ -150,7 +150,9 @@ def export_huggingface(
             got="DTensors",
             fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...) writes it from all ranks",
         )
-    weights, _ = WeightMap.of(read_config(described), source.keys(), {}, blocks, names, _names_in(described))
+    weights = WeightMap.build(
+        read_config(described), blocks, names, _names_in(described), Told(source.keys(), {})
+    )
     tensors = weights.lazily(source, to_te=False, dtype=dtype)
     write_huggingface(Path(os.path.abspath(target)), tensors, described, tick, shard_bytes=max_file_bytes)
 
@@ -164,12 +166,9 @@ def write_huggingface(
     shard_bytes: int,
     force: bool = False,
 ) -> list[str]:
-    """Write a Hugging Face model's folder; it appears when it is whole. Returns its files. Local operation.
+    """Write a Hugging Face model's folder, whole or not at all. Returns its files. Local operation.
 
     ``config`` is the model's description, or a folder with it and with a tokenizer, which is copied.
-
-    Raises:
-        CheckpointError: Something lies at the target, or a tensor cannot be read or converted.
     """
     with new_directory(target, force=force, needed=total_bytes(tensors)) as temporary:
         names = write_folder(temporary, tensors, {}, tick or silent, shard_bytes)
@@ -202,9 +201,9 @@ def load_huggingface(
         blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
 
     Raises:
-        CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not
-            have, layers that would compute something else; values that turn out to be unreadable, or to contradict
-            each other. The same on all ranks, and nothing has changed.
+        CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not have,
+            layers that would compute something else, values that cannot be read or contradict each other. The same on
+            all ranks, and nothing has changed.
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.load_huggingface"):
@@ -227,8 +226,7 @@ def _filling(
         check_optimizer(model, optimizer)
     check_whole_job(model, None)
     (tensors, described, folder), state = _opened(source, config), model_state(model, may_cut_blocks=True)
-    here = parameter_names(model), semantics_of(model)
-    weights, wrong = WeightMap.of(described, *here, blocks, names, tensors)
+    weights = WeightMap.build(described, blocks, names, tensors, told_by(model))
     contents = _contents(folder, weights, tensors)
     shapes = {name: about["shape"] for name, about in state.described.items()}
     theirs = {name: about["shape"] for name, about in contents.manifest.parameters.items()}
@@ -238,7 +236,6 @@ def _filling(
         "the model has no": [name for name in theirs if name not in ours],
         "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
         "other shapes": [f"{name} ({shapes[name]}, not {shape})" for name, shape in other.items()],
-        "layers that would compute something else": wrong,
     }
     _check_fits("load_huggingface", model, weights, found)
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
@@ -254,6 +251,7 @@ def _check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str
     """
     forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
     gated = {name for form in forms if form.groups == 1 for name in form.names}
+    found["layers that would compute something else"] = [*weights.differences]
     found["gate above up, cut by tensor parallelism as one block (use expert parallelism)"] = [
         owned.fqn
         for owned in owned_parameters(model)
@@ -287,27 +285,26 @@ def save_huggingface(
     Norms, heads, activation and how weights lie are read off the model; settings that ``config`` contradicts are
     errors. Each tensor is put together on the one rank that writes its file, a group of tensors at a time (query, key
     and value of a layer; gate and up; one expert): besides the model a rank has in the CPU's memory at most five times
-    the bytes of the largest group, and on its device the pieces of one parameter. The folder appears when it is whole
-    and on disk; training goes on as if nothing had been.
+    the bytes of the largest group, and on its device the pieces of one parameter. The folder, where nothing may lie
+    yet but an empty directory, appears when it is whole and on disk; training goes on as if nothing had been.
 
     Collective over the world: call on all ranks, between steps. Small messages and the weights go over a gloo group of
     te_fsdp's own (each piece from a rank that has it to the one that writes it). All ranks must reach the folder.
 
     Args:
-        path: The folder to make; nothing may lie there yet but an empty directory.
+        path: The folder to make.
         model: Sharded or not, quantized or not.
         optimizer: If it keeps main weights, these are written, rounded once.
         config: A Hugging Face folder of the same model, whose tokenizer and the like are copied; or a ``transformers``
             configuration, or the contents of a ``config.json``.
-        names: Names of the model's parts; default: those of :class:`TeNames`.
+        names: Names of the model's parts.
         blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
         dtype: Of the files; ``None``: that of each parameter.
-        max_file_bytes: Size of a file beyond which another is begun.
+        max_file_bytes: Beyond which another file is begun.
 
     Raises:
         CheckpointError: Something lies at ``path``; a model that is not supported, or another than ``config`` says;
-            ranks that do not hold every element; files that cannot be written. The same on all ranks, and nothing
-            appears.
+            ranks that do not hold every element; files that cannot be written. The same on all ranks, nothing appears.
         OrderError: An optimizer of other parameters.
     """
     target = Path(os.path.abspath(path))
@@ -322,7 +319,9 @@ def save_huggingface(
             tensors = all_agree(lambda: saving.write(folder, described, plan))
 
             def finish() -> None:
-                write_index(folder, tensors, saving.files(tensors))
+                write_index(
+                    folder, tensors, {file: names for file, (_, names) in saving.files(tensors).items()}
+                )
                 write_config(folder, config, tensors)
                 stack.close()
 
@@ -336,9 +335,8 @@ def _look(
     check_whole_job(model, None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    here = parameter_names(model), semantics_of(model)
-    weights, wrong = WeightMap.of(config, *here, blocks, names, _names_in(config))
-    _check_fits("save_huggingface", model, weights, {"layers that would compute something else": wrong})
+    weights = WeightMap.build(config, blocks, names, _names_in(config), told_by(model))
+    _check_fits("save_huggingface", model, weights, {})
     shares, known = shares_of(model, optimizer), weights.shapes(te=True)
     for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
         if first in shares and first not in known and name in known:
@@ -357,8 +355,8 @@ class _Saving(NamedTuple):
     def plan(self, seen: list[dict[str, Description]]) -> list[tuple[dict[str, Description], list[Transfer]]]:
         """For each rank what it needs to know of all, and what it does."""
         described = describe_shares(seen)
-        files = self.files(self.tensors(described, iter(()))).values()
-        writers = {name: _writer(n, len(files), len(seen)) for n, names in enumerate(files) for name in names}
+        files = self.files(self.tensors(described, iter(())))
+        writers = {name: writer for writer, names in files.values() for name in names}
         queues: list[list[list[str]]] = [[] for _ in seen]
         for group in self.weights.groups:
             queue = queues[writers[group.huggingface.names[0]]]
@@ -378,31 +376,28 @@ class _Saving(NamedTuple):
         source = {n: Lazy(one.shape, one.dtype, partial(come, n)) for n, one in described.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)
 
-    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, list[str]]:
-        """Tensors by file; what is read together is in one."""
-        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // world_size())))
-        together = (group.names(te=False, tied=False) for group in self.weights.groups)
-        return deal(tensors, together, most)
+    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, tuple[int, list[str]]]:
+        """Writers and tensors by file; what is read together is in one."""
+        ranks = world_size()
+        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
+        files = deal(tensors, (group.names(te=False, tied=False) for group in self.weights.groups), most)
+        count = len(files)  # spread over the world, whose neighbours share a host
+        writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
+        return {file: (writer, names) for writer, (file, names) in zip(writers, files.items(), strict=True)}
 
     def write(self, folder: Path, described: dict[str, Description], plan: list[Transfer]) -> dict[str, Lazy]:
         """Write this rank's files. Collective over the world, even on a rank that fails."""
         arriving = arrivals(own_ranks(), self.shares, described, plan)
         tensors = self.tensors(described, arriving)
-        files = self.files(tensors)
         try:
-            for n, (file, names) in enumerate(files.items()):
-                if _writer(n, len(files), world_size()) == rank():
+            for file, (writer, names) in self.files(tensors).items():
+                if writer == rank():
                     write_file(folder / file, {name: tensors[name] for name in names}, {}, silent)
                     sync(folder / file)
         finally:
             for _ in arriving:  # what is left: others wait for this rank there
                 pass
         return tensors
-
-
-def _writer(file: int, files: int, ranks: int) -> int:
-    """The rank that writes a file: spread over the world, whose neighbours share a host."""
-    return file * ranks // files if files <= ranks else file % ranks
 
 
 # --- for the command line
@@ -412,12 +407,9 @@ def open_huggingface(path: Path, blocks: TeBlocks, names: TeNames, *, untie: boo
     """Contents of a folder with ``config.json`` and safetensors files, under TransformerEngine's names.
 
     With ``untie`` a head that the Hugging Face model ties to the embedding gets values of its own. Local operation.
-
-    Raises:
-        CheckpointError: A model that is not supported, or tensors that do not fit its description.
     """
     source, described, _ = _opened(path, None)
-    weights = WeightMap.build(described, blocks, names, files=source)
+    weights = WeightMap.build(described, blocks, names, source)
     contents, architecture = _contents(path, weights, source), weights.architecture
     contents.notes.insert(0, f"{architecture.model_type} model of {architecture.layers} layers")
     if architecture.tied and names.head in contents.manifest.parameters and not untie:
@@ -445,19 +437,16 @@ def values_for_huggingface(
 ) -> dict[str, Lazy]:
     """A checkpoint's weights as tensors of the Hugging Face model in a folder, converted when read. Local operation.
 
-    What its modules compute stands in its manifest, ``blocks`` are options of layers that this does not tell.
-
-    Raises:
-        CheckpointError: Weights that do not fit the model, or that lie otherwise than the options say; options that
-            nothing tells; layers that compute something else than the Hugging Face model.
+    What its modules compute stands in its manifest, ``blocks`` are options of layers that this does not tell. What does
+    not fit, or would compute something else, is an error.
     """
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
-    weights, wrong = WeightMap.of(read_config(like), saved, recorded, blocks, names, _names_in(like))
+    weights = WeightMap.build(read_config(like), blocks, names, _names_in(like), Told(saved, recorded))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
-    wrong += [
+    wrong = [*weights.differences] + [
         f"{name} is {saved[name]}, not {layout}"
         for name, layout in weights.layouts().items()
         if saved.get(name) not in (None, layout)

@@ -154,34 +154,32 @@ class Names(NamedTuple):
 class _Family(NamedTuple):
     """A row of the table: what tells a family's models from Llama's."""
 
-    #: What the configuration has where ``config.json`` says nothing.
-    defaults: Mapping[str, Any] = {}
-    #: What :class:`Architecture` has for all its models.
-    always: Mapping[str, Any] = {}
-    #: Key of ``config.json``, and its values with which TransformerEngine's activation is the model's.
+    defaults: Mapping[str, Any] = {}  #: What the configuration has where ``config.json`` says nothing
+    always: Mapping[str, Any] = {}  #: What :class:`Architecture` has for all its models
+    #: Key of ``config.json``, and its values with which TransformerEngine's activation is the model's
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
     names: Names = Names()
-    #: Keys of the number of experts and of their width, and of the shared expert's.
-    experts: tuple[str, ...] = ()
+    experts: tuple[
+        str, ...
+    ] = ()  #: Keys of the number of experts and of their width, and of the shared expert's
 
 
+# fmt: off
 #: Files beside the weights that a copy of a model needs.
-_BESIDE = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
-_BESIDE += ("vocab.*", "merges.txt", "chat_template*", "LICENSE*")
+_BESIDE = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "chat_template*", "LICENSE*",
+)
 _ATTENTIONS = ("full_attention", "sliding_attention")
 _TANH = ("gelu_new", "gelu_pytorch_tanh")
-_GEMMA = {"activation": "geglu", "zero_centered": True}
-_GEMMA3 = {
-    "tie_word_embeddings": True,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "sliding_window_pattern": 6,
-}
-_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
 #: Every layer has the window, if there is one.
 _WINDOWED = {"sliding_window_pattern": 1_000_000}
+_GEMMA = {"activation": "geglu", "zero_centered": True}
 _BRANCHES = Names(mlp_norm="pre_feedforward_layernorm")
-# fmt: off
+_GEMMA3 = {
+    "tie_word_embeddings": True, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "sliding_window_pattern": 6,
+}
+_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "sliding_window_pattern": 2}
 FAMILIES = {
     "llama": _Family(),
     "mistral": _Family({"num_key_value_heads": 8, "sliding_window": 4096, **_WINDOWED}),
@@ -223,55 +221,41 @@ FAMILIES = {
         ),
     ),
 }
-# fmt: on
-_SIZE = Kind("a whole number from 1", lambda value: type(value) is int and value > 0)
-_NUMBER = Kind("a number", lambda value: type(value) in (int, float) and math.isfinite(value))
-_FLAG = Kind("true, false or null", lambda value: value is None or type(value) is bool)
-_ROPE = Kind("an object or null", lambda value: value is None or isinstance(value, Mapping))
-_LAYERS = Kind("a whole number from 1 to 100000", lambda value: _SIZE.fits(value) and value <= 100_000)
-_WINDOW = Kind(
-    "a whole number from 0, or null", lambda value: value is None or (type(value) is int and value >= 0)
-)
-
-
-def _or_null(kind: Kind) -> Kind:
-    return Kind(f"{kind.expected} or null", lambda value: value is None or kind.fits(value))
-
-
-def _list_of(words: str, fits: Callable[[Any], bool]) -> Kind:
-    return Kind(
-        f"a list of {words}", lambda value: isinstance(value, (list, tuple)) and all(map(fits, value))
-    )
-
-
-#: What is read of a configuration, by kind.
-_KINDS = {
-    key: kind
-    for kind, keys in (
-        (
-            _SIZE,
-            "hidden_size num_attention_heads vocab_size n_embd n_head n_positions num_local_experts num_experts",
-        ),
-        (_SIZE, "moe_intermediate_size decoder_sparse_step sliding_window_pattern intermediate_size"),
-        (_or_null(_SIZE), "num_key_value_heads head_dim n_inner"),
-        (_LAYERS, "num_hidden_layers n_layer"),
-        (_NUMBER, "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq"),
-        (_NUMBER, "attention_dropout attn_pdrop resid_pdrop"),
-        (_or_null(_NUMBER), "final_logit_softcapping partial_rotary_factor"),
-        (_FLAG, "tie_word_embeddings attention_bias mlp_bias qkv_bias use_sliding_window"),
-        (_ROPE, "rope_parameters rope_scaling full_attention sliding_attention"),
-        (_WINDOW, "sliding_window"),
-        (_or_null(_list_of("full_attention and sliding_attention", _ATTENTIONS.__contains__)), "layer_types"),
-        (_or_null(_list_of("numbers of layers", lambda value: type(value) is int)), "mlp_only_layers"),
-    )
-    for key in keys.split()
-}
 #: Llama's keys, and GPT-2's; what else a configuration of GPT-2 has is not Llama's.
-# fmt: off
 _GPT2_KEYS = {
     **{key: key for key in ("model_type", "vocab_size", "n_positions", "resid_pdrop", "tie_word_embeddings")},
     "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
     "intermediate_size": "n_inner", "rms_norm_eps": "layer_norm_epsilon", "attention_dropout": "attn_pdrop",
+}
+
+
+def _list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (list, tuple)) and all(map(fits, value))
+
+
+#: What is read of a configuration, by the kind of its values; keys with ``?`` may be null.
+_KINDS = {
+    key.rstrip("?"): Kind(f"{expected} or null", lambda value, fits=fits: value is None or fits(value))
+    if key.endswith("?") else Kind(expected, fits)
+    for expected, fits, keys in (
+        ("a whole number from 1", lambda value: type(value) is int and value > 0,
+         "hidden_size num_attention_heads vocab_size n_embd n_head n_positions num_local_experts num_experts "
+         "moe_intermediate_size decoder_sparse_step sliding_window_pattern intermediate_size "
+         "num_key_value_heads? head_dim? n_inner?"),
+        ("a whole number from 1 to 100000", lambda value: type(value) is int and 0 < value <= 100_000,
+         "num_hidden_layers n_layer"),
+        ("a whole number from 0,", lambda value: type(value) is int and value >= 0, "sliding_window?"),
+        ("a number", lambda value: type(value) in (int, float) and math.isfinite(value),
+         "rms_norm_eps layer_norm_epsilon rope_theta rope_local_base_freq attention_dropout attn_pdrop resid_pdrop "
+         "final_logit_softcapping? partial_rotary_factor?"),
+        ("true, false", lambda value: type(value) is bool,
+         "tie_word_embeddings? attention_bias? mlp_bias? qkv_bias? use_sliding_window?"),
+        ("an object", lambda value: isinstance(value, Mapping),
+         "rope_parameters? rope_scaling? full_attention? sliding_attention?"),
+        ("a list of full_attention and sliding_attention", _list_of(_ATTENTIONS.__contains__), "layer_types?"),
+        ("a list of numbers of layers", _list_of(lambda value: type(value) is int), "mlp_only_layers?"),
+    )
+    for key in keys.split()
 }
 # fmt: on
 
@@ -360,7 +344,7 @@ def _of_other_kinds(config: Mapping[str, Any], where: str = "") -> list[str]:
         kind = _KINDS.get(key)
         if kind is not None and not kind.fits(value):
             found.append(f"{where}{key} is {value!a:.60}, expected {kind.expected}")
-        elif kind is _ROPE and value:
+        elif kind is not None and isinstance(value, Mapping):
             found += _of_other_kinds(value, f"{key}.")
     return found
 

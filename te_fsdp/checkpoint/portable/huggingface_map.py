@@ -33,6 +33,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     Recorded,
     TeBlocks,
     TeNames,
+    Told,
     centering,
     known_blocks,
     layer_differences,
@@ -79,11 +80,7 @@ class Form:
         return dict(zip(self.names, stored, strict=False))
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Shape]) -> list[torch.Tensor]:
-        """The parts, views where that is possible, from tensors under the form's names.
-
-        Raises:
-            CheckpointError: Several names for one part, under which different values are stored.
-        """
+        """The parts, views where that is possible; names for one part must have one value."""
         found = [tensors[name] for name in self.names[: len(parts)]]
         for name in (name for name in self.names[len(parts) :] if name in tensors):
             both = tensors[name], found[0]
@@ -133,11 +130,7 @@ class Group:
     def convert(
         self, tensors: Mapping[str, torch.Tensor], *, to_te: bool, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """The other side's tensors, from this side's, of the right shapes.
-
-        Raises:
-            CheckpointError: Names of one weight with different values; biases that the other side lacks, not zero.
-        """
+        """The other side's tensors, from this side's, of the right shapes; what it lacks must be zero."""
         source, target = (self.huggingface, self.te) if to_te else (self.te, self.huggingface)
         parts = source.unpack(tensors, self.parts)
         if source.zero_centered != target.zero_centered:
@@ -299,7 +292,10 @@ class WeightMap:
 
     architecture: Architecture
     groups: tuple[Group, ...]
-    ignored_te: str = _IGNORED_TE  # a pattern: what is no weight in the TransformerEngine model's state dict
+    ignored_te: str = _IGNORED_TE  #: A pattern: what is no weight in the TransformerEngine model's state dict
+    differences: tuple[
+        str, ...
+    ] = ()  #: What layers of the model compute otherwise than Hugging Face's, in words
 
     @classmethod
     def build(
@@ -307,20 +303,20 @@ class WeightMap:
         config: Any,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
-        recorded: Recorded | None = None,
         files: Collection[str] = (),
+        told: Told | None = None,
     ) -> WeightMap:
         """Make the map of a model from what :func:`read_config` takes, or an :class:`Architecture`.
 
-        Whether a norm is zero-centered say the semantics that are recorded of the TransformerEngine model, else
-        ``blocks``, whose default is TransformerEngine's. Hugging Face's names lack their prefix where those in
-        ``files`` do: files of a model without head, as the hub's of GPT-2.
-
-        Raises:
-            CheckpointError: A model that is not supported; biases in it, none in the layers; an unnamed untied head.
+        What a model that exists tells of itself comes before ``blocks``, which must tell the rest; without one, their
+        default is TransformerEngine's. Hugging Face's names lack their prefix where those in ``files`` do: files of a
+        model without head, as the hub's of GPT-2.
         """
+        blocks, names = blocks or TeBlocks(), names or TeNames()
+        if told is not None:
+            blocks = known_blocks(blocks, told, names)
         a = config if isinstance(config, Architecture) else read_config(config)
-        blocks, names, style = blocks or TeBlocks(), names or TeNames(), FAMILIES[a.model_type].names
+        style, recorded = FAMILIES[a.model_type].names, told.recorded if told is not None else {}
         bias = (a.qkv_bias or a.proj_bias or a.mlp_bias) if blocks.bias is None else blocks.bias
         mlp_bias = bias if blocks.mlp_bias is None else blocks.mlp_bias
         if ((a.qkv_bias or a.proj_bias) and not bias) or (a.mlp_bias and not mlp_bias):
@@ -337,31 +333,10 @@ class WeightMap:
         embedding = f"{style.embedding}.weight"
         if embedding in files and style.prefix + embedding not in files:
             style = style._replace(prefix="")
-        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, recorded or {})
+        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, recorded)
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, tuple(tables.model()), ignored)
-
-    @classmethod
-    def of(
-        cls,
-        config: Any,
-        parameters: Collection[str],
-        recorded: Recorded,
-        blocks: TeBlocks | None = None,
-        names: TeNames | None = None,
-        files: Collection[str] = (),
-    ) -> tuple[WeightMap, list[str]]:
-        """The map of a model that exists, and what its layers compute otherwise than the Hugging Face model, in words.
-
-        ``blocks`` are options that neither the names of its parameters nor its modules' semantics tell.
-
-        Raises:
-            CheckpointError: As :meth:`build`, and :func:`known_blocks`.
-        """
-        names = names or TeNames()
-        blocks = known_blocks(blocks or TeBlocks(), parameters, recorded, names)
-        weights = cls.build(config, blocks, names, recorded, files)
-        return weights, layer_differences(recorded, weights.architecture, names, blocks)
+        others = layer_differences(recorded, a, names, blocks) if recorded else []
+        return cls(a, tuple(tables.model()), ignored, tuple(others))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""
@@ -379,8 +354,8 @@ class WeightMap:
 
         Raises:
             CheckpointError: Missing, unexpected or wrongly shaped tensors, and such that are not plain, all named in
-                one error before anything is read; several dtypes in one group. When read: what :meth:`Group.convert`
-                raises. A ``dtype`` that loses values.
+                one error before anything is read; several dtypes in one group; a ``dtype`` that loses values. When
+                read: copies of a tied weight that differ, values that the Hugging Face model has no place for.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_high(dtype)):
             raise CheckpointError(

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,7 +30,7 @@ from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.layout import slices
+from te_fsdp.layout import Box, slices
 from te_fsdp.modules.semantics import Semantics, differences, semantics_of
 from te_fsdp.sharding.main_weights import main_weight
 
@@ -41,6 +40,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 Recorded = Mapping[str, Semantics]
+#: What ``te.MultiheadAttention`` records of its arguments.
+_OF_ATTENTION = ("num_attention_heads", "num_gqa_groups", "kv_channels")
+_OF_ATTENTION += ("qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
+_PLAIN_LAYER = {"layer_type": "encoder", "output_layernorm": False, "parallel_attention_mlp": False}
+_PLAIN_LAYER["apply_residual_connection_post_layernorm"] = False
 
 
 @dataclass(frozen=True)
@@ -87,37 +91,41 @@ class TeBlocks:
         """Read the options off a model, which may be sharded or on meta. Local operation.
 
         Raises:
-            CheckpointError: Options that the model does not tell, since its parts are of other kinds or names.
+            CheckpointError: Options that it does not tell, since its parts are of other kinds or names.
         """
-        return known_blocks(cls(), parameter_names(model), semantics_of(model), names or TeNames())
+        return known_blocks(cls(), told_by(model), names or TeNames())
 
 
-def parameter_names(model: nn.Module) -> set[str]:
-    """Names of a model's parameters, without what wrappers add."""
-    return {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+class Told(NamedTuple):
+    """What a model, or a checkpoint, tells of itself: names of its parameters, and its modules' semantics if known."""
+
+    parameters: Collection[str]
+    recorded: Recorded
 
 
-def known_blocks(told: TeBlocks, parameters: Collection[str], recorded: Recorded, names: TeNames) -> TeBlocks:
-    """Options of a model's layers: what its parameters' names and its semantics, as far as known, say, else ``told``.
+def told_by(model: nn.Module) -> Told:
+    """What a model tells of itself, names without what wrappers add. Local operation."""
+    names = {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    return Told(names, semantics_of(model))
 
-    Raises:
-        CheckpointError: Options that nothing tells, all named.
-    """
+
+def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
+    """Options of a model's layers, all known: what it tells, else ``blocks``."""
+    parameters, recorded = told
     attention = names.layer.format(layer=0) + names.attention
     qkv, here = f"{attention}layernorm_qkv", recorded.get(attention.removesuffix("."))
-    is_fused, mlps = f"{qkv}.weight" in parameters, [n for n in parameters if n.endswith(".fc2_weight")]
-    interleaved = None if is_fused else True  # has no effect
-    if is_fused and here is not None:
-        interleaved = here["qkv_weight_interleaved"]
     seen: dict[str, bool | None] = {
-        "fuse_qkv_params": is_fused,
-        "qkv_weight_interleaved": interleaved,
+        "fuse_qkv_params": f"{qkv}.weight" in parameters,
         "bias": f"{qkv}.bias" in parameters or f"{qkv}.query_bias" in parameters,
-        "mlp_bias": any(f"{n.removesuffix('weight')}bias" in parameters for n in mlps),
+        "mlp_bias": any(name.endswith(".fc2_bias") for name in parameters),
         "zero_centered_gamma": centering(recorded, qkv),
         "final_norm_zero_centered": centering(recorded, names.final_norm.removesuffix(".")),
     }
-    blocks = replace(told, **{name: value for name, value in seen.items() if value is not None})
+    if not seen["fuse_qkv_params"]:
+        seen["qkv_weight_interleaved"] = True  # has no effect
+    elif here is not None:
+        seen["qkv_weight_interleaved"] = here["qkv_weight_interleaved"]
+    blocks = replace(blocks, **{name: value for name, value in seen.items() if value is not None})
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
         raise CheckpointError(
@@ -178,44 +186,32 @@ def semantics_of_config(
 
     for n in range(a.layers):
         layer, sparse, kwargs = names.layer.format(layer=n), a.is_sparse(n), a.te_attention_kwargs(n)
-        attention = {key: kwargs.get(key) for key in ("qk_norm_type", "qk_norm_eps")}
-        attention |= {key: kwargs[key] for key in ("num_attention_heads", "num_gqa_groups", "kv_channels")}
-        attention |= {"attention_type": "self", "softmax_type": "vanilla"}
+        attention: dict[str, Any] = {"attention_type": "self", "softmax_type": "vanilla"}
+        attention |= {"qk_norm_type": None, "qk_norm_eps": None}
+        attention |= {key: value for key, value in kwargs.items() if key in _OF_ATTENTION}
         if blocks.fuse_qkv_params:
             attention["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
         if a.style == "llama":
             attention["rotary_pos_interleaved"] = False
-        if a.qk_norm:
-            attention["qk_norm_before_rope"] = True
-        mask: dict[str, Any] = {"window_size": [*kwargs.get("window_size", (-1, 0))]}
+        window = {"window_size": [*kwargs.get("window_size", (-1, 0))]}
         whole = not (sparse or a.branch_norms)
         if recorded is not None:
             here = recorded.get(layer.removesuffix("."))
             whole = here is not None and here.kind == "TransformerLayer"
         if whole:  # which tells its attention mask and window in each call
-            add(layer, "TransformerLayer", {**_PLAIN_LAYER, **mask, "self_attn_mask_type": "causal"})
+            add(layer, "TransformerLayer", {**_PLAIN_LAYER, **window, "self_attn_mask_type": "causal"})
         else:
-            attention |= {**mask, "attn_mask_type": "causal"}
+            attention |= {**window, "attn_mask_type": "causal"}
         add(layer + names.attention, "MultiheadAttention", attention)
         add(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", fused)
-        if sparse:
-            add(layer + names.mlp_norm, kind, norm)
-        else:
+        if not sparse:
             mlp = {"activation": a.activation, "activation_params": None}
             add(layer + names.mlp, "LayerNormMLP", fused | mlp)
-        for name in (names.attention_out_norm, names.mlp_out_norm) if a.branch_norms else ():
+        norms = [names.mlp_norm] if sparse else []
+        for name in norms + ([names.attention_out_norm, names.mlp_out_norm] if a.branch_norms else []):
             add(layer + name, kind, norm)
-    last = {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)}
-    add(names.final_norm, kind, norm | last)
+    add(names.final_norm, kind, norm | {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)})
     return found
-
-
-_PLAIN_LAYER = {
-    "layer_type": "encoder",
-    "output_layernorm": False,
-    "parallel_attention_mlp": False,
-    "apply_residual_connection_post_layernorm": False,
-}
 
 
 # ------------------------------------------- the model's tensors, each put together on the one rank that needs it
@@ -234,10 +230,17 @@ class Description(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank holds of one tensor of the unsharded model: rectangles, read when they are sent."""
+    """What this rank holds of one tensor of the unsharded model: pieces with their offsets, read when they are sent."""
 
-    about: Description
-    pieces: Sequence[Lazy]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    values: torch.dtype
+    pieces: list[tuple[tuple[int, ...], Lazy]]
+
+    @property
+    def about(self) -> Description:
+        """What other ranks are told."""
+        return Description(*self[:3], tuple((at, piece.shape) for at, piece in self.pieces))
 
 
 def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
@@ -249,58 +252,43 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     found: dict[str, Share] = {}
     for owned in owned_parameters(model):
         share = _share(owned, optimizer)
-        if owned.is_grouped:
-            found |= {f"{owned.fqn}{n}": _of_expert(share, n) for n in range(share.about.shape[0])}
-        else:
+        if not owned.is_grouped:
             found[owned.fqn] = share
+            continue
+        for n in range(share.shape[0]):
+            held = [(at, piece) for at, piece in share.pieces if at[0] <= n < at[0] + piece.shape[0]]
+            pieces = [(at[1:], piece.select(n - at[0])) for at, piece in held]
+            found[f"{owned.fqn}{n}"] = share._replace(shape=share.shape[1:], pieces=pieces)
     return found
 
 
 def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
+    info, dtype, main = owned.info, owned.parameter.dtype, main_weight(optimizer, owned.parameter)
     local: Any = owned.local
-    info, main, values = owned.info, main_weight(optimizer, owned.parameter), owned.parameter.dtype
-
-    def cut(tensor: torch.Tensor) -> Sequence[Lazy]:
-        return [InMemory(tensor[box.local_slices()]) for box in info.boxes]
-
-    def dequantized(at: tuple[slice, ...], first: int, last: int) -> torch.Tensor:
-        return local.dequantize()[at][first:last].to("cpu", values).contiguous()
-
-    places = [(box.original, box.sizes) for box in info.boxes]
-    pieces: Sequence[Lazy]
-    if main is None and _te.is_quantized(local):
-        pieces = [Lazy(box.sizes, values, partial(dequantized, box.local_slices())) for box in info.boxes]
-    elif main is None:
-        pieces = cut(local)
-    elif main.dtype == torch.int16:  # what FusedAdam keeps beside bf16 weights
-        values, pieces = torch.float32, [*map(with_remainders, cut(local), cut(main))]
-    else:
+    if main is not None and main.dtype != torch.int16:
         assert optimizer is not None
         state = optimizer.state[owned.parameter]["master_param"]
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
-        values, pieces = main.dtype, [InMemory(piece.tensor) for piece in entry.pieces]
-        places = [(piece.offsets, tuple(piece.tensor.shape)) for piece in entry.pieces]
-    return Share(Description(info.original_shape, owned.parameter.dtype, values, tuple(places)), pieces)
+        held: list[tuple[tuple[int, ...], Lazy]] = [
+            (one.offsets, InMemory(one.tensor)) for one in entry.pieces
+        ]
+        return Share(info.original_shape, dtype, main.dtype, held)
 
+    def piece(box: Box) -> Lazy:
+        at = box.local_slices()
+        if main is not None:  # what FusedAdam keeps beside bf16 weights
+            return with_remainders(InMemory(local[at]), InMemory(main[at]))
+        if not _te.is_quantized(local):
+            return InMemory(local[at])
+        return Lazy(box.sizes, dtype, lambda first, last: InMemory(local.dequantize()[at]).rows(first, last))
 
-def _of_expert(share: Share, expert: int) -> Share:
-    """One expert's part of what is held of a tensor for all."""
-    held = [
-        ((at[1:], size[1:]), piece.select(expert - at[0]))
-        for (at, size), piece in zip(share.about.places, share.pieces, strict=True)
-        if at[0] <= expert < at[0] + size[0]
-    ]
-    about = share.about._replace(shape=share.about.shape[1:], places=tuple(place for place, _ in held))
-    return Share(about, [piece for _, piece in held])
+    held = [(box.original, piece(box)) for box in info.boxes]
+    return Share(info.original_shape, dtype, dtype if main is None else torch.float32, held)
 
 
 def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
-    """Every tensor of the unsharded model, from what the ranks tell, without their shares. Local operation.
-
-    Raises:
-        CheckpointError: Ranks that tell different things.
-    """
+    """Every tensor of the unsharded model, without shares, from what the ranks tell, which must agree."""
     found: dict[str, Description] = {}
     told = [(number, name, about) for number, every in enumerate(seen) for name, about in every.items()]
     # Of what it has nothing of, a rank may have no main weight either: it is asked last.
@@ -333,9 +321,7 @@ def plan_exchange(
 
     The writers' groups take turns. A rectangle that several ranks hold comes from the rank that needs it, or from the
     one with the least to send. ``queues`` are for each rank the groups that it needs, in order: names of tensors.
-
-    Raises:
-        CheckpointError: Tensors of which the ranks do not hold every element once.
+    The ranks must hold every element of each tensor once.
     """
     described = describe_shares(seen)
     holders: dict[str, dict[Place, list[tuple[int, int]]]] = {name: {} for name in described}
@@ -392,7 +378,7 @@ def arrivals(
             dist.recv(data, holder, group=ranks.group)
         else:
             try:
-                data = shares[name].pieces[index].whole().reshape(-1).view(torch.uint8)
+                data = shares[name].pieces[index][1].whole().reshape(-1).view(torch.uint8)
             except Exception as error:  # zeros go instead
                 failed, data = failed or error, torch.zeros(count, dtype=torch.uint8, device="cpu")
         if writer != ranks.rank:
