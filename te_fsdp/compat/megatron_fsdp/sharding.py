@@ -295,17 +295,10 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
     if given.device_mesh is None:
         index = default_index(given.dp_shard_dim, given.tp_dim)
     else:
+        taken = inspect.signature(FSDPDistributedIndex).parameters.keys() & vars(given).keys()
         index = FSDPDistributedIndex(
-            given.device_mesh,
-            given.dp_shard_dim,
-            given.dp_outer_dim,
-            given.tp_dim,
-            given.hybrid_fsdp_group,
-            given.hybrid_fsdp_expt_group,
-            outer == "optim" and given.dp_outer_dim is not None,
-            given.expt_device_mesh,
-            given.fsdp_group_ag,
-            given.expt_fsdp_group_ag,
+            **{name: getattr(given, name) for name in taken},
+            hsdp_outer_dp_shard=outer == "optim" and given.dp_outer_dim is not None,
         )
     strategies = {"data_parallel_sharding_strategy": strategy, "outer_dp_sharding_strategy": outer}
     return MegatronFSDP(
