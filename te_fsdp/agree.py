@@ -38,6 +38,10 @@ U = TypeVar("U")
 
 #: Seconds that a rank waits for another that is alive but silent: longer than any write may take.
 _PATIENCE = datetime.timedelta(hours=2)
+# Odd multiplier of a linear congruential generator (Knuth): mixes positions for checksums.
+_MULTIPLIER = 6364136223846793005
+# Words at a time: each takes 24 bytes while its checksum is computed, and embeddings have a thousand million.
+_PIECE = 1 << 23
 
 
 def rank() -> int:
@@ -143,6 +147,31 @@ def digest(data: str | bytes) -> int:
     """56 bits that stand for a text or for bytes, to be compared by :func:`are_equal`."""
     data = data.encode() if isinstance(data, str) else data
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def row_checksums(rows: torch.Tensor) -> torch.Tensor:
+    """Position-dependent checksum of each row of a plain, contiguous tensor (rows, elements): (rows,), int64, there.
+
+    Halved: its negative exists too. Local operation.
+    """
+    words = words_of(rows)
+    total = torch.zeros(len(words), dtype=torch.int64, device=rows.device)
+    size = max(1, _PIECE // max(1, len(words)))
+    for start in range(0, words.shape[1], size):
+        piece = words[:, start : start + size]
+        places = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
+        # No linear function of the position: biases after Adam's first step are patterns of two values,
+        # and many such patterns have equal sums of positions.
+        places.mul_(_MULTIPLIER)
+        places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
+        total += (places * piece).sum(dim=1)
+    return total // 2
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain, contiguous tensor's bits as integers of the same size. Local operation."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensor.view(sizes.get(tensor.element_size(), torch.int64))
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

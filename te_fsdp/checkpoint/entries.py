@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -47,11 +47,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the files, in the shape of the original.
+    """One tensor of the files, in the shape of the original, with what this rank holds of it, perhaps nothing.
 
-    Attributes:
-        pieces: What this rank holds of it, perhaps nothing. What several ranks hold must be equal, which is checked
-            before it is written once.
+    What several ranks hold must be equal, which is checked before it is written once.
     """
 
     shape: tuple[int, ...]
@@ -83,10 +81,8 @@ def whole_entry(tensor: torch.Tensor) -> Entry:
 
 def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
     """Add an entry under a key; of one that is there already, the pieces are kept beside the new ones."""
-    have = entries.get(key)
-    if have is not None:
-        entry = Entry(entry.shape, entry.dtype, (*have.pieces, *entry.pieces))
-    entries[key] = entry
+    have = entries[key].pieces if key in entries else ()
+    entries[key] = replace(entry, pieces=(*have, *entry.pieces))
 
 
 def views_of(
@@ -97,8 +93,7 @@ def views_of(
         return None
     views: list[tuple[int, tuple[Any, ...] | None]] = []
     for at, (leaf, entry) in enumerate(zip(leaves, entries, strict=True)):
-        for piece in () if entry.is_empty else entry.pieces:
-            part = piece.tensor
+        for part in () if entry.is_empty else (piece.tensor for piece in entry.pieces):
             if part.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
                 return None
             whole = part.shape == leaf.shape and part.data_ptr() == leaf.data_ptr()
@@ -128,14 +123,12 @@ def stacked_name(name: str) -> str:
 
 
 def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str, Any] | None:
-    """The manifest's description of a saved state, for one parameter.
+    """The manifest's description of a saved state, for one parameter; ``None`` if this expert has no such state.
 
     ``experts`` in it lists those that have the state, where each expert has its own, and ``scalar`` tells whether it is
-    one number for each. A parameter without a place holds all experts, or the tensor is no grouped one.
-
-    Returns:
-        With the shape of the parameter's own state, and ``at``, its place in the files' tensor (``None``: it is that
-        tensor). A parameter for all experts takes the number of the first. ``None``: this expert has no such state.
+    one number for each. A parameter without a place holds all experts, and takes the number of the first, or the tensor
+    is no grouped one. Returned with the shape of the parameter's own state, and ``at``, its place in the files' tensor
+    (``None``: it is that tensor).
     """
     experts, shape = described.get("experts"), described.get("shape", [])
     if place is not None and experts is not None and place.index not in experts:
@@ -143,8 +136,7 @@ def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str
     if "dtype" not in described:
         return described
     if place is None:
-        is_number = bool(described.get("scalar"))
-        at = ExpertPlace(experts[0], shape[0]) if is_number and experts else None
+        at = ExpertPlace(experts[0], shape[0]) if described.get("scalar") and experts else None
     else:
         # Saved by a module with one parameter, a number is one for all.
         at = place if experts is not None or len(shape) > 1 else None
@@ -167,17 +159,17 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
         CheckpointError: The same state of another shape, dtype or value. ``label`` names the tensor of all.
     """
     for key, described in more.items():
-        have = states.setdefault(key, described)
-        if {**have, "experts": None} != {**described, "experts": None}:
-            both = (have, described)
-            kinds = [", ".join(f"{k} {v}" for k, v in one.items() if k != "experts") for one in both]
+        both = states.setdefault(key, described), described
+        (experts, kind), (others, other) = ((one["experts"], {**one, "experts": None}) for one in both)
+        if kind != other:
+            kinds = (", ".join(f"{k} {v}" for k, v in one.items() if k != "experts") for one in both)
             raise CheckpointError(
-                f"optimizer.state.{label}.{key}: experts {have['experts']} and {described['experts']}",
+                f"optimizer.state.{label}.{key}: experts {experts} and {others}",
                 expected="the same kind of state for all experts of a layer",
                 got=" and ".join(kinds),
                 fix="give all experts of a layer to one optimizer, with the same options",
             )
-        states[key] = {**have, "experts": sorted({*have["experts"], *described["experts"]})}
+        states[key] = {**both[0], "experts": sorted({*experts, *others})}
 
 
 # ----------------------------------------------------------------------------------------------------- the user's extra
@@ -190,10 +182,10 @@ _RESERVED = (_TUPLE, _TENSOR, _PER_RANK)
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value in ``extra`` of which every rank has its own, such as the state of its random generators.
+    """A value in ``extra`` of which every rank has its own, of any kind, such as the state of its random generators.
 
-    It is what ``extra`` may hold; ranks may hold different things. On the mesh that saved it, each rank gets its own
-    back. On another mesh nobody can say whose it would be: ``load`` warns, and gives ``None`` in its place.
+    On the mesh that saved it, each rank gets its own back. On another mesh nobody can say whose it would be: ``load``
+    warns, and gives ``None`` in its place.
     """
 
     value: Any
@@ -219,11 +211,9 @@ def as_dict(extra: object) -> dict[str, Any]:
 def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tuple[Any, dict[str, Entry]]:
     """JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
-    ``own`` takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it, they are
-    refused, as all is but nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors.
-
-    Raises:
-        CheckpointError: Names the entry of another type.
+    ``own`` takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it they are
+    refused, as all is but nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors:
+    CheckpointError.
     """
     entries: dict[str, Entry] = {}
 
@@ -234,7 +224,12 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
             return {_PER_RANK: where}
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, torch.Tensor) and _is_plain(value):
+        if isinstance(value, torch.Tensor) and not (
+            isinstance(value, DTensor)
+            or value.layout != torch.strided
+            or value.is_meta
+            or _te.is_quantized(value)
+        ):
             entries[where] = whole_entry(value)
             return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
         if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
@@ -252,11 +247,6 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
         )
 
     return walk(value, where), entries
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    other = isinstance(tensor, DTensor) or tensor.layout != torch.strided or tensor.is_meta
-    return not other and not _te.is_quantized(tensor)
 
 
 def _kind_of(value: Any) -> str:
@@ -283,11 +273,7 @@ def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str
 
 
 def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
-    """Put what each rank holds at the PerRank places, :attr:`OwnParts.encoded`, into rank 0's JSON form.
-
-    Raises:
-        CheckpointError: The ranks have such values at different places.
-    """
+    """Put what each rank holds at the PerRank places, which must be the same, into rank 0's JSON form."""
     for rank, parts in enumerate(ranks):
         if parts.keys() != ranks[0].keys():
             raise CheckpointError(
@@ -296,23 +282,23 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
                 got=sorted(parts),
                 fix="give extra the same keys on all ranks",
             )
-
     return _replaced(encoded, {_PER_RANK: lambda place, _: {_PER_RANK: [parts[place] for parts in ranks]}})
 
 
 def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
-    """A rank's own form of a saved ``extra``, and the places whose values have no home on this mesh.
+    """A rank's own form of a saved ``extra``, and the places whose values have no home on this mesh (:class:`PerRank`).
 
     Meshes are as :func:`te_fsdp.checkpoint.model_state.mesh_sizes` gives them: the one that saved, and this one.
     """
+    ranks = saved.get("ranks", 1)
     same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
     lost: list[str] = []
 
     def pick(values: list[Any], where: str) -> Any:
-        if len(values) != saved.get("ranks", 1):
+        if len(values) != ranks:
             raise CheckpointError(
                 f"{where}: values of {len(values)} ranks",
-                expected=f"of {saved.get('ranks', 1)}, which saved the checkpoint",
+                expected=f"of {ranks}, which saved the checkpoint",
                 fix="the checkpoint is damaged, load an earlier one",
             )
         if not same:
@@ -331,10 +317,11 @@ def references(encoded: Any) -> list[dict[str, Any]]:
 
 def tensor_slots(encoded: Any) -> dict[str, Entry]:
     """New CPU tensors to load the tensors of an encoded value into, by key."""
-    found = (
-        (d["key"], d["shape"], getattr(torch, d["dtype"].removeprefix("torch."))) for d in references(encoded)
-    )
-    return {key: whole_entry(torch.empty(shape, dtype=dtype, device="cpu")) for key, shape, dtype in found}
+    slots = {}
+    for found in references(encoded):
+        dtype = getattr(torch, found["dtype"].removeprefix("torch."))
+        slots[found["key"]] = whole_entry(torch.empty(found["shape"], dtype=dtype, device="cpu"))
+    return slots
 
 
 def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
@@ -349,22 +336,18 @@ def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
 def rng_state(tracker: Any = None) -> PerRank:
     """State of this rank's random generators, to be saved in ``extra={"rng": ...}``. Local operation.
 
-    Covers Python's ``random``, NumPy's global generator if NumPy is imported, torch's of the CPU and of the current
+    Covers Python's ``random``, NumPy's global generator, torch's of the CPU and of the current
     GPU, and TransformerEngine's or Megatron's ``tracker`` of named states (``get_states``, tensors), if the model uses
     one. A generator that all ranks share (the order of the data, say) does not belong here: its ``get_state()`` is a
     tensor that ``extra`` takes as it is, and that loads on any mesh.
     """
     version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
         "torch": torch.get_rng_state(),
+        "numpy": {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": tuple(rest)},
     }
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-        rest = int(position), int(has_gauss), float(cached)
-        state["numpy"] = {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": rest}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if tracker is not None:
@@ -374,8 +357,6 @@ def rng_state(tracker: Any = None) -> PerRank:
 
 def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     """Put back what :func:`rng_state` found on this rank, as ``load`` returned it. Local operation.
-
-    The ``tracker`` (``set_states``) is as at the save.
 
     Raises:
         CheckpointError: No state, since it was saved on another mesh, or none of a generator that is in use.
@@ -392,9 +373,7 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        import numpy as np
-
+    if "numpy" in state:  # not where it had not been imported
         words = np.array(state["numpy"]["words"].tolist(), dtype=np.uint32)
         np.random.set_state((state["numpy"]["kind"], words, *state["numpy"]["rest"]))
     if "cuda" in state and torch.cuda.is_available():

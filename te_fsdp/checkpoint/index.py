@@ -13,14 +13,13 @@ wants a few pieces of each tensor. So a save writes beside it, for te_fsdp's own
 
 Tensors are cut regularly, so these differences repeat, and all of it takes some MB: each rank reads it, a block at a
 time, and keeps the rows that it wants. A piece of it that has changed shows in the table, as in any file of ours.
-The other way, that rank 0 reads ``.metadata`` and sends each rank its part, leaves all ranks waiting for that minute.
-SQLite reads no object storage, and a row takes it 60 bytes.
+Were rank 0 to read ``.metadata`` and send each rank its part, all would wait for that minute; SQLite reads no object
+storage, and a row takes it 60 bytes.
 
-Checkpoints from before there was an index, and plain DCP directories, are read by their ``.metadata``: a pickle, read
-with its own classes alone, and never with more memory than it is worth. Those that te_fsdp has not written have no
-checksum. What is damaged is not believed: names that metadata does not have are refused, and so are numbers under which
-the pickle keeps objects, where they are larger than the file. Python's unpickler makes a table of that length, of tens
-of GiB where a damaged string is taken for instructions.
+Checkpoints from before there was an index, and plain DCP directories, which have no checksum, are read by their
+``.metadata``, a pickle. What is damaged is not believed: names that metadata does not have are refused, and so are
+numbers under which the pickle keeps objects, where they are larger than the file. Python's unpickler makes a table of
+that length, of tens of GiB where a damaged string is taken for instructions.
 """
 
 from __future__ import annotations
@@ -78,29 +77,21 @@ _Head = tuple[str, tuple[int, ...], torch.dtype, int]
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor and its pieces.
-
-    Attributes:
-        boxes: int64, (pieces, 2, dims): where each begins, and its shape.
-        writers: int64, (pieces, 2): the rank that writes it, and the number that it has there.
-    """
+    """A tensor and its pieces."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: Rows
-    writers: Rows
+    boxes: Rows  #: (pieces, 2, dims): where each begins, and its shape
+    writers: Rows  #: (pieces, 2): the rank that writes it, and the number that it has there
 
 
 @dataclass
 class Encoded:
-    """Index and ``.metadata`` of a save, to be written again by later saves of the same: only the mark is another.
-
-    The last piece of the index is its head. The mark in both is the identity of a manifest.
-    """
+    """Index and ``.metadata`` of a save, to be written again by later saves of the same: only the mark is another."""
 
     metadata: bytes
-    pieces: list[bytes]
-    mark: str
+    pieces: list[bytes]  #: Of the index; the last one is its head
+    mark: str  #: In both: the identity of a manifest
 
     def write(self, folder: Path, manifest: Manifest) -> None:
         """Write both files, synced to disk, and list them in the manifest. Local operation."""
@@ -216,17 +207,12 @@ def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
 
 @dataclass
 class Index:
-    """What lies where in a directory.
+    """What lies where in a directory."""
 
-    Attributes:
-        tensors: Shape and dtype by key.
-        files: Names, by the numbers that rows have.
-        rows: Given keys, each that is there with its rows: an int64 array (pieces, 3 + 2 * dims), as above. What it
-            reads is compared with its checksums; it raises CheckpointError.
-    """
-
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    files: list[str]
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  #: Shape and dtype by key
+    files: list[str]  #: Names, by the numbers that rows have
+    #: Given keys, each that is there with its rows: an int64 array (pieces, 3 + 2 * dims), as above. What it reads is
+    #: compared with its checksums; it raises CheckpointError
     rows: Callable[[Iterable[str]], Iterator[tuple[str, Rows]]]
 
     @classmethod
@@ -254,9 +240,7 @@ class Index:
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
-    """What lies where in a checkpoint of te_fsdp; where it has no index, by DCP's metadata. Local operation.
-
-    Of the index, reads the head alone; what is read is compared with the manifest.
+    """What lies where in a checkpoint of te_fsdp, by DCP's metadata if it has no index, whose head is read. Local.
 
     Raises:
         CheckpointError: It is unreadable, has changed, or is of another save.
@@ -307,11 +291,7 @@ def files_in(path: Path) -> Callable[[str], Path]:
 
 
 def check_index(path: Path, manifest: Manifest) -> Index:
-    """Every tensor that the manifest lists is in the index, which is returned, with its shape and dtype. Local.
-
-    Raises:
-        CheckpointError: The two disagree: the directory was put together from several, or damaged.
-    """
+    """The index, in which is every tensor that the manifest lists; else CheckpointError. Local operation."""
     index, wrong = read_index(path, manifest), []
     for key, shape, dtype in stored_tensors(manifest):
         there = index.tensors.get(key)
@@ -359,8 +339,7 @@ def stored_tensors(
 def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     """DCP's metadata of a directory, compared before it is unpickled with the manifest, if it has one. Local operation.
 
-    Raises:
-        CheckpointError: It is unreadable, has changed, or is of another save.
+    Raises CheckpointError if it is unreadable, has changed, or is of another save.
     """
     with unreadable(path, DCP_METADATA):
         data = ((path if manifest is None else manifest.at(path)) / DCP_METADATA).read_bytes()

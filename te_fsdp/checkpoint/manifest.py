@@ -35,14 +35,11 @@ from te_fsdp.checkpoint.sums import (
 from te_fsdp.errors import CheckpointError
 
 FILE_NAME = "te_fsdp.json"
+#: Versions of the format. From 2 on, a layer's experts' weights are one tensor; before, each had its own. From 3 on,
+#: files have checksums of their pieces, and all of a checkpoint its save's id. From 4 on, files may lie in a folder.
+STACKS_EXPERTS, SUMS_PIECES, HAS_FOLDER = 2, 3, 4
 #: Raised when an older te_fsdp could misread what a newer one writes. What needs no folder is still written as 3.
-FORMAT_VERSION = 4
-#: From this version on, the weights of a layer's experts are one tensor. Before, each had its own.
-STACKS_EXPERTS = 2
-#: From this version on, files have checksums of their pieces, and all of a checkpoint the id of its save.
-SUMS_PIECES = 3
-#: From this version on, the other files may lie in a folder of their own.
-HAS_FOLDER = 4
+FORMAT_VERSION = HAS_FOLDER
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
 #: Our own, which says the same in less (:mod:`te_fsdp.checkpoint.index`); earlier checkpoints have none.
@@ -208,43 +205,38 @@ class Manifest:
     """Contents of ``te_fsdp.json``. Beside the type of each field stands the rule for its values.
 
     A new field needs a default if older checkpoints lack it.
-
-    Attributes:
-        versions: Of te_fsdp, torch and TransformerEngine that wrote it.
-        mesh: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them.
-        saved_at: Time of the save on rank 0, nanoseconds since 1970.
-        parameters: Per name: ``shape``, ``dtype``, ``layout`` (null for modules that neither TE nor te_fsdp knows),
-            ``format`` (null for high precision) and, for quantized ones, ``components``.
-        buffers: Per name: ``shape`` and ``dtype``.
-        delayed: Per module with delayed scaling: its recipe, number of GEMMs and shapes.
-        optimizer: Class, groups with their options, and state tensors per parameter; null when none was saved.
-        extra: The user's values; tensors in it are references to DCP keys, values per rank are lists.
-        files: Per file of the directory its :data:`te_fsdp.checkpoint.sums.Listed`.
-        extra_states: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty.
-        tied: Further names of parameters and buffers, with the first name, under which they are stored.
-        semantics: What the modules compute, from :func:`te_fsdp.modules.semantics.record`; null in files of format
-            versions before 3, empty in those that come from files of other kinds.
-        number: Of the save, one more than the largest beside it; 0 in manifests from before there were numbers.
-        format_version: Of the file; what needs no :data:`HAS_FOLDER` is written for the readers of before.
-        save_id: Drawn for each save, 32 hexadecimal digits. Empty before :data:`SUMS_PIECES`.
-        folder: Name of that with the other files, beside the manifest; empty: they lie beside it themselves.
     """
 
-    versions: Annotated[dict[str, str], {...: _TEXT}]
+    versions: Annotated[
+        dict[str, str], {...: _TEXT}
+    ]  #: Of te_fsdp, torch and TransformerEngine that wrote it
+    #: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them
     mesh: Annotated[dict[str, int], {...: _whole(1)}]
-    saved_at: Annotated[int, _whole()]
+    saved_at: Annotated[int, _whole()]  #: Time of the save on rank 0, nanoseconds since 1970
+    #: Per name: shape, dtype, layout (null for modules that neither TE nor te_fsdp knows), format (null for high
+    #: precision) and, for quantized ones, components
     parameters: Annotated[dict[str, dict[str, Any]], {...: _parameter}]
     buffers: Annotated[dict[str, dict[str, Any]], {...: _TENSOR}]
+    #: Per module with delayed scaling: its recipe, number of GEMMs and shapes
     delayed: Annotated[dict[str, dict[str, Any]], {...: _DELAYED}]
+    #: Class, groups with their options, and state tensors per parameter; null when none was saved
     optimizer: Annotated[dict[str, Any] | None, _or_null(_OPTIMIZER)]
+    #: The user's values; tensors in it are references to DCP keys, values per rank are lists
     extra: Annotated[dict[str, Any], {...: _encoded}]
-    files: Annotated[dict[str, Listed], _files] = field(default_factory=dict)
+    files: Annotated[dict[str, Listed], _files] = field(default_factory=dict)  #: Of the directory, by name
+    #: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty
     extra_states: Annotated[list[str], [_TEXT]] = field(default_factory=list)
+    #: Further names of parameters and buffers, with the first name, under which they are stored
     tied: Annotated[dict[str, str], {...: _TEXT}] = field(default_factory=dict)
+    #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in what was converted
     semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
+    #: Of the save, one more than the largest beside it; 0 in manifests from before there were numbers
     number: Annotated[int, _whole()] = 0
     format_version: Annotated[int, _whole(1)] = SUMS_PIECES
-    save_id: Annotated[str, _TEXT] = ""
+    save_id: Annotated[str, _TEXT] = (
+        ""  #: Drawn for each save, 32 hexadecimal digits; empty before :data:`SUMS_PIECES`
+    )
+    #: Name of that with the other files, beside the manifest; empty: they lie beside it themselves
     folder: Annotated[str, _FOLDER] = ""
 
     def at(self, path: Path) -> Path:
@@ -287,8 +279,17 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into a directory, synced to disk; CheckpointError if it could not be read back. Local."""
     path = directory / FILE_NAME
     with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options", _WRONG):
-        first = {"digest": _NO_DIGEST, "number": manifest.number}  # where save_number looks
-        text = _lines({**first, **manifest.body}).encode("ascii")
+        body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
+        lines = {name: json.dumps(value) for name, value in body.items()}
+        # A line for each entry of each field; ``indent`` is slow, and one line is for no reader.
+        for name, value in body.items():
+            if isinstance(value, dict) and value:
+                entries = ",\n".join(
+                    f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()
+                )
+                lines[name] = f"{{\n{entries}\n }}"
+        text = ",\n".join(f" {json.dumps(name)}: {line}" for name, line in lines.items())
+        text = f"{{\n{text}\n}}\n".encode("ascii")
         # Of thousands of tensors enough to have all of the process' objects walked over, at every second save.
         with without_collector():
             body = json.loads(text)
@@ -300,11 +301,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of a directory. Local operation.
-
-    Raises:
-        CheckpointError: It is unreadable, was changed, or was written by a newer te_fsdp.
-    """
+    """Read the manifest of a directory; CheckpointError if it is unreadable, changed, or a newer te_fsdp's. Local."""
     path = directory / FILE_NAME
     with unreadable(path, "manifest", errors=_WRONG):
         text = path.read_bytes()
@@ -327,11 +324,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(body: dict[str, Any], *, is_file: bool = False) -> Manifest:
-    """A manifest from its fields, the kind of every value checked; of a file, what it says of the others besides.
-
-    Raises:
-        InvalidError: Names the first that is wrong.
-    """
+    """A manifest from its fields; InvalidError names what is wrong; of a ``te_fsdp.json``, in more than kinds."""
     rules = get_type_hints(Manifest, include_extras=True)
     required = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
     required |= {"files", "format_version"} if is_file else set()
@@ -401,10 +394,7 @@ def check_files(
     checksums: bool = False,
     tick: Tick = silent,
 ) -> list[str]:
-    """What is wrong with listed files, in words: missing, of another size, or of another checksum. Local operation.
-
-    Of all files, unless ``names`` are given. Checksums are compared where ``checksums`` says so, which reads the files.
-    """
+    """What is wrong with listed files, in words: missing, of another size or, with ``checksums``, changed. Local."""
     problems, folder = [], manifest.at(directory)
     seen = listing(folder)  # one request for a thousand files, instead of one for each
     for name in manifest.files if names is None else names:
@@ -445,16 +435,6 @@ def problems_shown(path: Path, manifest: Manifest) -> list[str]:
     except (DamagedFileError, OSError) as error:
         return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
     return []
-
-
-def _lines(body: dict[str, Any]) -> str:
-    """JSON with a line for each entry of each field; ``indent`` is slow, and one line is for no reader."""
-    texts = {key: json.dumps(value) for key, value in body.items()}
-    for key, value in body.items():
-        if isinstance(value, dict) and value:
-            entries = ",\n".join(f"  {json.dumps(name)}: {json.dumps(item)}" for name, item in value.items())
-            texts[key] = f"{{\n{entries}\n }}"
-    return "{\n" + ",\n".join(f" {json.dumps(key)}: {text}" for key, text in texts.items()) + "\n}\n"
 
 
 def _digest(text: bytes) -> str:

@@ -32,12 +32,8 @@ import torch
 
 try:  # the same sums in a fifth of the time
     from zlib_ng.zlib_ng import crc32
-
-    _IS_SLOW = False
 except ImportError:  # an environment made by hand
     from zlib import crc32
-
-    _IS_SLOW = True
 
 from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.checkpoint.paths import is_remote, read_at
@@ -59,6 +55,7 @@ _FULL = {
 _HEAD, _ROW = struct.Struct("<8s32sH"), struct.Struct("<QI")
 _MARK = b"te_fsdp\x01"
 _BLOCK = 1 << 20
+_IS_SLOW = crc32.__module__ == "zlib"
 
 
 @functools.cache
@@ -219,9 +216,7 @@ class SummedFile:
 
     def __init__(self, raw: Any) -> None:
         _say_if_slow()
-        self.raw = raw
-        self.sums: list[tuple[int, int]] = []
-        self.size = 0
+        self.raw, self.size, self.sums = raw, 0, list[tuple[int, int]]()
 
     def write(self, rows: torch.Tensor) -> list[tuple[int, int]]:
         """Add a piece for each row of a tensor on the host; where each begins, and its bytes."""
@@ -262,14 +257,11 @@ class SummedFile:
 
 
 class DamagedFileError(CheckpointError):
-    """A file that is not as it was saved; the text says what is wrong, without the name of the file.
-
-    ``begin`` is the byte at which the piece begins that is wrong, where it is one.
-    """
+    """A file that is not as it was saved; the text says what is wrong, without the name of the file."""
 
     def __init__(self, what: str, begin: int | None = None) -> None:
         super().__init__(what)
-        self.begin = begin
+        self.begin = begin  #: Byte at which the piece begins that is wrong, where it is one
 
 
 def _changed(at: int, length: int) -> DamagedFileError:
@@ -292,40 +284,34 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
         size = file.seek(0, os.SEEK_END)
         if size != listed[0]:
             raise DamagedFileError(f"expected {listed[0]} bytes, got {size}")
-        pieces = None
-        if len(listed) == 3:
-            file.seek(listed[2])
-            pieces = _parse_table(file.read(size - listed[2]), path.name.encode(), listed, save_id.encode())
+        if len(listed) != 3:
+            yield CheckedFile(file, size, None)
+            return
+        file.seek(listed[2])
+        table, name = file.read(size - listed[2]), path.name.encode()
+        head = _HEAD.size + len(name)
+        if table.startswith(_MARK) and table[8:40] != save_id.encode():
+            raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
+        if table.startswith(_MARK) and table[_HEAD.size : head] != name:
+            raise DamagedFileError("another file of the same save")
+        if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
+            raise DamagedFileError("its table of checksums has changed (CRC-32)")
+        pieces, at = {}, 0
+        for length, crc in _ROW.iter_unpack(table[head:]):
+            pieces[at] = length, crc
+            at += length
+        if at != listed[2]:
+            raise DamagedFileError(f"checksums of {at} bytes instead of {listed[2]}")
         yield CheckedFile(file, size, pieces)
-
-
-def _parse_table(table: bytes, name: bytes, listed: Listed, save_id: bytes) -> dict[int, tuple[int, int]]:
-    head = _HEAD.size + len(name)
-    if table.startswith(_MARK) and table[8:40] != save_id:
-        raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
-    if table.startswith(_MARK) and table[_HEAD.size : head] != name:
-        raise DamagedFileError("another file of the same save")
-    if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
-        raise DamagedFileError("its table of checksums has changed (CRC-32)")
-    pieces, at = {}, 0
-    for length, crc in _ROW.iter_unpack(table[head:]):
-        pieces[at] = length, crc
-        at += length
-    if at != listed[2]:
-        raise DamagedFileError(f"checksums of {at} bytes instead of {listed[2]}")
-    return pieces
 
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """What :func:`open_checked` gives.
-
-    Attributes:
-        pieces: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known.
-    """
+    """What :func:`open_checked` gives."""
 
     file: Any
     size: int
+    #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known
     pieces: dict[int, tuple[int, int]] | None
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.agree import Ranks, digest
+from te_fsdp.agree import Ranks, digest, row_checksums
 from te_fsdp.checkpoint.background import Block, Staging, background, blocks_of, flat_rows
 from te_fsdp.checkpoint.entries import Entry, Piece, add_entry
 from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
@@ -41,30 +41,22 @@ class Plan:
     """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all.
 
     To plan takes a millisecond for each dozen of tensors, and the time of all ranks' tensors on rank 0.
-
-    Attributes:
-        writes: Numbers of the pieces that it writes, ascending.
-        shared: Its pieces that others hold as well, by the number that they have on all ranks.
-        groups: Of these numbers, those that the same ranks hold, by the number of that set of ranks.
-        token: Drawn by rank 0 for this plan.
-        signature: What this rank had to write; no tensors.
-        blocks: Numbers of the pieces that are written together.
-        places: A row for each piece, in the order of writing: its number, first byte, bytes; once they are written.
-        names: Of what several ranks hold, by number; rank 0 alone has them, as what follows.
-        tensors: All of them, until index and metadata are made.
-        encoded: Index and metadata.
     """
 
-    writes: list[int] = field(default_factory=list)
+    writes: list[int] = field(default_factory=list)  #: Numbers of the pieces that it writes, ascending
+    #: Its pieces that others hold as well, by the number that they have on all ranks
     shared: dict[int, int] = field(default_factory=dict)
+    #: Of these numbers, those that the same ranks hold, by the number of that set of ranks
     groups: dict[int, list[int]] = field(default_factory=dict)
-    token: str = ""
-    signature: Any = None
-    blocks: list[list[int]] = field(default_factory=list)
+    token: str = ""  #: Drawn by rank 0 for this plan
+    signature: Any = None  #: What this rank had to write; no tensors
+    blocks: list[list[int]] = field(default_factory=list)  #: Numbers of the pieces that are written together
+    #: A row for each piece, in the order of writing: its number, first byte, bytes; ``None`` until they are written
     places: Rows | None = None
+    #: Of what several ranks hold, by number; rank 0 alone has them, as what follows
     names: list[str] = field(default_factory=list)
-    tensors: dict[str, Stored] | None = None
-    encoded: Encoded | None = None
+    tensors: dict[str, Stored] | None = None  #: All of them, until index and metadata are made
+    encoded: Encoded | None = None  #: Index and metadata
 
 
 def file_of(rank: int) -> str:
@@ -74,22 +66,17 @@ def file_of(rank: int) -> str:
 
 @dataclass
 class Writing:
-    """What this rank has to write, and where.
-
-    Attributes:
-        plan: Agreed on for this save, or before, if it has places in the files: they must be the same again.
-        tensors: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept.
-        copies: What is written instead: numbers of pieces with their rows on the host.
-        problem: What went wrong when they were copied.
-    """
+    """What this rank has to write, and where."""
 
     ranks: Ranks
     path: Path
     save_id: str
-    plan: Plan
+    plan: Plan  #: For this save; or of one before, if it has places in the files: they must be the same again
+    #: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept
     tensors: InitVar[list[torch.Tensor]]
+    #: What is written instead: numbers of pieces with their rows on the host
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
-    problem: Exception | None = None
+    problem: Exception | None = None  #: What went wrong when they were copied
 
     def __post_init__(self, tensors: list[torch.Tensor]) -> None:
         self.own = [Block(numbers, [tensors[at] for at in numbers]) for numbers in self.plan.blocks]
@@ -115,11 +102,7 @@ class Writing:
         return ((block.keys, rows) for block, rows in background().staging.through(self.own))
 
     def write(self, tick: Tick) -> tuple[Rows | None, dict[str, Listed]]:
-        """Write this rank's part, synced to disk. Local operation.
-
-        Returns:
-            The plan's places, unless they are known; and what the manifest lists of each file.
-        """
+        """Write this rank's part, synced to disk; the plan's places, unless known, and what is listed. Local."""
         if self.problem is not None:
             raise self.problem
         name, lies = file_of(self.ranks.rank), list[tuple[int, int, int]]()
@@ -205,11 +188,8 @@ def held(entries: Mapping[str, Entry]) -> Held:
 def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Stored]]:
     """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write. Local.
 
-    Returns:
-        What each rank hears; names of what several ranks hold, by number; and the tensors.
-
-    Raises:
-        CheckpointError: The pieces do not make up the tensors.
+    Returns what each rank hears, names of what several ranks hold, by number, and the tensors; raises CheckpointError
+    if the pieces do not make them up.
     """
     described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     pieces: dict[str, dict[Box, list[tuple[int, int]]]] = {}
@@ -254,12 +234,9 @@ def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Store
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
-    """Write a checkpoint's tensors, its files synced to disk. Local operation: one process, no process group.
+    """Write a checkpoint's tensors, its files synced to disk; the manifest as of a save of its own, with the files.
 
-    Empty tensors are left out, as in every checkpoint of te_fsdp. ``tick`` is told the bytes of each block.
-
-    Returns:
-        The manifest as of a save of its own, with the files.
+    Local operation: one process, no process group. Empty tensors are left out, as in every checkpoint of te_fsdp.
 
     Raises:
         CheckpointError: A tensor cannot be read, or the files cannot be written.
@@ -356,11 +333,7 @@ def _unlike(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-# Odd multipliers of linear congruential generators (Knuth; Steele and Vigna): sums depend on the positions.
-_IN_BLOCK, _PER_BLOCK = 6364136223846793005, 3935559000370003845
-#: Elements that are summed up at once on a device, which bounds the memory for it (16 bytes each).
-_ELEMENTS = 1 << 22
-#: Bytes up to which tensors are summed up together.
+#: Bytes up to which tensors on the host are summed up together.
 _SMALL = 1 << 10
 
 
@@ -374,23 +347,8 @@ def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
             crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
             sums.update(zip(block.keys, crcs, strict=True))
         else:
-            elsewhere.setdefault(rows.device, []).append((block.keys, _weighted(rows)))
+            elsewhere.setdefault(rows.device, []).append((block.keys, row_checksums(rows)))
     for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
         fetched = torch.cat([found for _, found in blocks]).tolist()
         sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
     return [sums[number] for number in range(len(sums))]
-
-
-def _weighted(rows: torch.Tensor) -> torch.Tensor:
-    """Sum of each row's words, each times its own odd weight; int64 on its device, wrapping on overflow."""
-    words = rows.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(rows.element_size(), torch.int64))
-    # Of a row alone: which tensors are summed up together may differ between ranks.
-    width = max(1, min(_ELEMENTS, words.shape[1]))
-    weights = torch.arange(width, dtype=torch.int64, device=rows.device).mul_(2).add_(1).mul_(_IN_BLOCK)
-    totals = []
-    for some in words.split(max(1, _ELEMENTS // width)):
-        total = torch.zeros(len(some), dtype=torch.int64, device=rows.device)
-        for block in some.split(width, dim=1):
-            total = total * _PER_BLOCK + (block.to(torch.int64) * weights[: block.shape[1]]).sum(dim=1)
-        totals.append(total)
-    return torch.cat(totals)

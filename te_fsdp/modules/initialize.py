@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2_patches, _te, _torch
-from te_fsdp.agree import are_equal, digest, gather
+from te_fsdp.agree import are_equal, digest, gather, row_checksums, words_of
 from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import InitError, OrderError, shorten
 from te_fsdp.layout import expert_index
@@ -42,10 +42,6 @@ if TYPE_CHECKING:
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
 #: Attribute that a user sets on a parameter whose parts are meant to be equal.
 MEANT = "equal_shards"
-# Odd multiplier of a linear congruential generator (Knuth): mixes positions for the checksum.
-_MULTIPLIER = 6364136223846793005
-# Words at a time: each takes 24 bytes while its checksum is computed, and embeddings have a thousand million.
-_PIECE = 1 << 23
 
 
 def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
@@ -364,28 +360,16 @@ def _equal_over(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Position-dependent checksum of a tensor's bytes, int64 on its device, halved: its negative exists too."""
-    words = _words(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _PIECE):
-        piece = words[start : start + _PIECE]
-        places = torch.arange(start + 1, start + 1 + piece.numel(), dtype=torch.int64, device=tensor.device)
-        # No linear function of the position: biases after Adam's first step are patterns of two values,
-        # and many such patterns have equal sums of positions.
-        places.mul_(_MULTIPLIER)
-        places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
-        total += places.mul_(piece).sum()
-    return total // 2
+    return row_checksums(_flat(tensor).unsqueeze(0)).squeeze(0)
 
 
 def is_constant(tensor: torch.Tensor) -> torch.Tensor:
     """Whether all values of a tensor are the same: a bool on its device."""
-    words = _words(tensor)
+    words = words_of(_flat(tensor))
     return (words == words[:1]).all()
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bits as a flat tensor of integers of the same size."""
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     # Of quantized tensors the values: padding of their scale buffers is left as the kernel finds it.
     tensor = tensor.dequantize() if _te.is_quantized(tensor) else tensor
-    data = tensor.detach().contiguous().view(-1)
-    return data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[data.element_size()])
+    return tensor.detach().contiguous().view(-1)

@@ -20,12 +20,13 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 
 from te_fsdp import checkpoint
+from te_fsdp.agree import _PIECE, row_checksums
 from te_fsdp.checkpoint import background, sums, torch_files, writing
 from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
-from te_fsdp.checkpoint.writing import _ELEMENTS, _weighted, checksums
+from te_fsdp.checkpoint.writing import checksums
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
@@ -126,7 +127,7 @@ def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
     tensor = (
         torch.arange(100).remainder(2).to(dtype) if dtype == torch.bool else torch.arange(100.0).to(dtype)
     )
-    for total in (lambda t: int(_weighted(t.reshape(1, -1))), lambda t: checksums([t])[0]):
+    for total in (lambda t: int(row_checksums(t.reshape(1, -1))), lambda t: checksums([t])[0]):
         expected = total(tensor)
         assert total(tensor.clone()) == expected == total(tensor.view(10, 10))
         swapped = tensor.clone()
@@ -143,10 +144,10 @@ def test_checksums_see_every_element_and_its_place(dtype: torch.dtype) -> None:
 
 
 def test_checksums_of_several_blocks() -> None:
-    tensor = torch.zeros(2 * _ELEMENTS + 3, dtype=torch.uint8)
+    tensor = torch.zeros(2 * _PIECE + 3, dtype=torch.uint8)
     tensor[5] = 1
-    other = tensor.roll(_ELEMENTS)  # the same place in the next block
-    assert int(_weighted(tensor[None])) != int(_weighted(other[None]))
+    other = tensor.roll(_PIECE)  # the same place in the next block
+    assert int(row_checksums(tensor[None])) != int(row_checksums(other[None]))
 
 
 # --------------------------------------------------------------------------------------------------- retention
