@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,27 +191,29 @@ class PerRank:
     value: Any
 
 
-@dataclass
-class OwnParts:
-    """This rank's values of the PerRank places of an ``extra``: JSON forms by place, tensors by keys that name it."""
+def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[str, Entry]]:
+    """A user's ``extra``: JSON form, the forms of this rank's values by their PerRank places, tensors that it stores.
 
-    rank: int
-    encoded: dict[str, Any] = field(default_factory=dict)
-    entries: dict[str, Entry] = field(default_factory=dict)
-
-
-def as_dict(extra: object) -> dict[str, Any]:
-    """What a user gave as ``extra``; CheckpointError if that is no dict."""
+    Rank 0 stores those of ``extra``, each rank those of its own values. CheckpointError for what cannot be stored.
+    """
     if extra is not None and not isinstance(extra, Mapping):
         expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
         raise CheckpointError("save: extra", expected=expected, got=type(extra).__name__, fix=fix)
-    return dict(extra or {})
+    own: dict[str, Any] = {}
+    encoded, entries = encode(dict(extra or {}), own=own)
+    entries = entries if rank == 0 else {}
+    for where, value in own.items():
+        own[where], more = encode(value, f"{where}@{rank}")
+        entries |= more
+    return encoded, own, entries
 
 
-def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tuple[Any, dict[str, Entry]]:
+def encode(
+    value: Any, where: str = "extra", own: dict[str, Any] | None = None
+) -> tuple[Any, dict[str, Entry]]:
     """JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
-    ``own`` takes what :class:`PerRank` values hold; the JSON form then names their place alone. Without it they are
+    ``own`` takes what :class:`PerRank` values hold, by place; the JSON form names the place alone. Without it they are
     refused, as all is but nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors:
     CheckpointError.
     """
@@ -219,8 +221,7 @@ def encode(value: Any, where: str = "extra", own: OwnParts | None = None) -> tup
 
     def walk(value: Any, where: str) -> Any:
         if isinstance(value, PerRank) and own is not None:
-            own.encoded[where], more = encode(value.value, f"{where}@{own.rank}")
-            own.entries |= more
+            own[where] = value.value
             return {_PER_RANK: where}
         if value is None or type(value) in (bool, int, float, str):
             return value

@@ -241,7 +241,7 @@ class Manifest:
 
     def at(self, path: Path) -> Path:
         """Where the files of the checkpoint at a path lie."""
-        return path / self.folder
+        return path / self.folder if self.folder else path
 
     @property
     def body(self) -> dict[str, Any]:

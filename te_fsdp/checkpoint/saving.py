@@ -25,7 +25,7 @@ from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
-from te_fsdp.checkpoint.entries import Entry, OwnParts, as_dict, encode, join_ranks, views_of
+from te_fsdp.checkpoint.entries import Entry, encode_extra, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
     as_one,
@@ -53,6 +53,7 @@ from te_fsdp.checkpoint.writing import (
     Writing,
     as_failed_save,
     check_replicas,
+    file_of,
     plan_entries,
     signature_of,
     tensors_of,
@@ -120,9 +121,9 @@ def save(
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
         waited = background().wait()
-        writing, manifest = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last, shared)
+        writing = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last, shared)
         handle.bytes = writing.bytes
-        complete = partial(_complete, handle, writing, manifest, keep_last, progress, began)
+        complete = partial(_complete, handle, writing, keep_last, progress, began)
         if asynchronous:
             writing.copy(background().staging)
         else:
@@ -160,12 +161,11 @@ class _Collected:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer | None, extra: Any, before: _Known | None
     ) -> None:
-        self.optimizer, self.own, self.stage = optimizer, OwnParts(rank()), stage_of(model)
+        self.optimizer, self.stage = optimizer, stage_of(model)
         check_whole_job(model, self.stage)
-        self.extra, extra_entries = encode(as_dict(extra), own=self.own)
+        self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
-        more = {**self.delayed_entries, **(extra_entries if rank() == 0 else {}), **self.own.entries}
-        self.others = _stored(more)  # with rank 0's of the user, and every rank's own
+        self.others = _stored({**self.delayed_entries, **extra_entries})
         look, self.leaves = _look(model, optimizer, self.others) or (None, [])
         self.is_known = before is not None and look is not None and before.look == look
         if before is not None and self.is_known:
@@ -216,7 +216,7 @@ class _Collected:
             stage = self.stage.across.get_local_rank(), self.fields() if speaks else None
         experts = {} if self.is_known else self.optimized.experts
         token = None if known.plan is None else known.plan.token
-        return digests, self.own.encoded, experts, token, stage
+        return digests, self.own, experts, token, stage
 
     def fields(self) -> dict[str, Any]:
         """What this rank says in the manifest."""
@@ -301,11 +301,8 @@ def _prepare(
     extra: Mapping[str, Any] | None,
     keep_last: int | None,
     shared: Iterable[str],
-) -> tuple[Writing, Manifest]:
-    """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks.
-
-    Returns what this rank writes, and the manifest without the list of files; complete on rank 0 alone.
-    """
+) -> Writing:
+    """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks."""
     model = as_one(given, optimizer)
     found, begun = list[_Collected](), list[Path]()
     before: _Known | None = background().plans.get(model)
@@ -340,10 +337,10 @@ def _prepare(
         plan = known.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
         check_replicas(ranks, plan, tensors)
-        writing = Writing(ranks, temporary, save_id, plan, tensors)
+        writing = Writing(ranks, temporary, manifest, plan, tensors)
         known.plan = plan
         background().plans[model] = known
-        return writing, manifest
+        return writing
     except BaseException:
         for temporary in begun:
             directories.discard(temporary)
@@ -375,23 +372,22 @@ def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], s
 def _complete(
     handle: SaveHandle,
     writing: Writing,
-    manifest: Manifest,
     keep_last: int | None,
     progress: bool | None,
     began: float,
 ) -> None:
     """Write, list, make visible; or raise what has gone wrong on a rank. Collective over the ranks, in any thread."""
-    ranks, target, hidden = writing.ranks, handle.path, []
+    ranks, manifest, target, hidden = writing.ranks, writing.manifest, handle.path, []
 
-    def mine() -> tuple[Any, dict[str, Listed]]:
+    def mine() -> tuple[Any, Listed]:
         bar = bytes_bar(f"saving {target.name}", writing.bytes, progress)
         with telling_why(target, writing.bytes), bar as tick:
             return writing.write(tick)
 
-    def commit(written: list[tuple[Any, dict[str, Listed]]]) -> list[None]:
-        manifest.files = {name: values for _, files in written for name, values in files.items()}
+    def commit(written: list[tuple[Any, Listed]]) -> list[None]:
+        names = [file_of(rank) for rank in range(ranks.size)]
         seen = listing(writing.path)
-        absent = [name for name in manifest.files if not (name in seen or (writing.path / name).is_file())]
+        absent = [name for name in names if not (name in seen or (writing.path / name).is_file())]
         if absent:
             raise CheckpointError(
                 f"{writing.path}: rank 0 does not see {shorten(absent)}",
@@ -400,7 +396,7 @@ def _complete(
             )
         with telling_why(target):
             manifest.number = directories.next_number(target.parent)
-            writing.finish([places for places, _ in written], manifest)
+            writing.finish(written)
             write_manifest(writing.path, manifest)
             directories.commit(writing.path, target)
         if keep_last is not None:

@@ -70,7 +70,7 @@ class Writing:
 
     ranks: Ranks
     path: Path
-    save_id: str
+    manifest: Manifest  #: Of all files; complete on rank 0 alone, when they are written
     plan: Plan  #: For this save; or of one before, if it has places in the files: they must be the same again
     #: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept
     tensors: InitVar[list[torch.Tensor]]
@@ -101,7 +101,7 @@ class Writing:
             return iter(self.copies)
         return ((block.keys, rows) for block, rows in background().staging.through(self.own))
 
-    def write(self, tick: Tick) -> tuple[Rows | None, dict[str, Listed]]:
+    def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
         """Write this rank's part, synced to disk; the plan's places, unless known, and what is listed. Local."""
         if self.problem is not None:
             raise self.problem
@@ -111,7 +111,7 @@ class Writing:
             for numbers, rows in self.blocks():
                 lies += [(n, *place) for n, place in zip(numbers, file.write(rows), strict=True)]
                 tick(rows.nbytes)
-            listed = file.finish(name, self.save_id)
+            listed = file.finish(name, self.manifest.save_id)
         places, known = np.array(lies, dtype=np.int64).reshape(-1, 3), self.plan.places
         if known is not None and not np.array_equal(places, known):
             raise CheckpointError(
@@ -121,20 +121,21 @@ class Writing:
                 fix="please report this; a model built anew is planned anew",
             )
         self.plan.places = places
-        return None if known is not None else places, {name: listed}
+        return None if known is not None else places, listed
 
-    def finish(self, places: list[Rows | None], manifest: Manifest) -> None:
-        """Write index and metadata, given the places of all ranks, and list them. Rank 0 alone calls this.
+    def finish(self, written: list[tuple[Rows | None, Listed]]) -> None:
+        """Write index and metadata, given what :meth:`write` says on all ranks; list all files. Rank 0 alone.
 
         Both are marked with what the manifest says: from now on nothing may change there but ``files``.
         """
+        manifest, plan, files = self.manifest, self.plan, [file_of(rank) for rank in range(self.ranks.size)]
+        manifest.files = {name: listed for name, (_, listed) in zip(files, written, strict=True)}
         manifest.folder = self.path.name if is_remote(self.path) else ""
         manifest.format_version = HAS_FOLDER if manifest.folder else SUMS_PIECES
-        plan = self.plan
         if plan.encoded is None:
-            files, tensors = [file_of(rank) for rank in range(self.ranks.size)], plan.tensors or {}
-            known = [own for own in places if own is not None]
-            plan.tensors, plan.encoded = None, encode(tensors, files, known, manifest.identity)
+            places = [own for own, _ in written if own is not None]
+            plan.encoded = encode(plan.tensors or {}, files, places, manifest.identity)
+            plan.tensors = None
         plan.encoded.write(self.path, manifest)
 
 
@@ -241,7 +242,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     Raises:
         CheckpointError: A tensor cannot be read, or the files cannot be written.
     """
-    manifest = replace(manifest, save_id=secrets.token_hex(16), files={})
+    manifest = replace(manifest, save_id=secrets.token_hex(16))
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
     entries: dict[str, Entry] = {}
     for tensor, first, last, key in blocks:
@@ -252,16 +253,15 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     plan = plan_entries(alone, path, entries, None)
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
     copies = (([at], row) for at, row in enumerate(rows))
-    writing = Writing(alone, path, manifest.save_id, plan, tensors_of(entries), copies)
+    writing = Writing(alone, path, manifest, plan, tensors_of(entries), copies)
     try:
-        places, files = writing.write(tick)
+        written = writing.write(tick)
     except CheckpointError:
         raise
     except Exception as error:
         text = f"{path}: cannot be written ({type(error).__name__}: {error})"
         raise CheckpointError(text, fix="check the space left") from error
-    manifest.files.update(files)
-    writing.finish([places], manifest)
+    writing.finish([written])
     return manifest
 
 
