@@ -308,7 +308,7 @@ class Quantized:
     dtype: torch.dtype  #: That it stands for
     shape: tuple[int, ...]  #: Of the weight
     element: str  #: TE's name of the element type
-    buffers: dict[str, torch.Tensor]  #: By TE's names in ``get_metadata()``; without data
+    buffers: dict[str, Any]  #: By TE's names in ``get_metadata()``: tensors without data, or places in a file
     options: dict[str, Any]  #: What else was stored about the buffers' layout
 
 

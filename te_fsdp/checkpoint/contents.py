@@ -52,20 +52,13 @@ _OF_EXPERT = re.compile(r"(|.*\.)(weight|bias)(0|[1-9]\d*)")
 
 @dataclass
 class Contents:
-    """Contents of a checkpoint of any kind.
-
-    Attributes:
-        kind: What it is, in words.
-        manifest: Its description; ``files`` is empty unless it is a checkpoint of te_fsdp.
-        tensors: By the keys that a checkpoint of te_fsdp has in its files (``model.<name>``, ...).
-        notes: What was taken and what was left, in words.
-    """
+    """Contents of a checkpoint of any kind."""
 
     source: Path
-    kind: str
-    manifest: Manifest
-    tensors: dict[str, Lazy] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    kind: str  #: What it is, in words
+    manifest: Manifest  #: Its ``files`` are empty unless it is a checkpoint of te_fsdp
+    tensors: dict[str, Lazy] = field(default_factory=dict)  #: By te_fsdp's keys (``model.<name>``, ...)
+    notes: list[str] = field(default_factory=list)  #: What was taken and what was left, in words
 
     @property
     def names(self) -> list[str]:
@@ -136,19 +129,16 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
 
 @dataclass
 class Choices:
-    """What a reader cannot know.
+    """What a reader cannot know."""
 
-    Attributes:
-        key: Where in a nested file the model's state dict is, dots between keys; ``None``: found by its name.
-        optimizer_class: Class of the optimizer whose state dict is there; ``None``: told from its options.
-        extra_state: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it.
-        otherwise_class: Class of the optimizer where its options do not tell.
-    """
-
-    key: str | None = None
-    optimizer_class: str | None = None
-    extra_state: str = "read"
-    otherwise_class: str | None = None
+    key: str | None = (
+        None  #: Where in a nested file the model's state dict is, dots between keys; or by its name
+    )
+    optimizer_class: str | None = (
+        None  #: Of the optimizer whose state dict is there; or told from its options
+    )
+    extra_state: str = "read"  #: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it
+    otherwise_class: str | None = None  #: Of the optimizer where its options do not tell
 
 
 def empty_manifest() -> Manifest:

@@ -8,7 +8,7 @@ entry, and are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
         CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
     """
     try:
-        tree = with_leaves(Window(path).objects(), stored)
+        tree = with_leaves(Window(path).objects(), _in_place)
     except RecursionError as error:
         raise CheckpointError(
             f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict"
@@ -133,7 +133,27 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
             why="Pieces that were quantized apart need not have one scale",
             fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
         )
-    return first.found
+    return _in_place(first.found, key)
+
+
+def _in_place(found: Any, key: str) -> Any:
+    """A loaded tensor as one that is read from its place; of TE's tensors the components, unpadded, as the weight lies.
+
+    Raises:
+        CheckpointError: A format or option without a known layout.
+    """
+    if not isinstance(found, Quantized):
+        return stored(found, key)
+    if found.options.get("nvfp4_use_4over6"):
+        raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
+    like = found.buffers
+    try:
+        components = components_from(found.format, {**like, **found.options}, found.shape, key)
+    except PlacementError as error:
+        raise CheckpointError(str(error)) from error
+    return replace(
+        found, buffers={c.name: stored(c.tensor, f"{key}:{c.name}", like=like[c.name]) for c in components}
+    )
 
 
 def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
@@ -158,7 +178,7 @@ def _is_extra(name: Any) -> bool:
 def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     where, state = _find_model(path, tree, choices.key)
     contents = Contents(path, kind, empty_manifest())
-    _add_model(contents, state, "" if where is None else f"{where}.", choices)
+    _add_model(contents, state, choices)
     left = [] if where is None else [str(key) for key in tree if str(key) != where.partition(".")[0]]
     for key in [k for k in left if k in _OPTIMIZER_KEYS]:
         if _add_optimizer(contents, tree[key], choices):
@@ -200,8 +220,8 @@ def _keys(tree: Any) -> str:
     return "the keys " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
-def _add_model(contents: Contents, state: Mapping[str, Any], where: str, choices: Choices) -> None:
-    """Weights, buffers and delayed-scaling state of a state dict, whose keys begin with ``where`` in the file."""
+def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
+    """Weights, buffers and delayed-scaling state of a state dict."""
     manifest, unread = contents.manifest, []
     extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
@@ -219,7 +239,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], where: str, choices
             contents.notes.append(f"{name}: tied to {first[place]}, stored once")
             manifest.tied[name] = first[place]
         elif isinstance(value, Quantized):
-            _add_quantized(contents, name, value, f"{where}{name}")
+            _add_quantized(contents, name, value)
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
             contents.tensors[f"model.{name}"] = value
@@ -240,14 +260,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], where: str, choices
         contents.notes.append("_extra_state: none in the file; delayed scaling would start anew")
 
 
-def _add_quantized(contents: Contents, name: str, found: Quantized, key: str) -> None:
-    """One of TE's tensors, its components unpadded; CheckpointError: a format or option without a known layout."""
-    if found.options.get("nvfp4_use_4over6"):
-        raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
-    try:
-        components = components_from(found.format, {**found.buffers, **found.options}, found.shape, key)
-    except PlacementError as error:
-        raise CheckpointError(str(error)) from error
+def _add_quantized(contents: Contents, name: str, found: Quantized) -> None:
     is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
     # TE's float8 tensor does not tell where its scale came from; the module's state does.
     scaling = "" if found.format != "float8" else " delayed" if is_delayed else " current"
@@ -256,10 +269,9 @@ def _add_quantized(contents: Contents, name: str, found: Quantized, key: str) ->
         "dtype": dtype_name(found.dtype),
         "layout": None,
         "format": f"{found.format}{scaling} {found.element}",
-        "components": sorted(component.name for component in components),
+        "components": sorted(found.buffers),
     }
-    for part, tensor in ((component.name, component.tensor) for component in components):
-        contents.tensors[f"model.{name}:{part}"] = stored(tensor, f"{key}:{part}", like=found.buffers[part])
+    contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in found.buffers.items()}
 
 
 def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:

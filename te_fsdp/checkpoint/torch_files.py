@@ -31,7 +31,7 @@ from torch import serialization
 from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp import _torch
-from te_fsdp._te_formats import TENSORS, TableUnpickler, UnknownNameError, with_record
+from te_fsdp._te_formats import TENSORS, Quantized, TableUnpickler, UnknownNameError, with_record
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, unreadable
@@ -246,8 +246,8 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
 
 
 def with_leaves(value: Any, change: Callable[[Any, str], Any], key: str = "") -> Any:
-    """Nested dicts and lists with what ``change`` makes of tensors, lazy or not, and of the keys above them."""
-    if isinstance(value, Lazy | torch.Tensor):
+    """Nested dicts and lists with what ``change`` makes of tensors, of any kind, and of the keys above them."""
+    if isinstance(value, Lazy | torch.Tensor | Quantized):
         return change(value, key)
     if isinstance(value, Mapping):
         return {k: with_leaves(v, change, f"{key}.{k}" if key else str(k)) for k, v in value.items()}
@@ -333,16 +333,13 @@ class Piece(Lazy):
 
 @dataclass
 class Opened:
-    """Contents of a plain DCP directory, by key; ``others`` are pickled objects.
-
-    ``paths`` tells of keys that DCP flattened where the value was in the nested dict; ``windows`` are all files.
-    """
+    """Contents of a plain DCP directory, by key."""
 
     index: Index
     tensors: dict[str, Lazy]
-    others: dict[str, Window]
-    paths: dict[str, tuple[Any, ...]]
-    windows: list[Window]
+    others: dict[str, Window]  #: Pickled objects
+    paths: dict[str, tuple[Any, ...]]  #: Of keys that DCP flattened: where the value was in the nested dict
+    windows: list[Window]  #: Every file of ``torch.save`` in the directory's files
 
 
 def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:

@@ -266,35 +266,26 @@ def _optimizer_state_dict(contents: Contents, described: dict[str, Any]) -> dict
 
 @dataclass
 class Difference:
-    """One tensor that is not the same in both.
+    """One tensor that is not the same in both."""
 
-    Attributes:
-        name: Of the parameter or buffer, or the key of optimizer state and the like.
-        kind: ``"only in A"``, ``"only in B"``, ``"shape"``, ``"dtype"``, ``"format"``; ``"values"``, with what follows.
-        elements: Number of them beyond the tolerance.
-        max_abs: Largest absolute difference; infinite where one of the two is no number.
-        max_rel: Largest difference relative to the larger magnitude.
-    """
-
-    name: str
-    kind: str
+    name: str  #: Of the parameter or buffer, or the key of optimizer state and the like
+    kind: str  #: ``"only in A"``, ``"only in B"``, ``"shape"``, ``"dtype"``, ``"format"``, or ``"values"``, as follows
     detail: str = ""
-    elements: int = 0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
+    elements: int = 0  #: Number of them beyond the tolerance
+    max_abs: float = 0.0  #: Infinite where one of the two is no number
+    max_rel: float = 0.0  #: Relative to the larger magnitude
 
 
 @dataclass
 class Report:
-    """Differences of tensors; others, of the optimizer's options, ``extra`` and the settings of modules, in words.
-
-    Of so many tensors values were ``compared``, and so many of these are ``equal`` within the tolerance.
-    """
+    """All differences."""
 
     differences: list[Difference] = field(default_factory=list)
-    others: list[str] = field(default_factory=list)
-    compared: int = 0
-    equal: int = 0
+    others: list[str] = field(
+        default_factory=list
+    )  #: Of options, ``extra`` and the settings of modules, in words
+    compared: int = 0  #: Tensors whose values were compared
+    equal: int = 0  #: Of these, those within the tolerance
 
     def is_same(self, *, strict: bool = False) -> bool:
         """Whether nothing differs; dtypes and formats, whose values may be the same, count if ``strict``."""
