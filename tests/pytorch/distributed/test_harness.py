@@ -14,7 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BodyFailed, Comparisons, WorkerPool, decisions
+from harness import BodyFailed, Comparisons, WorkerPool, collectives, decisions
 from harness import pool as pool_module
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -387,3 +387,11 @@ def test_comparing_nothing_is_a_failure():
         "elements": 7 - 1,
         "worst": (0.25, "ones"),
     }
+
+
+def test_recorded_collectives_leave_process_groups_as_they_were():
+    """A method that came back as a plain function would go without its group in whatever test is next."""
+    before = dict(vars(dist.ProcessGroup))
+    with collectives.recorded():
+        assert any(method is not before[name] for name, method in vars(dist.ProcessGroup).items())
+    assert dict(vars(dist.ProcessGroup)) == before

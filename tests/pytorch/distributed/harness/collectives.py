@@ -55,9 +55,9 @@ def recorded() -> Iterator[list[Collective]]:
     """
     seen: list[Collective] = []
     stock = {name: getattr(dist, name) for name in _FUNCTIONS if hasattr(dist, name)}
-    several = {
-        name: getattr(dist.ProcessGroup, name) for name in _SEVERAL if hasattr(dist.ProcessGroup, name)
-    }
+    # As they stand in the class: what getattr gives of them would be no methods there.
+    methods = {name: method for name, method in vars(dist.ProcessGroup).items() if name in _SEVERAL}
+    several = {name: getattr(dist.ProcessGroup, name) for name in methods}
     depth = [0]
 
     def recording(name: str) -> Any:
@@ -102,8 +102,8 @@ def recorded() -> Iterator[list[Collective]]:
     finally:
         for name, function in stock.items():
             setattr(dist, name, function)
-        for name, function in several.items():
-            setattr(dist.ProcessGroup, name, function)
+        for name, method in methods.items():
+            setattr(dist.ProcessGroup, name, method)
 
 
 def _described(kind: str, whole: torch.Tensor, given: torch.Tensor) -> Collective:
