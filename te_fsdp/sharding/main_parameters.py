@@ -11,11 +11,11 @@ keeping its rows, and main parameters take their parameters' places in the group
 them back, the replicas gather all rows, and each parameter becomes its main weight, rounded or quantized once. Nothing
 else changes: ``zero_grad``, learning rate schedulers and the groups' options see the model's parameters.
 
-``state_dict`` shows states and main weights as the DTensors that they are, and ``load_state_dict`` takes them back. One
-exception: DTensor has no words for rows that are cut unevenly several times, and DCP, which goes by its arithmetic,
-would put them in wrong places without an error (torch 2.11 to 2.15). Such states are padded to the same number of rows
-on all ranks, and get a leading dim for each axis that cuts them: right on the same mesh, and of another shape, hence
-refused, on any other. te_fsdp.checkpoint knows the rows and has no such limit.
+``state_dict`` shows states and main weights as the DTensors that they are, and ``load_state_dict`` takes them back. But
+DTensor has no words for rows that are cut unevenly several times, and DCP, which goes by its arithmetic, would put them
+in wrong places without an error (torch 2.11 to 2.15). Such states are padded to the same number of rows on all ranks,
+and get a leading dim for each axis that cuts them: right on the same mesh, and of another shape, hence refused, on any
+other. te_fsdp.checkpoint goes by :attr:`OptimizerShard.low` and ``high``, and has no such limit.
 """
 
 from __future__ import annotations
@@ -219,13 +219,10 @@ class MainParameters:
                 found.append(own)
         return found
 
-    def look(
-        self, parameters: Sequence[torch.Tensor], optimizer: Optimizer | None = None
-    ) -> list[MainParameter | None]:
-        """Parameters with the main parameters that a step now would use. Local operation.
+    def look(self, parameters: Sequence[torch.Tensor], optimizer: Any = None) -> list[MainParameter | None]:
+        """Parameters with the main parameters that a step now would use, made where the last look does not hold. Local.
 
-        ``None`` for those that need none, and for frozen ones without state. Each is made where there is none, or where
-        the last look does not hold any longer.
+        ``None`` for those that need none, and for frozen ones without state.
         """
         optimizer = self._optimizer() if optimizer is None else optimizer
         assert optimizer is not None
@@ -456,22 +453,19 @@ def _cutting(shard: OptimizerShard) -> list[int]:
 
 def _is_exact(shard: OptimizerShard) -> bool:
     """Whether DTensor's arithmetic is right: one axis cuts the rows, or each does so evenly."""
-    if shard.dim:
-        return True  # chosen because it is even
-    sizes = [shard.mesh.size(axis) for axis in reversed(_cutting(shard))]
-    return sum(size > 1 for size in sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
+    sizes = [size for axis in _cutting(shard) if (size := shard.mesh.size(axis)) > 1]
+    # A further dim was chosen because it is even.
+    return shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
 
 
 def _padded(shard: OptimizerShard, value: Any) -> Any:
     """A state of unevenly cut rows with one leading dim for each axis that cuts them, and padded rows after these."""
     if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:
         return value
-    mesh, axes, rows = shard.mesh, _cutting(shard), value.shape[0]
+    mesh, axes, rows, local = shard.mesh, _cutting(shard), value.shape[0], _torch.local_of(value)
     for axis in reversed(axes):
         rows = -(-rows // mesh.size(axis))
-    local = _torch.local_of(value)
-    padded = local.new_zeros((*(1 for _ in axes), rows, *local.shape[1:]))
-    padded.view(rows, *local.shape[1:])[: len(local)].copy_(local)
+    padded = torch.cat([local, local.new_zeros((rows - len(local), *local.shape[1:]))])[(None,) * len(axes)]
     like = torch.empty((*(mesh.size(axis) for axis in axes), rows, *value.shape[1:]), device="meta")
     placements = [
         Shard(axes.index(axis)) if axis in axes else _torch.shifted(placement, len(axes))

@@ -1,9 +1,8 @@
 """Gradients of parameters whose optimizer state is sharded over replicas: averages, and what nobody may read yet.
 
-With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. The average over the
-replicas exists in rows, as the gradient of the main parameter that the optimizer will update, once somebody has asked
-for it: a step, or a norm. It is made once, and holds as long as the gradient that it was made of stays as it is
-(:class:`OuterAverages`).
+With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. That over the replicas
+exists in rows, as the gradient of the main parameter that the optimizer will update, once somebody has asked for it: a
+step, or a norm. It is made once, and holds as long as the gradient that it was made of stays as it is.
 
 Whatever reads ``parameter.grad`` before (torch's clipping, a loss scaler, a log) would find another number on each
 replica, and scale each by another factor. Such a gradient is therefore a DTensor that computes nothing, an
@@ -52,10 +51,9 @@ if TYPE_CHECKING:
 
 
 class OuterAverages:
-    """The averages of one optimizer's gradients.
+    """The averages of one optimizer's gradients; ``early`` are those that begin during backward.
 
-    Attributes:
-        early: Those that begin during backward.
+    What makes or completes them raises OrderError where gradients have changed since they were averaged.
     """
 
     def __init__(self, main_parameters: MainParameters) -> None:
@@ -81,9 +79,6 @@ class OuterAverages:
 
         Collective over the replicas: one reduce-scatter per group of replicas and dtype, or what is left to do of those
         that have begun during backward. The parameters' own gradients stay as they are.
-
-        Raises:
-            OrderError: Gradients have changed since they were averaged.
         """
         cut = self._main_parameters.trained()
         parameters = [own.parameter for own in cut]
@@ -95,7 +90,7 @@ class OuterAverages:
             catch_up(gradient)
         self._main_parameters.look(parameters)
         given: list[MainParameter] = []
-        averages, sources = [], []
+        averages, specs, sources = [], [], []
         for own, source, rows in zip(cut, gradients, self._averages(cut, gradients), strict=True):
             if rows is None:
                 continue  # no replica has a gradient
@@ -105,29 +100,22 @@ class OuterAverages:
                     guard(source)
             given.append(own)
             averages.append(rows)
+            specs.append(own.shard.spec(rows))
             sources.append(source)
-        specs = [own.shard.spec(rows) for own, rows in zip(given, averages, strict=True)]
         give_gradients([own.main for own in given], _torch.dtensors(averages, specs))
         for own, seen in zip(given, Seen.now(sources), strict=True):
             own.source = seen
-        mains = {id(own.parameter): own.main for own in given}
-        take_over_gradients([own.parameter for own in given], mains)
+        take_over_gradients([own.parameter for own in given], {id(own.parameter): own.main for own in given})
 
     def finish(self) -> None:
-        """Complete the averages that have begun during backward. Collective over the replicas where there may be some.
-
-        Raises:
-            OrderError: Gradients have changed since they were averaged.
-        """
+        """Complete the averages that have begun during backward. Collective over the replicas if there may be some."""
         if self.early.expected:
             self.make()
 
     @property
     def made(self) -> dict[int, torch.Tensor]:
         """Averages that are there, by the ``id`` of the gradient that each is of."""
-        return {
-            id(own.source.gradient()): own.main.grad for own in self.ready.values() if own.source is not None
-        }
+        return {id(own.source.gradient()): own.main.grad for own in self.ready.values() if own.source}
 
     def multiplied(self, factor: torch.Tensor) -> None:
         """Note that the averages that are there were multiplied by a number. Local operation."""
@@ -176,27 +164,27 @@ class OuterAverages:
             own.source = None
         return bool(kept)
 
-    def _averages(
-        self, cut: list[MainParameter], gradients: list[torch.Tensor | None]
-    ) -> list[torch.Tensor | None]:
+    def _averages(self, cut: list[MainParameter], gradients: list[Any]) -> list[torch.Tensor | None]:
         """This rank's rows of each average; ``None`` of a gradient that is not there to be cut. Collective."""
-        shards: list[OptimizerShard] = [own.shard for own in cut]
         found: dict[int, torch.Tensor | None] = {}
-        local = [None if gradient is None else _torch.local_of(gradient) for gradient in gradients]
-        apart = [shard for shard in shards if not shard.reduced]
+        local = {
+            id(own.parameter): None if gradient is None else _torch.local_of(gradient)
+            for own, gradient in zip(cut, gradients, strict=True)
+        }
+        apart = [own.shard for own in cut if not own.shard.reduced]
         if not (self._opened and self._are_whole(apart)):
             found = self.early.finish()
-            rest = [at for at, s in enumerate(shards) if not (s.reduced or id(s.parameter) in found)]
-            late = tuple([shards[at] for at in rest])
+            late = tuple([shard for shard in apart if id(shard.parameter) not in found])
             if self._averaging.shards != late:
                 self._averaging = Averaging(late)
-            averages = self._averaging.start([local[at] for at in rest]).wait()
+            averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
             found |= {id(shard.parameter): rows for shard, rows in zip(late, averages, strict=True)}
-        for shard, gradient in zip(shards, local, strict=True):
-            if id(shard.parameter) not in found:  # equal on all replicas
+        for own in cut:
+            if id(own.parameter) not in found:  # equal on all replicas
+                shard, gradient = own.shard, local[id(own.parameter)]
                 rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
-                found[id(shard.parameter)] = None if rows is None else rows.contiguous()
-        return [found[id(shard.parameter)] for shard in shards]
+                found[id(own.parameter)] = None if rows is None else rows.contiguous()
+        return [found[id(own.parameter)] for own in cut]
 
     # --- whole averages
 
@@ -204,9 +192,6 @@ class OuterAverages:
         """Make ``.grad`` of parameters the average over their replicas, whole.
 
         Collective over the replicas: the averages, unless that is done, and an all-gather of their rows.
-
-        Raises:
-            OrderError: Gradients have changed since they were averaged.
         """
         self.make()
         parts, gradients = [], []
@@ -270,11 +255,7 @@ def averaged(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Raise before a step on gradients that nobody would average over the outer axis. Local operation.
-
-    Raises:
-        OrderError: The optimizer was not given to ``shard_optimizer``.
-    """
+    """Raise OrderError before a step on gradients that nobody would average over the outer axis. Local operation."""
     keeper = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if keeper is not None and keeper.cuts:
         return
@@ -301,12 +282,9 @@ def _check_sharded(parameter: torch.Tensor, what: str) -> None:
 def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
     """The averages of several parameters' gradients, one object for each optimizer that cuts state. Local operation.
 
-    Args:
-        parameters: Of a model.
-        what: Of an error, for trained parameters that should have some; empty: none is raised.
-
     Raises:
-        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded.
+        OrderError: That ``what`` lacks an optimizer that was sharded, for a trained parameter of
+            ``outer_strategy="optim"``; not where it is empty.
     """
     found: dict[int, OuterAverages] = {}
     for parameter in parameters:
@@ -426,11 +404,8 @@ def catch_up(gradient: torch.Tensor | None) -> None:
 def reopen(gradient: torch.Tensor, divisor: int) -> None:
     """Make an averaged gradient this replica's again, so that it can be added to and averaged with what was added.
 
-    Local operation. The average of equal values is that value; sums must not be added up again.
-
-    Args:
-        gradient: Of any kind; changed only if it is averaged.
-        divisor: Number of replicas if gradients are sums over them, else 1.
+    Local operation. The average of equal values is that value; sums must not be added up again: ``divisor`` is the
+    number of replicas then, else 1.
     """
     if gradient.__dict__.pop(_AVERAGED, False):
         if divisor != 1:

@@ -38,7 +38,7 @@ from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, all_of, current_stream, own_group
 from te_fsdp.move.start import COMM_DTYPES, Buffer, GradComm, start
-from te_fsdp.sharding.outer_shards import OUTER, OptimizerShard, by_kind, copy_pairs, is_large
+from te_fsdp.sharding.outer_shards import ALIGNED, OUTER, OptimizerShard, by_kind, copy_pairs, is_large
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import Seen, gradients_of
 
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-#: Elements; kernels read several at once from addresses that allow it.
-_ALIGNED = 16
 #: Steps in each of which the ranks ask whether all know their last backward; after these in the 16th, 32nd, ...
 _ASKED_ALWAYS = 8
 #: Sets of trained parameters whose plans are kept.
@@ -83,7 +81,7 @@ class Averaging:
             kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
             for places in by_kind(range(len(kinds)), kinds):
                 small = tuple([self.shards[at].rows.numel for at in places if not self._alone[at]])
-                self._kinds.append((places, Buffer(small, _ALIGNED, len(places) if self._flags else 0)))
+                self._kinds.append((places, Buffer(small, ALIGNED, len(places) if self._flags else 0)))
 
     def start(
         self,
@@ -174,29 +172,17 @@ class Averaging:
 
 @dataclass(eq=False)
 class _Plan:
-    """What is sent together, as long as the same parameters are trained.
+    """What is sent together, as long as the same parameters are trained."""
 
-    Attributes:
-        state: Of the model.
-        units: Name -> its parameters, in the optimizer's order.
-        groups: For each of FSDP2's parameter groups that holds some of them, its unit.
-        order: In which units begin.
-        steps: How many there were before the ranks agreed on it.
-    """
-
-    state: ShardingState
-    units: dict[str, Averaging]
-    groups: list[str]
-    order: UnitOrder
-    steps: int = 0
+    state: ShardingState  #: Of the model
+    units: dict[str, Averaging]  #: Name -> its parameters, in the optimizer's order
+    groups: list[str]  #: For each of FSDP2's parameter groups that holds some of them, its unit
+    order: UnitOrder  #: In which units begin
+    steps: int = 0  #: How many there were before the ranks agreed on it
 
 
 class EarlyAverages:
-    """The averages of one optimizer's gradients that may begin in backward.
-
-    Args:
-        shards: What the optimizer trains and averages now, in its order; the same on all replicas.
-    """
+    """The averages of one optimizer's gradients that may begin in backward; ``shards`` gives what it averages now."""
 
     def __init__(self, shards: Callable[[], list[OptimizerShard]]) -> None:
         self._shards = shards
@@ -208,12 +194,7 @@ class EarlyAverages:
         self._begin_anew(None)
 
     def _begin_anew(self, plan: _Plan | None, backward: int = 0) -> None:
-        """Nothing has begun since the last step. Local operation.
-
-        Args:
-            plan: Of the parameters that are trained; ``None`` where nothing of theirs can begin early.
-            backward: Which of the loop's last backwards runs (``ShardingState.last_microbatches``); 0: none.
-        """
+        """Nothing has begun since the last step; ``backward`` is the last one that runs, 0 for none."""
         self._plan, self._backward = plan, backward
         # Units whose averages are under way, in the agreed order, and the gradients that were sent.
         self._begun: dict[str, Pending[list[torch.Tensor | None]]] = {}
@@ -224,16 +205,10 @@ class EarlyAverages:
 
     @torch.no_grad()
     def reduced(self, state: ShardingState, unit: str, group: int, event: Any) -> None:
-        """FSDP2 has enqueued the reduction of a parameter group: begin what may begin.
+        """FSDP2 has enqueued the reduction of one of a unit's groups, final after ``event``: begin what may begin.
 
         Collective over the replicas: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
         waited for.
-
-        Args:
-            state: Of the model.
-            unit: The unit's name.
-            group: Number of the parameter group in it.
-            event: After which its gradients are final; ``None`` without streams.
         """
         backward = state.last_microbatches
         if self._begun:  # then these gradients are others than those that were sent?
@@ -245,12 +220,11 @@ class EarlyAverages:
             if self._plan is not None:
                 self._plan.order.begin(self._plan.groups)
         plan = self._plan
-        if plan is None or unit not in plan.units:
-            return
-        self._events.setdefault(unit, []).append(event)
-        plan.order.arrived(unit, (unit, group))
-        while (complete := plan.order.next(len(self._begun))) is not None:
-            self._begin(plan, complete)
+        if plan is not None and unit in plan.units:
+            self._events.setdefault(unit, []).append(event)
+            plan.order.arrived(unit, (unit, group))
+            while (complete := plan.order.next(len(self._begun))) is not None:
+                self._begin(plan, complete)
 
     def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
         """Begin a unit's averages, with zeros if they are to be dropped. Collective over the replicas."""
@@ -275,10 +249,7 @@ class EarlyAverages:
 
     @property
     def expected(self) -> bool:
-        """Whether averages may be under way on some rank: there was a last microbatch since the last step.
-
-        The same on all ranks.
-        """
+        """Whether averages may be under way on some rank, after a last microbatch: the same on all ranks."""
         plan = self._plan_now()
         return plan is not None and bool(plan.order.agreed) and plan.state.last_microbatches != self._averaged
 
@@ -290,16 +261,13 @@ class EarlyAverages:
 
     @torch.no_grad()
     def finish(self) -> dict[int, torch.Tensor | None]:
-        """Complete what has begun on any of the replicas.
+        """Complete what has begun on any of the replicas: ``id`` of a parameter -> its average.
 
-        Collective over the replicas: the reductions that have not begun here, and one all-reduce of a few integers and
-        one for each parameter, on the CPU, once the ranks have agreed on an order. Before that, over the world: an
-        all-reduce of two integers in the first steps, then in ever fewer, and once all have had a last microbatch,
-        process groups are made, and two integers for each unit all-reduced.
-
-        Returns:
-            ``id`` of a parameter -> its average, ``None`` where no replica has a gradient; empty if all is yet to be
-            averaged. Parameters of units that never begin early are left out.
+        ``None`` where no replica has a gradient; empty if all is yet to be averaged. Parameters of units that never
+        begin early are left out. Collective over the replicas: the reductions that have not begun here, and one
+        all-reduce of a few integers and one for each parameter, on the CPU, once the ranks have agreed on an order.
+        Before that, over the world: an all-reduce of two integers in the first steps, then in ever fewer, and once all
+        have had a last microbatch, process groups are made, and two integers for each unit all-reduced.
         """
         plan = self._plan_now()
         if not self._begun:
@@ -336,8 +304,8 @@ class EarlyAverages:
             self._begin(plan, unit, empty=bool(dropped))
         averages = [rows for pending in self._begun.values() for rows in pending.wait()]
         stream: Any = current_stream(plan.state.meshes.device)
-        for rows in averages if stream is not None else ():
-            if rows is not None:
+        for rows in averages:
+            if rows is not None and stream is not None:
                 rows.record_stream(stream)  # their memory is the side stream's
         if dropped:
             _warn_once(
@@ -351,10 +319,10 @@ class EarlyAverages:
         return {id(shard.parameter): rows if exists else None for shard, rows, exists in there}
 
     def _all_know_the_last(self, plan: _Plan) -> bool:
-        """Whether all ranks have had ``microbatch(is_last=True)`` since the last step; the same on all ranks.
+        """Whether all ranks have had ``microbatch(is_last=True)`` since the last step. Collective over the model's.
 
         Ranks that have not cannot know that others have, so that all ask: in the first steps, and then less and less
-        often, as most loops that have not used it by then never will. Collective over all ranks that hold this model.
+        often, as most loops that have not used it by then never will.
         """
         plan.steps += 1
         if plan.steps > _ASKED_ALWAYS and plan.steps & (plan.steps - 1):
@@ -362,7 +330,7 @@ class EarlyAverages:
         known = int(plan.state.last_microbatches != self._averaged)
         seen = torch.tensor([known, -known], dtype=torch.int32, device=plan.state.meshes.device)
         maximum(seen, plan.state.meshes.device_mesh)
-        some, all_know = bool(seen[0]), bool(seen[1])
+        some, all_know = map(bool, seen)
         if some and not all_know:
             _warn_once(
                 "microbatch(model, is_last=True) was used on some ranks only: averages over dp_replicate wait for the "

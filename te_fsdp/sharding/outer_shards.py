@@ -12,14 +12,9 @@ holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its lo
     new rows, as they are sent  --all-gather-->           shards
 
 The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
-is none. Main weights and states are DTensors of the parameter's own shape. DCP's own arithmetic is not exact for dims
-that several axes cut unevenly, so that te_fsdp.checkpoint goes by :attr:`OptimizerShard.low` and ``high``.
-
-A large tensor that is cut along its first dim is sent by itself, without a copy: its rows lie one after the other
-already. All others are packed, one collective per group and dtype, however many there are. Rows are padded to the same
-number per replica.
-
-New main weights, on their way into the parameter of each replica:
+is none. Main weights and states are DTensors of the parameter's own shape. A large tensor that is cut along its first
+dim is sent by itself, without a copy: its rows lie one after the other already. All others are packed, one collective
+per group and dtype, however many there are. Rows are padded to the same number per replica. New main weights:
 
     fp32            rows                          all-gathered in place
     bf16            rows, rounded                 all-gathered in place
@@ -71,7 +66,7 @@ T = TypeVar("T")
 #: The outer axis.
 OUTER = "dp_replicate"
 #: Elements; kernels read several at once from addresses that allow it.
-_ALIGNED = 16
+ALIGNED = 16
 #: How a tensor is cut, as a buffer of a quantized weight that lies as the parameter does: a step asks for each.
 _rows_of = functools.cache(Rows)
 
@@ -80,20 +75,15 @@ class OptimizerShard:
     """The part of one parameter's local tensor that this rank keeps main weight and state for: its rows along ``dim``.
 
     Attributes:
-        parameter: The parameter: plain, or a DTensor.
         mesh: The parameter's own mesh (none for a plain tensor) with the axis of its replicas put in front.
         placements: Of main weight and states on it.
         reduced: Whether gradients arrive equal on all replicas, so that they are only cut. Otherwise they are averaged.
         partial: How gradients that are not reduced lie on the replicas, in DTensor's words: summed if the user wants.
-        group: Process group of the replicas.
-        ranks: Their global ranks.
-        size: Their number.
+        group, ranks, size: Process group of the replicas, their global ranks, and their number.
         dtype: Of its main weight and of the average of its gradients: fp32 for low-precision parameters.
-        dim: The dim that is cut.
-        parts: Into how many the parameter's own axes cut it.
+        dim, parts: The dim that is cut, and into how many parts the parameter's own axes cut it.
         rows: How the local tensor is cut over the replicas.
-        low, high: This rank's rows.
-        shape: Of these.
+        low, high, shape: This rank's rows, and their shape.
         decoupled: Whether the optimizer takes gradients of any dtype (``decoupled_grad``).
         obstacles: :func:`why_not_bytes`, by class and shape of the local tensor.
     """
@@ -179,10 +169,7 @@ def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
 
 
 def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
-    """What this rank keeps state for, if replicas share a parameter's optimizer state; ``None`` where they do not.
-
-    Local operation. Scalars are never cut.
-    """
+    """What this rank keeps state for, if replicas share a parameter's optimizer state. Scalars are never cut. Local."""
     plan, state = plan_of(parameter), state_of(parameter)
     if plan is None or state is None or parameter.ndim == 0:
         return None
@@ -225,20 +212,14 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class Part(NamedTuple):
-    """One tensor of which each replica has rows.
+    """One tensor of which each replica has rows."""
 
-    Attributes:
-        shard: Of the parameter: names the replicas, and the dim.
-        mine: This rank's rows, along that dim.
-        whole: Where the rows of all replicas go, of the same dtype; this rank's may lie there already. A buffer of a
-            quantized weight may have another shape than the weight.
-        as_bytes: Whether it is packed together with tensors of other dtypes of which this holds.
-    """
-
-    shard: OptimizerShard
-    mine: torch.Tensor
+    shard: OptimizerShard  #: Of the parameter: names the replicas, and the dim
+    mine: torch.Tensor  #: This rank's rows, along that dim
+    #: Where the rows of all replicas go, of the same dtype; this rank's may lie there already. A buffer of a quantized
+    #: weight may have another shape than the weight.
     whole: torch.Tensor
-    as_bytes: bool = False
+    as_bytes: bool = False  #: Whether it is packed together with tensors of other dtypes of which this holds
 
 
 def start_gather(parts: Sequence[Part]) -> Pending[None]:
@@ -246,9 +227,7 @@ def start_gather(parts: Sequence[Part]) -> Pending[None]:
 
     Collective over the replicas, all the same: one all-gather per group and dtype, one for bytes, and one more for each
     large tensor; those of one dtype, or of bytes, as one operation of NCCL's. Temporary memory: what is packed, once.
-
-    Args:
-        parts: In the same order on all replicas; they must not change before the result is waited for.
+    Parts are in the same order on all replicas, and must not change before the end.
     """
     moves: list[Pending[Any]] = []
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
@@ -276,7 +255,7 @@ def _start_packed_gather(parts: Sequence[tuple[Part, Rows]]) -> Pending[None]:
     first, _ = parts[0]
     dtype = torch.uint8 if first.as_bytes else first.mine.dtype
     sizes = [rows.numel * part.mine.itemsize // dtype.itemsize for part, rows in parts]
-    buffer = Buffer(tuple(sizes), _ALIGNED)
+    buffer = Buffer(tuple(sizes), ALIGNED)
     # Not view(-1), which leaves a single element the stride of the rows that it was cut from: bytes want 1.
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part, _ in parts]
     mine = buffer.pack([each.view(dtype) for each in flat], dtype, first.mine.device)
@@ -308,13 +287,10 @@ def start_install(
 
     Collective over the replicas: one all-gather per dtype, one for the bytes of all quantized weights together, and
     one more for each large tensor; and as :func:`scales_of_rows`, for NVFP4 and hybrids with a reduction for each.
-    The wait issues none, unless weights are sent as fp32.
+    The wait issues none, unless weights are sent as fp32. Main weights and parameters must not change until the end.
 
-    Args:
-        cut: Main weights and parameters must not change until the end.
-        scales: From :func:`scales_of_rows`, which is called if there are none.
-        written: Gets the plain tensors that parameters consist of and that are written to, but for those of weights
-            that are sent as fp32.
+    ``scales`` are from :func:`scales_of_rows`, which is called if there are none. ``written`` gets the plain tensors
+    that parameters consist of and that are written to, but for those of weights that are sent as fp32.
     """
     scales = scales_of_rows(cut) if scales is None else scales
     written = [] if written is None else written
@@ -368,19 +344,18 @@ def scales_of_rows(cut: Cut) -> dict[int, torch.Tensor]:
     asked: dict[int, Scaled] = {}
     for shard, rows in cut:
         local = _torch.local_of(shard.parameter)
-        if not _te.is_quantized(local) or why_not_bytes(shard) is not None:
-            continue
-        quantizer = _te.quantizer_of(local)
-        if has_current_scale(type(quantizer)):
-            asked[id(shard)] = Scaled(rows, quantizer, shard.amax_group)
+        if _te.is_quantized(local) and why_not_bytes(shard) is None:
+            quantizer = _te.quantizer_of(local)
+            if has_current_scale(type(quantizer)):
+                asked[id(shard)] = Scaled(rows, quantizer, shard.amax_group)
     return dict(zip(asked, shared_scales([*asked.values()]), strict=True))
 
 
 def why_not_bytes(shard: OptimizerShard) -> str | None:
     """Why a quantized weight crosses the replicas' axis as fp32; ``None`` for one that does so as bytes.
 
-    Local operation on the global shape and the format: the same on all ranks, also on those that hold other pieces.
-    They take one amax together, each way over other groups.
+    Local operation on the global shape and the format: the same on all ranks, also on those that hold other pieces,
+    which take one amax together, each way over other groups.
     """
     local = _torch.local_of(shard.parameter)
     kind = (type(local), tuple(local.shape))
