@@ -316,12 +316,10 @@ def save_huggingface(
         )
         with ExitStack() as stack:
             folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
-            tensors = all_agree(lambda: saving.write(folder, described, plan))
+            tensors, files = all_agree(lambda: saving.write(folder, described, plan))
 
             def finish() -> None:
-                write_index(
-                    folder, tensors, {file: names for file, (_, names) in saving.files(tensors).items()}
-                )
+                write_index(folder, tensors, files)
                 write_config(folder, config, tensors)
                 stack.close()
 
@@ -385,19 +383,22 @@ class _Saving(NamedTuple):
         writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
         return {file: (writer, names) for writer, (file, names) in zip(writers, files.items(), strict=True)}
 
-    def write(self, folder: Path, described: dict[str, Description], plan: list[Transfer]) -> dict[str, Lazy]:
-        """Write this rank's files. Collective over the world, even on a rank that fails."""
+    def write(
+        self, folder: Path, described: dict[str, Description], plan: list[Transfer]
+    ) -> tuple[dict[str, Lazy], dict[str, list[str]]]:
+        """Write this rank's files; all tensors, and their names by file. Collective over the world, failing or not."""
         arriving = arrivals(own_ranks(), self.shares, described, plan)
         tensors = self.tensors(described, arriving)
+        files = self.files(tensors)
         try:
-            for file, (writer, names) in self.files(tensors).items():
+            for file, (writer, names) in files.items():
                 if writer == rank():
                     write_file(folder / file, {name: tensors[name] for name in names}, {}, silent)
                     sync(folder / file)
         finally:
             for _ in arriving:  # what is left: others wait for this rank there
                 pass
-        return tensors
+        return tensors, {file: names for file, (_, names) in files.items()}
 
 
 # --- for the command line

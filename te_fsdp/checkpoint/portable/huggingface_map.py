@@ -46,8 +46,6 @@ _log = logging.getLogger("te_fsdp")
 #: Tensors by name, in memory or yet to be read.
 Tensors = Mapping[str, torch.Tensor | Lazy]
 Shape = tuple[int, ...]
-#: Whether projections have biases in the Hugging Face model, and in TransformerEngine's; those it lacks there are zero.
-Biases = tuple[bool, bool]
 
 # Causal masks and frequencies that older versions of transformers saved; recomputed there, not needed here.
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
@@ -266,16 +264,16 @@ class _Tables:
         parts: Sequence[str],
         ours: Form,
         shapes: Sequence[Shape],
-        biases: Biases = (False, False),
+        biases: Sequence[bool] = (False, False),
     ) -> Iterator[Group]:
-        """Projections that are one module of TE's: ``*`` in its names is weight or bias."""
+        """Projections that are one module of TE's: ``*`` is weight or bias; ``biases``: whether there, and here."""
 
         def named(form: Form, kind: str) -> Form:
             return replace(form, names=tuple(name.replace("*", kind) for name in form.names))
 
         heights = tuple(shape[:1] for shape in shapes)
         huggingface = Form(tuple(f"{theirs}{part}.*" for part in parts), transposed=self.a.style == "gpt2")
-        zeros = named(ours, "bias").shapes(heights) if biases == (False, True) else {}
+        zeros = named(ours, "bias").shapes(heights) if biases[1] and not biases[0] else {}
         yield Group(tuple(shapes), named(huggingface, "weight"), named(ours, "weight"), zeros)
         if all(biases):
             yield Group(heights, named(huggingface, "bias"), named(ours, "bias"))

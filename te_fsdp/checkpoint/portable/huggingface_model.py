@@ -218,6 +218,8 @@ def semantics_of_config(
 
 #: A rectangle of a tensor of the unsharded model: offsets and sizes.
 Place = tuple[tuple[int, ...], tuple[int, ...]]
+#: What a rank holds of a tensor, with the offsets; read when it is sent.
+Pieces = list[tuple[tuple[int, ...], Lazy]]
 
 
 class Description(NamedTuple):
@@ -230,12 +232,12 @@ class Description(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank holds of one tensor of the unsharded model: pieces with their offsets, read when they are sent."""
+    """What this rank holds of one tensor of the unsharded model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     values: torch.dtype
-    pieces: list[tuple[tuple[int, ...], Lazy]]
+    pieces: Pieces
 
     @property
     def about(self) -> Description:
@@ -270,9 +272,7 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
         state = optimizer.state[owned.parameter]["master_param"]
         entry = describe_state(f"main weight of {owned.fqn}", state, owned)[1]
         assert entry is not None
-        held: list[tuple[tuple[int, ...], Lazy]] = [
-            (one.offsets, InMemory(one.tensor)) for one in entry.pieces
-        ]
+        held: Pieces = [(one.offsets, InMemory(one.tensor)) for one in entry.pieces]
         return Share(info.original_shape, dtype, main.dtype, held)
 
     def piece(box: Box) -> Lazy:
@@ -329,20 +329,6 @@ def plan_exchange(
         for name, one in every.items():
             for n, place in enumerate(one.places):
                 holders[name].setdefault(place, []).append((holder, n))
-    _check_whole(holders, described)
-    load: Counter[int] = Counter()
-    plans: list[list[Transfer]] = [[] for _ in seen]
-    for turn in zip_longest(*queues, fillvalue=()):
-        for writer, name in ((writer, name) for writer, names in enumerate(turn) for name in names):
-            for place, have in holders[name].items():
-                holder, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
-                load[holder] += math.prod(place[1]) * described[name].values.itemsize * (holder != writer)
-                for rank_ in {holder, writer}:
-                    plans[rank_].append(Transfer(holder, index, writer, name, place))
-    return plans
-
-
-def _check_whole(holders: Mapping[str, Mapping[Place, Any]], described: Mapping[str, Description]) -> None:
     wrong = []
     for name, one in described.items():
         boxes = [place for place in holders[name] if math.prod(place[1])]
@@ -356,6 +342,16 @@ def _check_whole(holders: Mapping[str, Mapping[Place, Any]], described: Mapping[
             f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
             fix="call save_huggingface on all ranks of the job, with the model that te_fsdp.fully_shard returned",
         )
+    load: Counter[int] = Counter()
+    plans: list[list[Transfer]] = [[] for _ in seen]
+    for turn in zip_longest(*queues, fillvalue=()):
+        for writer, name in ((writer, name) for writer, names in enumerate(turn) for name in names):
+            for place, have in holders[name].items():
+                holder, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
+                load[holder] += math.prod(place[1]) * described[name].values.itemsize * (holder != writer)
+                for rank_ in {holder, writer}:
+                    plans[rank_].append(Transfer(holder, index, writer, name, place))
+    return plans
 
 
 def arrivals(
