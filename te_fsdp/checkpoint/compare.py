@@ -18,7 +18,7 @@ import torch
 
 from te_fsdp import _te, _te_modules
 from te_fsdp.agree import all_agree, gather, gather_if_any, rank, world_size
-from te_fsdp.checkpoint.contents import DCP_KIND, Cuts
+from te_fsdp.checkpoint.contents import Cuts
 from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.lazy import Chunked
 from te_fsdp.checkpoint.manifest import Manifest
@@ -230,8 +230,6 @@ def compare_delayed(found: Differences, model: nn.Module, described: dict[str, A
 
 def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None:
     """TE's float8 tensors do not tell where their scales came from: without state, as in the model here. Local."""
-    if source.tensors is None:
-        return
     for name, then in source.manifest.parameters.items():
         now = described.get(name, {}).get("format") or ""
         if then["format"] and then["format"].replace(" current ", " delayed ") == now:
@@ -243,8 +241,7 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 
     At tp=1 they do. Those that tensor parallelism has cut do not: a difference. Where nothing tells: a note. Local.
     """
-    if source.kind != DCP_KIND or source.tensors is None:
-        return
+    assert source.tensors is not None
     cuts, asked = Cuts(source.tensors), []
     for name, now in described.items():
         tensor = source.tensors.get(f"model.{name}")
@@ -270,9 +267,8 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
     """CheckpointError for ranks with models of their own, or stages of a rank with one name: a name is one tensor."""
     if isinstance(model, Stages):
-        named = [(*part.named_parameters(), *part.named_buffers()) for part in model.parts]
-        names = Counter(name for name, _ in chain.from_iterable(named))
-        twice = sorted(name for name, count in names.items() if count > 1)
+        named = chain(*((*part.named_parameters(), *part.named_buffers()) for part in model.parts))
+        twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
         if twice:
             raise _in_several(twice, "the stages of one rank")
     for ranks in (meshes.device_mesh.size() for meshes in meshes_of(model)):
@@ -343,18 +339,18 @@ def join(
         )
     by_stage = {number: part for number, part in filter(None, told) if part is not None}
     fields = [by_stage[number] for number in sorted(by_stage)]
-    joined: dict[str, Any] = {}
-    several: list[str] = []
-    for name in ("parameters", "buffers", "delayed", "tied"):
-        joined[name], twice = _union([part[name] for part in fields], name)
-        several += twice if name == "parameters" else []
-    patterns = tuple(shared)
+    joined: dict[str, Any] = {
+        name: _union([part[name] for part in fields], name)
+        for name in ("parameters", "buffers", "delayed", "tied")
+    }
+    counts, patterns = Counter(chain(*(part["parameters"] for part in fields))), tuple(shared)
+    several = [name for name, count in counts.items() if count > 1]
     several = [name for name in several if not any(fnmatchcase(name, pattern) for pattern in patterns)]
     if several:
         raise _in_several(several, "several stages")
     joined["extra_states"] = list(dict.fromkeys(n for part in fields for n in part["extra_states"]))
     recorded = [part["semantics"] for part in fields]
-    modules, _ = _union([from_json(part) for part in recorded], "settings of modules")
+    modules = _union([from_json(part) for part in recorded], "settings of modules")
     for part in reversed(recorded):  # a user's modules may differ, as a stage's number: the first one tells
         modules |= from_json(part, own=True)
     recipes = dict.fromkeys(recipe for part in recorded for recipe in part["recipes"])
@@ -363,13 +359,11 @@ def join(
     return joined
 
 
-def _union(parts: list[dict[str, Any]], what: str) -> tuple[dict[str, Any], list[str]]:
-    """All entries, and the names that several stages have; they must say the same."""
+def _union(parts: list[dict[str, Any]], what: str) -> dict[str, Any]:
+    """All entries; what several stages have must be the same."""
     union: dict[str, Any] = {}
-    several = []
     for number, part in enumerate(parts):
         for name, described in part.items():
-            several += [name] if name in union else []
             if union.setdefault(name, described) != described:
                 told = [union[name], described]
                 if isinstance(described, dict):
@@ -381,7 +375,7 @@ def _union(parts: list[dict[str, Any]], what: str) -> tuple[dict[str, Any], list
                     why="The files hold one tensor under each name",
                     fix="give the layers of a stage the names that they have in the whole model",
                 )
-    return union, several
+    return union
 
 
 def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
@@ -405,7 +399,7 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
     for part in filter(None, others):
         for group, more in zip(groups, part["groups"], strict=True):
             group["parameters"] = list(dict.fromkeys([*group["parameters"], *more["parameters"]]))
-    states, _ = _union([part["state"] for part in parts if part is not None], "optimizer state")
+    states = _union([part["state"] for part in parts if part is not None], "optimizer state")
     return {"class": first["class"], "groups": groups, "state": states}
 
 
@@ -427,20 +421,16 @@ def take_own_part(source: Source, model: nn.Module) -> None:
     def kept(named: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in named.items() if name not in away}
 
-    optimizer, semantics = manifest.optimizer, manifest.semantics
-    if optimizer is not None:
+    fields: dict[str, Any] = {
+        name: kept(getattr(manifest, name)) for name in ("parameters", "buffers", "delayed")
+    }
+    if manifest.optimizer is not None:
         groups = [
             {**group, "parameters": [n for n in group["parameters"] if n not in away]}
-            for group in optimizer["groups"]
+            for group in manifest.optimizer["groups"]
         ]
-        optimizer = {**optimizer, "groups": groups, "state": kept(optimizer["state"])}
-    if semantics:
-        semantics = {**semantics, "modules": kept(semantics["modules"])}
-    source.manifest = replace(
-        manifest,
-        parameters=kept(manifest.parameters),
-        buffers=kept(manifest.buffers),
-        delayed=kept(manifest.delayed),
-        optimizer=optimizer,
-        semantics=semantics,
-    )
+        state = kept(manifest.optimizer["state"])
+        fields["optimizer"] = {**manifest.optimizer, "groups": groups, "state": state}
+    if manifest.semantics:
+        fields["semantics"] = {**manifest.semantics, "modules": kept(manifest.semantics["modules"])}
+    source.manifest = replace(manifest, **fields)

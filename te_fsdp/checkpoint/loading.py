@@ -6,7 +6,6 @@ What was not saved follows what was: main weights the weights, delayed scaling's
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Collection, Iterable
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-#: Elements of the files' tensors that are converted at a time, which bounds the temporary memory.
-_BATCH = 1 << 30
 
 
 class Loaded(dict[str, Any]):
@@ -77,15 +74,10 @@ class Loaded(dict[str, Any]):
     """
 
     def __init__(
-        self,
-        extra: dict[str, Any] | None = None,
-        *,
-        left: dict[str, str] | None = None,
-        converted: dict[str, str] | None = None,
-        notes: list[str] | None = None,
+        self, extra: dict[str, Any], left: dict[str, str], converted: dict[str, str], notes: list[str]
     ) -> None:
-        super().__init__(extra or {})
-        self.left, self.converted, self.notes = dict(left or {}), dict(converted or {}), list(notes or [])
+        super().__init__(extra)
+        self.left, self.converted, self.notes = left, converted, notes
 
     @property
     def is_complete(self) -> bool:
@@ -128,7 +120,7 @@ def load(
         verify: Compare all files with their checksums before, each on one rank. Otherwise manifest, DCP's metadata,
             sizes of the files and (from format 3 on) what is read are checked.
         read: ``"each"``: every rank reads all that it loads. ``"once"``: of what several load (HSDP's replicas) each
-            reads a part, and sends it to the others. ``"auto"``: once from object storage, else each.
+            reads a part, and sends it to the others. ``"auto"``: once from object storage, else each. Rank 0's counts.
 
     Returns:
         What ``save`` was given as ``extra``, tensors on the CPU, values per rank as this rank's (on another mesh as
@@ -162,9 +154,11 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     if stage is None:  # else it was compared with the manifest of the whole model
         source.check_index()
     state = model_state(model, may_cut_blocks=True)
-    settle_scaling(source, state.described)
+    if source.tensors is not None:
+        settle_scaling(source, state.described)
     found = compare_model(manifest, state)
-    compare_stacked(found, source, state.described)
+    if source.tensors is not None:
+        compare_stacked(found, source, state.described)
     compare_semantics(found, manifest, model, state)
     compare_delayed(found, model, manifest.delayed)
     for name in found.converted.keys() & state.members.keys():
@@ -233,8 +227,7 @@ class Filling:
         Raises:
             CheckpointError: Something cannot be read, on any rank. Nothing has changed.
         """
-        self._check_shared_numbers()
-        conversions = self._conversions()
+        conversions, numbers = self._conversions(), self._shared_numbers()
         direct = [name for name in self.names if name not in conversions]
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         delayed, delayed_slots = self._delayed()
@@ -244,7 +237,8 @@ class Filling:
         try:
             # A rank may lack the memory for what the optimizer is to get.
             entries, more = all_agree(lambda: self._entries(direct, conversions))
-            self.source.stage({**entries, **slots}, more)
+            self.source.stage({**entries, **slots}, [*more, *numbers])
+            all_agree(lambda: self._check_shared(numbers))
         except BaseException:
             # State was made or dropped, but none was written to.
             states.clear()
@@ -292,7 +286,7 @@ class Filling:
             if name in loaded_names or (is_state and parameter not in self.left_states):
                 converted[name] = how
         notes, path = [*self.notes, *harmless], self.source.path
-        loaded = Loaded(extra, left=self.found.left(), converted=converted, notes=notes)
+        loaded = Loaded(extra, self.found.left(), converted, notes)
         if loaded.left:
             _log.warning("%s: loaded in part; left as it was: %s", path, "; ".join(self.found.texts()))
         if converted:
@@ -328,36 +322,32 @@ class Filling:
         planned = [one for named in conversions.values() for one in named]
         return entries, [place for one in planned if self._live(one) is None for place in one.reads()]
 
-    def _check_shared_numbers(self) -> None:
-        """Raise if numbers that each expert has of its own in the files, and all share here, differ. Collective."""
-        vectors: dict[str, tuple[torch.Tensor, list[int]]] = {}
+    def _shared_numbers(self) -> dict[Rectangle, list[int]]:
+        """Numbers that each of some experts has of its own in the files, and all share here."""
+        found = {}
         for name, states in (self.saved_optimizer or {"state": {}})["state"].items():
             members = self.state.members.get(name, [])
             if name in self.left_states or not members or members[0].expert is not None:
                 continue
             for key, described in states.items():
                 if described.get("scalar"):
-                    dtype = getattr(torch, described["dtype"])
-                    numbers = torch.empty(described["shape"], dtype=dtype, device="cpu")
-                    vectors[f"optimizer.state.{name}.{key}"] = numbers, described["experts"]
-        if not vectors and self.stage is None:  # on no rank, then
-            return
-        slots = {key: whole_entry(numbers) for key, (numbers, _) in vectors.items()}
-        self.source.stage(slots)
-        self.source.staged.fill(slots)
-        differing = [key for key, (v, experts) in vectors.items() if len(v[experts].unique(dim=0)) > 1]
+                    shape = tuple(described["shape"])
+                    found[f"optimizer.state.{name}.{key}", (0,) * len(shape), shape] = described["experts"]
+        return found
 
-        def refuse() -> None:
-            if differing:
-                raise CheckpointError(
-                    f"{self.source.path}: {shorten(differing)}",
-                    expected="one number for all experts, which are one parameter here",
-                    got="different ones",
-                    why="Nothing was loaded",
-                    fix="build the layer without a single grouped weight, or load without the optimizer",
-                )
-
-        refuse() if self.stage is None else all_agree(refuse)  # without stages all ranks see the same
+    def _check_shared(self, numbers: dict[Rectangle, list[int]]) -> None:
+        """Raise if such numbers, which were read, differ. Local operation."""
+        staged, host = self.source.staged, torch.device("cpu")
+        read = [(place[0], staged.new(place, host)[experts]) for place, experts in numbers.items()]
+        differing = [key for key, values in read if len(values.unique(dim=0)) > 1]
+        if differing:
+            raise CheckpointError(
+                f"{self.source.path}: {shorten(differing)}",
+                expected="one number for all experts, which are one parameter here",
+                got="different ones",
+                why="Nothing was loaded",
+                fix="build the layer without a single grouped weight, or load without the optimizer",
+            )
 
     def _delayed(self) -> tuple[dict[str, Any], dict[str, Entry]]:
         """Delayed-scaling state that this model takes, by module, and memory on the host for all of it: it is small.
@@ -418,26 +408,20 @@ class Filling:
                 _te_modules.follow_scale(owned.module, owned.name, local)
 
     def _convert(self, conversions: dict[str, list[Conversion]], delayed: Collection[str]) -> None:
-        """Convert and store weights, a few at a time, as often on all ranks. Collective over the world."""
-        batches: list[list[Conversion]] = []
-        size = 0
+        """Convert and store weights, one at a time, as often on all ranks. Collective over the world."""
         # The same names on all ranks, also where these hold different experts.
-        for name, own in conversions.items():
-            elements = math.prod(self.manifest.tensor(name)["shape"])
-            if not batches or size + elements > _BATCH:
-                batches.append([])
-                size = 0
-            batches[-1] += own
-            size += elements
+        weights = [*conversions.values()]
         if self.stage is not None:  # stages convert other weights
-            batches += [[]] * (max(gather(len(batches))) - len(batches))
-        for batch in batches:
+            weights += [[]] * (max(gather(len(weights))) - len(weights))
+        for members in weights:
 
-            def values(batch: list[Conversion] = batch) -> list[torch.Tensor]:  # a rank may lack the memory
-                live = ((one, self._live(one)) for one in batch)
+            def values(
+                members: list[Conversion] = members,
+            ) -> list[torch.Tensor]:  # a rank may lack the memory
+                live = ((one, self._live(one)) for one in members)
                 return [one.value(self.source.staged) if main is None else main for one, main in live]
 
-            for conversion, value in zip(batch, all_agree(values), strict=True):
+            for conversion, value in zip(members, all_agree(values), strict=True):
                 owned = conversion.owned
                 conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
                 self._refresh_main_weights(owned, value)

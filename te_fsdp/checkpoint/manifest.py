@@ -308,12 +308,15 @@ def read_manifest(directory: Path) -> Manifest:
         body = json.loads(text)
         if type(body) is not dict or type(body.get("format_version")) is not int:
             raise InvalidError("no object with a format_version")
-        if body["format_version"] > FORMAT_VERSION:
+        if not STACKS_EXPERTS <= body["format_version"] <= FORMAT_VERSION:
+            is_newer = body["format_version"] > FORMAT_VERSION
             raise CheckpointError(
-                f"{path}: written by a newer te_fsdp, {body.get('versions')!a:.200}",
-                expected=f"format version {FORMAT_VERSION} or older",
+                f"{path}: written by {'a newer' if is_newer else 'an early'} te_fsdp, {body.get('versions')!a:.200}",
+                expected=f"a format version from {STACKS_EXPERTS} to {FORMAT_VERSION}",
                 got=str(body["format_version"])[:40],
-                fix="update te_fsdp",
+                fix="update te_fsdp"
+                if is_newer
+                else "load it with a te_fsdp of format version 2, and save it anew",
             )
         # Of the text, not of what it means: "1e-5" and "1E-5" are one number, and one of them is damage.
         digest = str(body.pop("digest", None))

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain, zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,7 +27,7 @@ import torch
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.background import HostMemory, aligned, threads_here
+from te_fsdp.checkpoint.background import HostMemory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
@@ -52,8 +52,6 @@ _FEW = 8
 _RUN = 1 << 20
 #: Reading and summing up release the interpreter, so that threads help where there are cores for them.
 _MOST_THREADS = 4
-#: Bytes that are sent together, unless a single tensor has more.
-_MESSAGE = 1 << 26
 #: Ranks beyond which others read the same once more: to have it from ever more ranks costs messages.
 _MOST_RANKS = 64
 #: Tensors of the model and the optimizer; further ones may be a rank's own.
@@ -259,104 +257,80 @@ def _read_ahead(
 
 @dataclass
 class Share:
-    """What one rank reads of what it and others want, and what it gets from them: messages of rectangles.
-
-    Sent is from rank to rank over our own gloo group; in the k-th turn each sends to the k-th one after it.
-    """
+    """What one rank reads of what it and others want, and what it gets from them, over our own gloo group."""
 
     ranks: Ranks  #: The world
     members: list[int]  #: Ranks that want the same, in ascending order
+    parts: list[dict[Rectangle, torch.dtype]]  #: What each of them reads for all
+    me: int  #: This rank's number among them
     own: list[Rectangle]  #: What this rank reads: its part, and what it alone wants
-    dtypes: Mapping[str, torch.dtype]  #: Of the tensors of the files, by key
-    #: Messages by the member that sends them.
-    sent: dict[int, list[list[Rectangle]]] = field(default_factory=dict)
-    received: dict[int, list[torch.Tensor]] = field(default_factory=dict)  #: Memory for those of the others
 
     @classmethod
     def of(cls, ranks: Ranks, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]) -> Share:
-        """Find who wants the same as this rank. Collective over the ranks: a round of small messages."""
-        common = [place for place in wanted if place[0].startswith(_COMMON) and place[0] in dtypes]
-        share = cls(ranks, ranks.round(lambda: digest(repr(common)), _alike), wanted, dtypes)
-        if len(share.members) > 1:
-            share._divide(common)
-            rest = set(wanted) - set(common)
-            share.own = [*chain(*share.sent[ranks.rank]), *(place for place in wanted if place in rest)]
-        return share
+        """Find who wants the same as this rank. Collective over the ranks: a round of small messages.
 
-    def _divide(self, places: list[Rectangle]) -> None:
-        """Parts of about as many bytes, each in the order of the whole: neighbours lie side by side in the files."""
-        sizes, count = [self._bytes_of(place) for place in places], len(self.members)
-        total, before, room = max(1, sum(sizes)), 0, 0
-        self.sent = {member: [] for member in self.members}
-        for place, size in zip(places, sizes, strict=True):
-            messages = self.sent[self.members[min(count - 1, (before + size // 2) * count // total)]]
-            room += aligned(size)
-            if not messages or room > _MESSAGE:
-                messages.append([])
-                room = aligned(size)
-            messages[-1].append(place)
-            before += size
+        The parts have about as many bytes, each in the order of the whole: neighbours lie side by side in the files.
+        """
+        common = {
+            place: dtypes[place[0]] for place in wanted if place[0].startswith(_COMMON) and place[0] in dtypes
+        }
+        members = ranks.round(lambda: digest(repr([*common])), _alike)
+        parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
+        ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in common.items())]
+        for (place, dtype), end in zip(common.items(), ends, strict=True):
+            parts[(end - 1) * len(members) // ends[-1]][place] = dtype
+        me = members.index(ranks.rank)
+        own = [place for place in wanted if place in parts[me] or place not in common]
+        return cls(ranks, members, parts, me, own)
 
-    def provide(self) -> None:
+    def provide(self, staged: Staged) -> None:
         """Have memory for what others send. Local operation; may fail, so that all ranks must hear of it."""
-        memory = HostMemory()
-        for member, messages in self.sent.items():
-            if member != self.ranks.rank:
-                self.received[member] = [memory.take(self._room(message)) for message in messages]
+        others = self.parts[: self.me] + self.parts[self.me + 1 :]
+        for place, dtype in chain(*(part.items() for part in others)):
+            values = torch.empty(place[2], dtype=dtype, device="cpu")
+            staged.parts[place] = [((0,) * values.ndim, values)]
 
     def exchange(self, staged: Staged) -> None:
-        """Send what this rank has read, and take what the others have; CheckpointError if one has died. Collective."""
-        count, me = len(self.members), self.members.index(self.ranks.rank)
-        for number in range(max(map(len, self.sent.values()), default=0)):
-            packed = []
-            for message in self.sent[self.ranks.rank][number : number + 1]:
-                packed.append(torch.empty(self._room(message), dtype=torch.uint8, device="cpu"))
-                for place, view in self._views(message, packed[0]):
-                    for offsets, values in staged.parts[place]:
-                        view[slices(offsets, values.shape)].copy_(values)
+        """Send what this rank has read, and take what the others have; CheckpointError if one has died. Collective.
+
+        In the k-th turn each sends to the k-th rank after it.
+        """
+        group, count = self.ranks.group, len(self.members)
+        for places in zip_longest(*self.parts):
+            mine = places[self.me]
+            sent: list[torch.Tensor] = []
+            if mine is not None and count > 1:
+                staged.expect([mine])  # once more: to be sent
+                sent.append(_bytes(staged.new(mine, torch.device("cpu"))))
             for turn in range(1, count):
-                source = self.members[(me - turn) % count]
-                theirs = self.received[source][number : number + 1]
+                to, source = ((self.me + step) % count for step in (turn, -turn))
+                works = []
                 try:
-                    works = [self.ranks.group.recv(theirs, source, 1)] if theirs else []
-                    if packed:
-                        works.append(self.ranks.group.send(packed, self.members[(me + turn) % count], 1))
+                    if places[source] is not None:
+                        received = _bytes(staged.parts[places[source]][0][1])
+                        works.append(group.recv([received], self.members[source], 1))
+                    if sent:
+                        works.append(group.send(sent, self.members[to], 1))
                     for work in works:
                         work.wait()
                 except RuntimeError as lost:  # gloo's
                     raise CheckpointError(f"rank {self.ranks.rank} lost another rank: {lost}") from lost
-        for member, memory in self.received.items():
-            for message, data in zip(self.sent[member], memory, strict=True):
-                for place, view in self._views(message, data):
-                    staged.parts[place] = [((0,) * len(place[1]), view)]
-        self.received.clear()  # the memory goes with the last tensor in it
 
-    def _views(
-        self, message: list[Rectangle], data: torch.Tensor
-    ) -> Iterator[tuple[Rectangle, torch.Tensor]]:
-        """The rectangles of a message, as tensors in its memory."""
-        begin = 0
-        for place in message:
-            part = data[begin : begin + self._bytes_of(place)]
-            yield place, part.view(self.dtypes[place[0]]).view(place[2])
-            begin += aligned(len(part))
 
-    def _bytes_of(self, place: Rectangle) -> int:
-        return math.prod(place[2]) * self.dtypes[place[0]].itemsize
-
-    def _room(self, message: list[Rectangle]) -> int:
-        return sum(aligned(self._bytes_of(place)) for place in message)
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    return values.view(-1).view(torch.uint8)
 
 
 def _alike(seen: list[int]) -> list[list[int]]:
     """For each rank those with its number, at most so many that each still reads much of it."""
-    alike: dict[tuple[int, int], list[int]] = {}
-    counts: Counter[int] = Counter()
+    alike: dict[int, list[int]] = {}
     found = []
     for rank, number in enumerate(seen):
-        found.append(alike.setdefault((number, counts[number] // _MOST_RANKS), []))
-        found[-1].append(rank)
-        counts[number] += 1
+        if len(alike.setdefault(number, [])) == _MOST_RANKS:
+            alike[number] = []
+        alike[number].append(rank)
+        found.append(alike[number])
     return found
 
 

@@ -18,21 +18,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fsdp.agree import (
-    Ranks,
-    all_agree,
-    are_equal,
-    digest,
-    from_rank_0,
-    gather,
-    gather_if_any,
-    own_ranks,
-    rank,
-    world_size,
-)
+from te_fsdp.agree import Ranks, all_agree, from_rank_0, gather_if_any, own_ranks, rank, world_size
 from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import background
-from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents, open_checkpoint_contents, stack_experts
+from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.index import Index, check_index, read_index, read_metadata
@@ -40,7 +29,6 @@ from te_fsdp.checkpoint.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
-    STACKS_EXPERTS,
     SUMS_PIECES,
     Manifest,
     Tick,
@@ -61,8 +49,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-#: Who reads what several ranks want.
-_READ = ("auto", "each", "once")
 
 
 @dataclass
@@ -73,7 +59,6 @@ class Source:
     manifest: Manifest  #: What it holds; for a stage of a pipeline, what of that is the stage's
     #: By the keys that our files have; ``None``: the files are ours.
     tensors: Mapping[str, Lazy] | None = None
-    kind: str = "te_fsdp"  #: What wrote it, in words
     #: What was taken of a foreign directory, and what not, in words.
     notes: list[str] = field(default_factory=list)
     staged: Staged = field(default_factory=Staged, repr=False)  #: What was read and has not been copied yet
@@ -111,7 +96,7 @@ class Source:
         share = Share.of(self.ranks, wanted, dtypes)
 
         def read() -> None:
-            share.provide()
+            share.provide(self.staged)
             self._read(share.own)
 
         all_agree(read)
@@ -134,28 +119,17 @@ class Source:
             read_stored(self.path, self.manifest, self.index, stored, self.staged, names)
         for place in (place for place in wanted if place[0] not in names):
             key, offsets, shape = place
-            values = torch.empty(shape, dtype=self.tensors[key].dtype, device="cpu")
-            _fill(values, self.tensors[key], offsets)
-            self.staged.parts[place] = [((0,) * len(shape), values)]
+            self.staged.parts[place] = [((0,) * len(shape), _values(self.tensors[key], offsets, shape))]
 
 
-def _fill(target: torch.Tensor, tensor: Lazy, offsets: tuple[int, ...]) -> None:
-    """Copy what of a tensor begins there, a block of rows at a time."""
-    if not target.numel():
-        return
+def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """A rectangle of a tensor, contiguous, on the host."""
+    if not shape:
+        return tensor.whole().reshape(())
+    begin, end = offsets[0], offsets[0] + shape[0]
     if isinstance(tensor, Stack):  # no expert's rows are read for another's
-        for index, part in enumerate(target, offsets[0]):
-            _fill(part, tensor.select(index), offsets[1:])
-        return
-    if not target.ndim:
-        target.copy_(tensor.whole().reshape(()))
-        return
-    begin, end = offsets[0], offsets[0] + target.shape[0]
-    columns = slices(offsets[1:], target.shape[1:])
-    for first, last in tensor.blocks():
-        low, high = max(first, begin), min(last, end)
-        if low < high:
-            target[low - begin : high - begin].copy_(tensor.rows(low, high)[(slice(None), *columns)])
+        return torch.stack([_values(tensor.select(i), offsets[1:], shape[1:]) for i in range(begin, end)])
+    return tensor.rows(begin, end)[(slice(None), *slices(offsets[1:], shape[1:]))].contiguous()
 
 
 # --- opening
@@ -174,12 +148,33 @@ def open_source(
             same. All ranks raise it.
     """
 
-    def ours() -> Manifest | None:
-        is_plain = not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
-        return None if is_plain else open_checkpoint(path)
+    def seen(manifest: Manifest | None) -> int | str | None:
+        file = path / (DCP_METADATA if manifest is None else FILE_NAME)
+        try:
+            return checksum(file) if file.is_file() else None
+        except OSError as error:  # other ranks see it, perhaps
+            return str(error)
 
-    manifest = from_rank_0(ours)
-    _check_same(path, FILE_NAME if manifest is not None else DCP_METADATA, read)
+    def first() -> tuple[Manifest | None, int | str | None, str, str]:
+        if read not in ("auto", "each", "once"):
+            raise CheckpointError("load: read", expected="'auto', 'each' or 'once'", got=repr(read))
+        is_plain = not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
+        manifest = None if is_plain else open_checkpoint(path)
+        return manifest, seen(manifest), str(path), read
+
+    manifest, there, where, read = from_rank_0(first)
+    # Each rank reads its own part. They may ask for the newest one at moments between which another appears, or through
+    # file systems that are late.
+    others = gather_if_any("" if seen(manifest) == there else f"{path} on rank {rank()}")
+    if others:
+        raise CheckpointError(
+            f"{where}: the ranks see different checkpoints",
+            expected="the same on all ranks",
+            got=", ".join([f"{where} on rank 0", *[one for one in others if one][:3]]),
+            why="Weights of two moments would be mixed. Nothing was loaded",
+            fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
+            "same path, mount one file system on all nodes",
+        )
     if manifest is None:
         source = _foreign_source(path, model, optimizer, verify)
     else:
@@ -188,54 +183,11 @@ def open_source(
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
             text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
             _log.info(text, path)
-        is_old = manifest.format_version < STACKS_EXPERTS
-        source = all_agree(lambda: _older(path, manifest)) if is_old else Source(path, manifest)
+        source = Source(path, manifest)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
         background().wait()  # a running save talks over the same group
         source.ranks = own_ranks()
     return source
-
-
-def _check_same(path: Path, name: str, read: str) -> None:
-    """All ranks must see the checkpoint that rank 0 does, since each reads its own part. Collective over the world.
-
-    Ranks may ask for the newest one at moments between which another appears, or through file systems that are late.
-    """
-    try:
-        mine = checksum(path / name) if (path / name).is_file() else None
-    except OSError as error:  # the others see it, perhaps
-        mine = str(error)
-    seen = [(str(path), mine, read)]
-    if world_size() > 1 and not are_equal([digest(repr((mine, read)))]).all():
-        seen = gather(seen[0])
-    reads = sorted({repr(one[2]) for one in seen})
-    if len(reads) > 1 or read not in _READ:
-        raise CheckpointError(
-            "load: read",
-            expected=f"one of {', '.join(map(repr, _READ))}, the same on all ranks",
-            got=", ".join(reads),
-            why="Nothing was loaded",
-        )
-    others = [f"{where} on rank {r}" for r, (where, found, _) in enumerate(seen) if found != seen[0][1]]
-    if others:
-        raise CheckpointError(
-            f"{seen[0][0]}: the ranks see different checkpoints",
-            expected="the same on all ranks",
-            got=", ".join([f"{seen[0][0]} on rank 0", *others[:3]]),
-            why="Weights of two moments would be mixed. Nothing was loaded",
-            fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
-            "same path, mount one file system on all nodes",
-        )
-
-
-def _older(path: Path, manifest: Manifest) -> Source:
-    """A checkpoint of ours in which every expert's weight is a tensor of its own. Local operation."""
-    contents = open_checkpoint_contents(path)
-    before = set(contents.tensors)
-    stack_experts(contents)
-    if before == set(contents.tensors):
-        return Source(path, manifest)
-    return Source(path, contents.manifest, contents.tensors, notes=contents.notes)
 
 
 def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Source:
@@ -261,7 +213,7 @@ def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, v
         contents.notes.append("optimizer: left, since none was given to load")
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
     told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    source = Source(path, contents.manifest, contents.tensors, contents.kind, told)
+    source = Source(path, contents.manifest, contents.tensors, told)
     source.index = plain.index
     return source
 

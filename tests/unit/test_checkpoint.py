@@ -174,6 +174,17 @@ def test_a_newer_format(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "a", Model())
 
 
+def test_the_first_format(tmp_path: Path) -> None:
+    """In it each expert's weight was a tensor of its own: refused, with the way out."""
+    checkpoint.save(tmp_path / "a", Model())
+    text = (tmp_path / "a" / "te_fsdp.json").read_text()
+    (tmp_path / "a" / "te_fsdp.json").write_text(text.replace('"format_version": 3', '"format_version": 1'))
+    with pytest.raises(
+        CheckpointError, match="written by an early te_fsdp.*from 2 to 4, got 1. Fix: load it with"
+    ):
+        checkpoint.load(tmp_path / "a", Model())
+
+
 def test_latest_is_the_newest_whole_one(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None and checkpoint.latest(tmp_path / "none") is None
     for name in ("step-20", "step-9", "step-100"):

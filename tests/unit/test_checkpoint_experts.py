@@ -15,8 +15,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
-from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import model_state, saving, sums
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
@@ -152,37 +150,6 @@ def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.
     )
     weights = ["--weights-only"] if recipe == "delayed" else []
     assert main(["ckpt", "diff", str(tmp_path / "ours"), str(tmp_path / "again"), *weights]) == 0
-    capsys.readouterr()
-
-
-@pytest.mark.parametrize("recipe", ["none", "delayed"], indirect=True)
-def test_checkpoints_of_the_first_format(
-    te: Any, recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Checkpoints in which every expert's weight is a tensor of its own load as the others do."""
-    run = Run(te, recipe, seed=0).step().step()
-    checkpoint.save(tmp_path / "new", run.model, run.optimizer)
-    with monkeypatch.context() as patch:
-        patch.setattr(model_state, "_place_of", lambda module, name: None)
-        write = manifests.write_manifest
-
-        def write_first(directory: Path, manifest: Any) -> None:
-            manifest.format_version, manifest.save_id = 1, ""
-            del manifest.files["te_fsdp.index"]
-            (directory / "te_fsdp.index").unlink()
-            for name, listed in manifest.files.items():
-                manifest.files[name] = [listed[0], sums.checksum(directory / name)]
-            write(directory, manifest)
-
-        patch.setattr(saving, "write_manifest", write_first)
-        patch.setattr(manifests.Manifest, "identity", "")
-        checkpoint.save(tmp_path / "old", run.model, run.optimizer)
-    assert "experts.weight3" in json.loads((tmp_path / "old" / "te_fsdp.json").read_text())["parameters"]
-    other = Run(te, recipe, seed=1)
-    loaded = checkpoint.load(tmp_path / "old", other.model, other.optimizer, verify=True)
-    assert loaded.is_complete and differing(run.state(), other.state()) == []
-    assert torch.equal(run.output(), other.output())
-    assert main(["ckpt", "diff", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
     capsys.readouterr()
 
 

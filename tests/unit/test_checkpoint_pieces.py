@@ -92,7 +92,7 @@ def test_stacked_weights_of_plain_directories(
     """Known by the pieces, or one whole with its module's entry: silent or a difference. Nothing tells: a note asks."""
     tensors = {k: t for k, t in layer(shards, tp).items() if norms or "norm" not in k}
     contents = contents_of(tmp_path, tensors, extras)
-    source, found = Source(tmp_path, contents.manifest, tensors, contents.kind), Differences()
+    source, found = Source(tmp_path, contents.manifest, tensors), Differences()
     described = {name: {"layout": "stacked(1, 1)"} for name in STACKED} | {
         "mlp.fc2_weight": {"layout": "plain"}
     }

@@ -28,7 +28,6 @@ from te_fsdp.checkpoint.contents import (
     portable_text,
     refuse_scrambled,
     split_experts,
-    stack_experts,
 )
 from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
 from te_fsdp.checkpoint.entries import decode
@@ -41,7 +40,7 @@ from te_fsdp.checkpoint.lazy import (
     write_file,
     write_folder,
 )
-from te_fsdp.checkpoint.manifest import DCP_METADATA, STACKS_EXPERTS, Tick, has_manifest, write_manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, has_manifest, write_manifest
 from te_fsdp.checkpoint.paths import is_remote, place_of
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
 from te_fsdp.checkpoint.torch_files import write_torch
@@ -109,10 +108,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         contents = open_dcp_contents(where, choices)
         refuse_scrambled(contents)
         return contents
-    contents = open_checkpoint_contents(where)
-    if contents.manifest.format_version < STACKS_EXPERTS:
-        stack_experts(contents)
-    return contents
+    return open_checkpoint_contents(where)
 
 
 def check_apart(source: Path, target: Path) -> None:

@@ -239,7 +239,7 @@ def _filling(
     }
     _check_fits("load_huggingface", model, weights, found)
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
-    opened = Source(contents.source, contents.manifest, contents.tensors, contents.kind)
+    opened = Source(contents.source, contents.manifest, contents.tensors)
     return Filling(opened, model, optimizer, state, Differences(converted=quantized))
 
 

@@ -36,10 +36,8 @@ def test_mistakes_are_told_on_all_ranks(pool, tmp_path):
     results = pool.run(read_once.mistakes, 4, axes=HSDP, directory=str(tmp_path))
     for texts, changed, count in results:
         assert texts == results[0][0] and changed == [] and count > 10
-        damaged, different, unknown = texts
-        assert "damaged checkpoint: __0_0.distcp: its contents have changed (CRC-32" in damaged
-        assert (
-            "load: read: expected one of 'auto', 'each', 'once', the same on all ranks, got 'each', 'once'"
-            in different
+        *damaged, unknown = texts
+        assert all(
+            "damaged checkpoint: __0_0.distcp: its contents have changed (CRC-32" in text for text in damaged
         )
-        assert "got 'twice'" in unknown
+        assert len(damaged) == 2 and "load: read: expected 'auto', 'each' or 'once', got 'twice'" in unknown

@@ -223,26 +223,21 @@ def load_on(case: Case, pairs: list[tuple[Place, Place]], directory: str) -> dic
 def convert_on(
     case: Case, places: list[Place], source: str, optimizer: bool, directory: str
 ) -> dict[str, Any]:
-    """Load what was saved in another format, a tensor at a time; the first place in one process says what must come."""
+    """Load what was saved in another format; the first place in one process says what must come."""
     import te_fsdp
-    from te_fsdp.checkpoint import loading
 
-    found, most = {}, loading._BATCH
-    loading._BATCH = 1  # ranks with different experts must read in step
-    try:
-        for place in places:
-            run = Run(case, place, seed=1)
-            fresh = logical(run)
-            given = run.optimizer if optimizer else None
-            loaded = te_fsdp.checkpoint.load(f"{directory}/{source}", run.model, given)
-            values = logical(run)
-            if not dist.is_initialized() or dist.get_world_size() == 1:
-                torch.save(values, f"{directory}/converted.pt")
-            expected = torch.load(f"{directory}/converted.pt", weights_only=True)
-            outcome = {"wrong": differing(expected, values), "fresh": len(differing(fresh, values))}
-            found[place.name] = {**outcome, "converted": sorted(loaded.converted)}
-    finally:
-        loading._BATCH = most
+    found = {}
+    for place in places:
+        run = Run(case, place, seed=1)
+        fresh = logical(run)
+        given = run.optimizer if optimizer else None
+        loaded = te_fsdp.checkpoint.load(f"{directory}/{source}", run.model, given)
+        values = logical(run)
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            torch.save(values, f"{directory}/converted.pt")
+        expected = torch.load(f"{directory}/converted.pt", weights_only=True)
+        outcome = {"wrong": differing(expected, values), "fresh": len(differing(fresh, values))}
+        found[place.name] = {**outcome, "converted": sorted(loaded.converted)}
     return found
 
 

@@ -69,7 +69,7 @@ def both_ways(case: Case, axes: dict[str, int], to: dict[str, int], directory: s
 
 
 def mistakes(axes: dict[str, int], directory: str) -> tuple[list[str], list[str], int]:
-    """Damage that one rank meets, and ranks that do not agree how to read: texts, tensors that changed, bytes."""
+    """Damage that a rank meets, also where ranks name several ways, and a word that is none: texts, changes, count."""
     import te_fsdp
     from te_fsdp.checkpoint.manifest import read_manifest
     from te_fsdp.errors import CheckpointError
