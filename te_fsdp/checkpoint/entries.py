@@ -243,22 +243,11 @@ def encode(
         raise CheckpointError(
             f"{where}: cannot be stored",
             expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
-            got=_kind_of(value),
+            got=f"{type(value).__name__} {' '.join(repr(value).split()):.80}",
             fix="convert it, for example number.item() or str(path)",
         )
 
     return walk(value, where), entries
-
-
-def _kind_of(value: Any) -> str:
-    """What a value is that cannot be stored."""
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        return f"a tensor with the layout {value.layout}"
-    if isinstance(value, dict):
-        return f"a dict with the key {next(k for k in value if type(k) is not str or k in _RESERVED)!r}"
-    if isinstance(value, PerRank):
-        return "PerRank inside of PerRank, or outside of extra"
-    return type(value).__name__
 
 
 def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:

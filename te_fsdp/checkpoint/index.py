@@ -1,25 +1,20 @@
 """What lies where in a checkpoint's files of tensors: an index of ours, and DCP's ``.metadata``, which says the same.
 
-DCP's is one pickle with several objects for each stored piece, of which a reader must have all. Of 405B parameters on
-16,384 ranks that is 38 million pieces, 4.7 GB, a minute and many GB of memory on every rank that loads, each of which
-wants a few pieces of each tensor. So a save writes beside it, for te_fsdp's own readers::
+DCP's is one pickle with several objects for each stored piece, of which a reader must have all: of 405B parameters on
+16,384 ranks a minute and many GB on every rank that loads. So a save writes beside it, for te_fsdp's own readers::
 
     te_fsdp.index:  block, block, ..., head, table     the table is that of files of tensors: te_fsdp.checkpoint.sums
-    head:           JSON: the mark of the save, the names of the files, and the tensors of each block: key, shape,
-                    dtype and number of pieces
+    head:           JSON: the names of the files, and the tensors of each block: key, shape, dtype, number of pieces
     block:          whole tensors, of at least 65,536 pieces together; zlib. A row of int64 for each piece: file, first
                     byte, bytes, where it begins in each dim, its size in each dim; stored by columns, each number as
                     its difference to the one above
 
-Tensors are cut regularly, so these differences repeat, and all of it takes some MB: each rank reads it, a block at a
-time, and keeps the rows that it wants. A piece of it that has changed shows in the table, as in any file of ours.
-Were rank 0 to read ``.metadata`` and send each rank its part, all would wait for that minute; SQLite reads no object
-storage, and a row takes it 60 bytes.
+Tensors are cut regularly, so these differences repeat, and all of it takes some MB: each rank reads it, unpacks the
+blocks of the tensors that it wants, and keeps their rows.
 
 Checkpoints from before there was an index, and plain DCP directories, which have no checksum, are read by their
-``.metadata``, a pickle. What is damaged is not believed: names that metadata does not have are refused, and so are
-numbers under which the pickle keeps objects, where they are larger than the file. Python's unpickler makes a table of
-that length, of tens of GiB where a damaged string is taken for instructions.
+``.metadata``. What is damaged is not believed: names that metadata does not have are refused, and so are numbers of
+objects that are larger than the file, for which Python's unpickler would make a table of that length.
 """
 
 from __future__ import annotations
@@ -48,12 +43,10 @@ from te_fsdp import _torch
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, unreadable
 from te_fsdp.checkpoint.sums import (
-    CheckedFile,
     DamagedFileError,
     SummedFile,
     crc32,
     open_checked,
-    runs,
     synced,
     view_of,
     without_collector,
@@ -64,8 +57,6 @@ from te_fsdp.errors import CheckpointError, shorten
 FIXED = 3
 #: Pieces from which on a block is full.
 _ROWS = 1 << 16
-#: Bytes of blocks that are read together.
-_RUN = 1 << 24
 #: An array of int64 with a row for each piece.
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 #: Key, shape, dtype and number of pieces of a tensor.
@@ -90,21 +81,19 @@ class Encoded:
     """Index and ``.metadata`` of a save, to be written again by later saves of the same: only the mark is another."""
 
     metadata: bytes
+    mark: str  #: In it: the identity of a manifest
     pieces: list[bytes]  #: Of the index; the last one is its head
-    mark: str  #: In both: the identity of a manifest
 
     def write(self, folder: Path, manifest: Manifest) -> None:
         """Write both files, synced to disk, and list them in the manifest. Local operation."""
-        old, new = self.mark.encode(), manifest.identity.encode()
-        metadata = self.metadata.replace(old, new)
+        metadata = self.metadata.replace(self.mark.encode(), manifest.identity.encode())
         with synced(folder / DCP_METADATA) as raw:
             raw.write(metadata)
         manifest.files[DCP_METADATA] = [len(metadata), crc32(metadata)]
         with synced(folder / INDEX) as raw:
             file = SummedFile(raw)
-            for piece in self.pieces[:-1]:
+            for piece in self.pieces:
                 file.add([piece])
-            file.add([self.pieces[-1].replace(old, new)])
             manifest.files[INDEX] = file.finish(INDEX, manifest.save_id)
 
 
@@ -149,8 +138,8 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
                 packed.append(_pack(found))
                 found, count = [], 0
         packed += [_pack(found)] if found else []
-        head = json.dumps({"mark": mark, "files": files, "blocks": heads}).encode()
-        return Encoded(pickle.dumps(metadata), [*packed, head], mark)
+        head = json.dumps({"files": files, "blocks": heads}).encode()
+        return Encoded(pickle.dumps(metadata), mark, [*packed, head])
 
 
 @functools.cache
@@ -248,28 +237,21 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     if INDEX not in manifest.files:
         with unreadable(path, DCP_METADATA):
             return Index.of(read_metadata(path, manifest))
-    opened = partial(open_checked, manifest.at(path) / INDEX, manifest.files[INDEX], manifest.save_id)
-
-    def read(stream: CheckedFile, begin: int, lengths: list[int]) -> memoryview:
-        data = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
-        return view_of(stream.read(begin, lengths, data))
-
-    with unreadable(path, INDEX), opened() as stream:
-        *places, (begin, (length, _)) = (stream.pieces or {}).items()
-        body = json.loads(bytes(read(stream, begin, [length])))
-        manifest.check_identity(body["mark"])
+    file, listed = manifest.at(path) / INDEX, manifest.files[INDEX]
+    with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
+        lengths = [length for length, _ in (stream.pieces or {}).values()]
+        data = stream.read(0, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
+        *packed, head = map(view_of, data.split(lengths))
+        body = json.loads(bytes(head))
         heads = [[(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]]
-        blocks = [(at, size, block) for (at, (size, _)), block in zip(places, heads, strict=True)]
+        blocks = list(zip(packed, heads, strict=True))
 
     def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
         wanted = set(keys)
-        needed = [block for block in blocks if any(head[0] in wanted for head in block[2])]
-        with unreadable(path, INDEX), opened() as stream:
-            for run in runs(needed, lambda block: block[:2], _RUN):
-                data = read(stream, run[0][0], [size for _, size, _ in run])
-                for _, size, block in run:
-                    yield from (found for found in _unpack(data[:size], block) if found[0] in wanted)
-                    data = data[size:]
+        with unreadable(path, INDEX):
+            for block, own in blocks:
+                if any(head[0] in wanted for head in own):
+                    yield from (found for found in _unpack(block, own) if found[0] in wanted)
 
     return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
 

@@ -1,8 +1,8 @@
 """``te_fsdp.json``: what a checkpoint holds, to be read and compared before any tensor moves.
 
 The kind of every value in it is checked when it is read and before it is written. A rule is a :class:`Kind`;
-``[rule]``, a list; ``{...: rule}``, an object of any names; ``{"a": rule, "b?": rule}``, an object of these names, of
-which ``b`` may be absent; or a function that is given the value and returns its rule.
+``[rule]``, a list; ``{kind: rule}``, an object with any names of a kind; ``{"a": rule, "b?": rule}``, an object with
+these names, of which ``b`` may be absent; or a function that is given the value and returns its rule.
 """
 
 from __future__ import annotations
@@ -35,11 +35,10 @@ from te_fsdp.checkpoint.sums import (
 from te_fsdp.errors import CheckpointError
 
 FILE_NAME = "te_fsdp.json"
-#: Versions of the format. From 2 on, a layer's experts' weights are one tensor; before, each had its own. From 3 on,
-#: files have checksums of their pieces, and all of a checkpoint its save's id. From 4 on, files may lie in a folder.
-STACKS_EXPERTS, SUMS_PIECES, HAS_FOLDER = 2, 3, 4
-#: Raised when an older te_fsdp could misread what a newer one writes. What needs no folder is still written as 3.
-FORMAT_VERSION = HAS_FOLDER
+#: Versions of the format that are read. From 3 on, files have checksums of their pieces, and all of a checkpoint its
+#: save's id. From 4 on, files may lie in a folder; what needs none is written as 3. Raised when an older te_fsdp could
+#: misread what a newer one writes.
+FIRST_FORMAT, SUMS_PIECES, HAS_FOLDER = 2, 3, 4
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
 #: Our own, which says the same in less (:mod:`te_fsdp.checkpoint.index`); earlier checkpoints have none.
@@ -53,10 +52,6 @@ _DEEPEST = 200
 #: Last bytes of DCP's metadata, among which is its mark.
 _END = 4096
 _DAMAGED = "the checkpoint is damaged, load an earlier one"
-#: What is wrong with a file. Deep nesting ends the recursion of the parser; bad UTF-8 is a ValueError.
-_WRONG = (OSError, ValueError, RecursionError)
-#: Entries of an object up to which each is looked at.
-_FEW = 8
 
 
 class InvalidError(ValueError):
@@ -83,24 +78,24 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
     elif type(rule) is list:
         for index, item in enumerate(value):
             _check(item, rule[0], f"{where}[{index}]", depth + 1)
-    elif ... in rule:
+    elif isinstance(names := next(iter(rule)), Kind):
         known: set[str] = set()
         for name, item in value.items():
-            if not _encodes(name):
-                raise _refuse(f"a name in {where}", _TEXT.expected, name)
+            _check(name, names, f"a name in {where}")
             # Most tensors of a model are described alike: one of them is looked at. Texts are as unlike as the values,
             # for what JSON gives.
-            text = repr(item) if len(value) > _FEW else ""
+            text = repr(item)
             if text not in known:
-                _check(item, rule[...], f"{where}.{name}", depth + 1)
-                known |= {text} - {""}
+                _check(item, rule[names], f"{where}.{name}", depth + 1)
+                known.add(text)
     else:
         rules = {name.rstrip("?"): one for name, one in rule.items()}
         required = [name for name in rule if not name.endswith("?")]
-        if not value.keys() >= set(required) or value.keys() - rules:
-            raise _refuse(where, f"the keys {', '.join(required)}", sorted(value))
+        odd = [f"no {name!r}" for name in required if name not in value] + sorted(value.keys() - rules)
+        if odd:
+            raise _refuse(where or FILE_NAME, f"the keys {', '.join(required)}", odd)
         for name, item in value.items():
-            _check(item, rules[name], f"{where}.{name}", depth + 1)
+            _check(item, rules[name], f"{where}.{name}".lstrip("."), depth + 1)
 
 
 def _refuse(where: str, expected: str, value: Any) -> InvalidError:
@@ -118,10 +113,6 @@ def _whole(low: int = 0, high: int = 2**63 - 1) -> Kind:
     return Kind(f"a whole number from {low}", lambda value: type(value) is int and low <= value <= high)
 
 
-def _one_of(*words: str) -> Kind:
-    return Kind(f"one of {', '.join(words)}", lambda value: type(value) is str and value in words)
-
-
 def _or_null(rule: Any) -> Callable[[Any], Any]:
     return lambda value: _NULL if value is None else rule
 
@@ -131,15 +122,13 @@ def _is_dtype(name: Any) -> bool:
 
 
 def _is_file(value: Any) -> bool:
-    if type(value) is not list or len(value) not in (2, 3) or any(type(v) is not int or v < 0 for v in value):
+    if type(value) is not list or len(value) not in (2, 3) or not all(map(_whole().fits, value)):
         return False
-    return value[1] < 2**32 and value[2:] <= value[:1] and value[0] < 2**63
+    return value[1] < 2**32 and value[2:] <= value[:1]
 
 
-def _files(value: Any) -> Any:
-    names = value if type(value) is dict else ()
-    bad = [name for name in names if name in ("", ".", "..") or {"/", "\0"} & set(name)]
-    return Kind(f"names of files without {bad[0]!a}", lambda value: False) if bad else {...: _FILE}
+def _is_file_name(name: Any) -> bool:
+    return _encodes(name) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
 
 def _encoded(value: Any) -> Any:
@@ -148,15 +137,15 @@ def _encoded(value: Any) -> Any:
         return [_encoded]
     if type(value) is dict:
         marked = next((name for name in _MARKED if name in value), None)
-        return {...: _encoded} if marked is None else {marked: _MARKED[marked]}
+        return {_TEXT: _encoded} if marked is None else {marked: _MARKED[marked]}
     return _PLAIN
 
 
 def _semantics(value: Any) -> Any:
     kinds = value.get("kinds") if type(value) is dict else None
     most = len(kinds) - 1 if type(kinds) is list else 0
-    kind = {"kind": _TEXT, "library": _TEXT, "settings": {...: _encoded}}
-    return {"kinds": [kind], "modules": {...: _whole(0, most)}, "recipes?": [_TEXT]}
+    kind = {"kind": _TEXT, "library": _TEXT, "settings": {_TEXT: _encoded}}
+    return {"kinds": [kind], "modules": {_TEXT: _whole(0, most)}, "recipes?": [_TEXT]}
 
 
 def _parameter(value: Any) -> Any:
@@ -172,8 +161,10 @@ def _state(value: Any) -> Any:
 
 _NULL = Kind("null", lambda value: value is None)
 _TEXT = Kind("text", _encodes)
-_FOLDER = Kind(
-    "the name of a folder", lambda name: _encodes(name) and name not in (".", "..") and "/" not in name
+_FILE_NAME = Kind("the name of a file", _is_file_name)
+_FOLDER = Kind("the name of a folder, or none", lambda name: name == "" or _is_file_name(name))
+_ID = Kind(
+    "32 hexadecimal digits, or none", lambda value: re.fullmatch("([0-9a-f]{32})?", str(value)) is not None
 )
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
@@ -188,15 +179,15 @@ _MARKED = {
 _DELAYED = {
     "num_gemms": _whole(1),
     "margin": Kind("a number", lambda value: type(value) in (int, float)),
-    "fp8_format": _one_of("E4M3", "E5M2", "HYBRID"),
+    "fp8_format": Kind("E4M3, E5M2 or HYBRID", ("E4M3", "E5M2", "HYBRID").__contains__),
     "amax_history_len": _whole(1),
-    "amax_compute_algo": _one_of("max", "most_recent"),
+    "amax_compute_algo": Kind("max or most_recent", ("max", "most_recent").__contains__),
     "reduce_amax": _FLAG,
 }
 _OPTIMIZER = {
     "class": _TEXT,
-    "groups": [{"parameters": [_TEXT], "options": {...: _encoded}}],
-    "state": {...: {...: _state}},
+    "groups": [{"parameters": [_TEXT], "options": {_TEXT: _encoded}}],
+    "state": {_TEXT: {_TEXT: _state}},
 }
 
 
@@ -207,35 +198,35 @@ class Manifest:
     A new field needs a default if older checkpoints lack it.
     """
 
-    versions: Annotated[
-        dict[str, str], {...: _TEXT}
-    ]  #: Of te_fsdp, torch and TransformerEngine that wrote it
+    #: Of te_fsdp, torch and TransformerEngine that wrote it
+    versions: Annotated[dict[str, str], {_TEXT: _TEXT}]
     #: Axis sizes and the number of ranks that wrote it; what is loaded does not depend on them
-    mesh: Annotated[dict[str, int], {...: _whole(1)}]
+    mesh: Annotated[dict[str, int], {_TEXT: _whole(1)}]
     saved_at: Annotated[int, _whole()]  #: Time of the save on rank 0, nanoseconds since 1970
     #: Per name: shape, dtype, layout (null for modules that neither TE nor te_fsdp knows), format (null for high
     #: precision) and, for quantized ones, components
-    parameters: Annotated[dict[str, dict[str, Any]], {...: _parameter}]
-    buffers: Annotated[dict[str, dict[str, Any]], {...: _TENSOR}]
+    parameters: Annotated[dict[str, dict[str, Any]], {_TEXT: _parameter}]
+    buffers: Annotated[dict[str, dict[str, Any]], {_TEXT: _TENSOR}]
     #: Per module with delayed scaling: its recipe, number of GEMMs and shapes
-    delayed: Annotated[dict[str, dict[str, Any]], {...: _DELAYED}]
+    delayed: Annotated[dict[str, dict[str, Any]], {_TEXT: _DELAYED}]
     #: Class, groups with their options, and state tensors per parameter; null when none was saved
     optimizer: Annotated[dict[str, Any] | None, _or_null(_OPTIMIZER)]
     #: The user's values; tensors in it are references to DCP keys, values per rank are lists
-    extra: Annotated[dict[str, Any], {...: _encoded}]
-    files: Annotated[dict[str, Listed], _files] = field(default_factory=dict)  #: Of the directory, by name
+    extra: Annotated[dict[str, Any], {_TEXT: _encoded}]
+    files: Annotated[dict[str, Listed], {_FILE_NAME: _FILE}] = field(
+        default_factory=dict
+    )  #: Of the directory, by name
     #: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty
     extra_states: Annotated[list[str], [_TEXT]] = field(default_factory=list)
     #: Further names of parameters and buffers, with the first name, under which they are stored
-    tied: Annotated[dict[str, str], {...: _TEXT}] = field(default_factory=dict)
+    tied: Annotated[dict[str, str], {_TEXT: _TEXT}] = field(default_factory=dict)
     #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in what was converted
     semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
     #: Of the save, one more than the largest beside it; 0 in manifests from before there were numbers
     number: Annotated[int, _whole()] = 0
     format_version: Annotated[int, _whole(1)] = SUMS_PIECES
-    save_id: Annotated[str, _TEXT] = (
-        ""  #: Drawn for each save, 32 hexadecimal digits; empty before :data:`SUMS_PIECES`
-    )
+    #: Drawn for each save; empty before :data:`SUMS_PIECES`
+    save_id: Annotated[str, _ID] = ""
     #: Name of that with the other files, beside the manifest; empty: they lie beside it themselves
     folder: Annotated[str, _FOLDER] = ""
 
@@ -278,7 +269,7 @@ def is_ours(mark: Any) -> bool:
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write the manifest into a directory, synced to disk; CheckpointError if it could not be read back. Local."""
     path = directory / FILE_NAME
-    with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options", _WRONG):
+    with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options"):
         body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
         lines = {name: json.dumps(value) for name, value in body.items()}
         # A line for each entry of each field; ``indent`` is slow, and one line is for no reader.
@@ -294,7 +285,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
         with without_collector():
             body = json.loads(text)
             del body["digest"]
-            parse_manifest(body, is_file=True)
+            parse_manifest(body)
             del body
     with synced(path) as file:
         file.write(text.replace(_NO_DIGEST.encode(), _digest(text).encode(), 1))
@@ -303,64 +294,51 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a directory; CheckpointError if it is unreadable, changed, or a newer te_fsdp's. Local."""
     path = directory / FILE_NAME
-    with unreadable(path, "manifest", errors=_WRONG):
+    with unreadable(path, "manifest"):
         text = path.read_bytes()
         body = json.loads(text)
         if type(body) is not dict or type(body.get("format_version")) is not int:
             raise InvalidError("no object with a format_version")
-        if not STACKS_EXPERTS <= body["format_version"] <= FORMAT_VERSION:
-            is_newer = body["format_version"] > FORMAT_VERSION
+        if not FIRST_FORMAT <= body["format_version"] <= HAS_FOLDER:
             raise CheckpointError(
-                f"{path}: written by {'a newer' if is_newer else 'an early'} te_fsdp, {body.get('versions')!a:.200}",
-                expected=f"a format version from {STACKS_EXPERTS} to {FORMAT_VERSION}",
+                f"{path}: written by another te_fsdp, {body.get('versions')!a:.200}",
+                expected=f"format version {FIRST_FORMAT} to {HAS_FOLDER}",
                 got=str(body["format_version"])[:40],
-                fix="update te_fsdp"
-                if is_newer
-                else "load it with a te_fsdp of format version 2, and save it anew",
+                fix="update te_fsdp; of an older format, load it with the te_fsdp that wrote it",
             )
         # Of the text, not of what it means: "1e-5" and "1E-5" are one number, and one of them is damage.
         digest = str(body.pop("digest", None))
         found = _digest(text.replace(digest.encode(), _NO_DIGEST.encode(), 1))
         if digest != found:
             raise InvalidError(f"expected digest {digest!a:.40}, got {found}")
-        return parse_manifest(body, is_file=True)
-
-
-def parse_manifest(body: dict[str, Any], *, is_file: bool = False) -> Manifest:
-    """A manifest from its fields; InvalidError names what is wrong; of a ``te_fsdp.json``, in more than kinds."""
-    rules = get_type_hints(Manifest, include_extras=True)
-    required = {f.name for f in fields(Manifest) if f.default is MISSING and f.default_factory is MISSING}
-    required |= {"files", "format_version"} if is_file else set()
-    unknown, absent = sorted(body.keys() - rules), sorted(required - body.keys())
-    if unknown or absent:
-        what = f"a field {unknown[0]!a} that no manifest has" if unknown else f"no field {absent[0]!r}"
-        raise InvalidError(what)
-    for name, value in body.items():
-        _check(value, rules[name].__metadata__[0], name)
-    manifest = Manifest(**body)
-    if not is_file:
+        manifest = parse_manifest(body)
+        others = (DCP_METADATA, INDEX)  # whose readers look themselves
+        untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
+        if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
+            raise InvalidError(
+                f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!r}"
+            )
+        if untold and manifest.save_id:
+            raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
         return manifest
-    save_id, version, folder = manifest.save_id, manifest.format_version, manifest.folder
-    has_id = re.fullmatch("[0-9a-f]{32}", save_id) is not None
-    if folder and version < HAS_FOLDER:
-        raise InvalidError(f"folder: expected none before format {HAS_FOLDER}, got {folder!a:.80}")
-    others = (DCP_METADATA, INDEX)  # whose readers look themselves
-    untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
-    if untold and has_id:
-        raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
-    if has_id != (version >= SUMS_PIECES) or (save_id and not has_id):
-        raise InvalidError(f"save_id: expected one from format {SUMS_PIECES} on, got {save_id!a:.80}")
-    return manifest
+
+
+def parse_manifest(body: dict[str, Any]) -> Manifest:
+    """A manifest from its fields; InvalidError names what is wrong. Local operation."""
+    rules, hints = {}, get_type_hints(Manifest, include_extras=True)
+    for f in fields(Manifest):
+        is_required = f.default is MISSING and f.default_factory is MISSING
+        rules[f.name if is_required else f"{f.name}?"] = hints[f.name].__metadata__[0]
+    _check(body, rules, "")
+    return Manifest(**body)
 
 
 @contextmanager
-def unreadable(
-    path: Path, name: str, fix: str = _DAMAGED, errors: tuple[type[Exception], ...] = (Exception,)
-) -> Iterator[None]:
+def unreadable(path: Path, name: str, fix: str = _DAMAGED) -> Iterator[None]:
     """Errors that are met in reading are said of a file of a directory; what is said already stays as it is."""
     try:
         yield
-    except errors as error:
+    except Exception as error:
         is_damage = isinstance(error, DamagedFileError | InvalidError)
         if isinstance(error, CheckpointError) and not is_damage:
             raise

@@ -1,11 +1,9 @@
 """Entries into files, step by step, so that writing may go on elsewhere: plan, compare replicas, copy, write, describe.
 
-DCP's stock planner trusts ``compute_local_shape_and_global_offset``, which describes one contiguous box per rank.
-Ours says exactly which boxes a rank holds, as many as there are, and rank 0 decides who writes which: a piece is two
-tuples, where DCP has several objects for each, of which a large job has millions, and a rank hears only the numbers of
-those that it writes. Planning talks to the other ranks, writing does not, and between the two the tensors to write, and
-no others, can be copied. What is converted goes the same way, planned by one process from shapes, with blocks of rows
-as the pieces, each read when it is its turn.
+DCP's stock planner knows one contiguous box per rank, and has several objects for each, of which a large job has
+millions. Here a rank tells its boxes as tuples, as many as there are, rank 0 decides who writes which, and a rank hears
+only the numbers of its own. Planning talks to the other ranks, writing does not, and between the two what is to be
+written can be copied. What is converted goes the same way, planned by one process from shapes, in blocks of rows.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Box]]]
 
 @dataclass
 class Plan:
-    """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all.
-
-    To plan takes a millisecond for each dozen of tensors, and the time of all ranks' tensors on rank 0.
-    """
+    """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all."""
 
     writes: list[int] = field(default_factory=list)  #: Numbers of the pieces that it writes, ascending
     #: Its pieces that others hold as well, by the number that they have on all ranks
@@ -105,21 +100,20 @@ class Writing:
         """Write this rank's part, synced to disk; the plan's places, unless known, and what is listed. Local."""
         if self.problem is not None:
             raise self.problem
-        name, lies = file_of(self.ranks.rank), list[tuple[int, int, int]]()
+        name, order = file_of(self.ranks.rank), list[int]()
         with synced(self.path / name) as raw:
             file = SummedFile(raw)
             for numbers, rows in self.blocks():
-                lies += [(n, *place) for n, place in zip(numbers, file.write(rows), strict=True)]
+                order += numbers
+                file.write(rows)
                 tick(rows.nbytes)
             listed = file.finish(name, self.manifest.save_id)
-        places, known = np.array(lies, dtype=np.int64).reshape(-1, 3), self.plan.places
+        lengths = np.array([length for length, _ in file.sums], dtype=np.int64)
+        places = np.stack([np.array(order, dtype=np.int64), lengths.cumsum() - lengths, lengths], axis=1)
+        known = self.plan.places
         if known is not None and not np.array_equal(places, known):
-            raise CheckpointError(
-                f"{self.path}: save: tensors were written in another order than by the save that planned it",
-                expected=f"{len(known)} pieces at the places of then",
-                got="others",
-                fix="please report this; a model built anew is planned anew",
-            )
+            text = f"{self.path}: save: pieces do not lie where the metadata says, which an earlier save has made"
+            raise CheckpointError(text, fix="please report this; a model built anew is planned anew")
         self.plan.places = places
         return None if known is not None else places, listed
 
@@ -240,7 +234,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     Local operation: one process, no process group. Empty tensors are left out, as in every checkpoint of te_fsdp.
 
     Raises:
-        CheckpointError: A tensor cannot be read, or the files cannot be written.
+        CheckpointError: A tensor cannot be read.
+        OSError: The files cannot be written.
     """
     manifest = replace(manifest, save_id=secrets.token_hex(16))
     blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
@@ -254,14 +249,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
     copies = (([at], row) for at, row in enumerate(rows))
     writing = Writing(alone, path, manifest, plan, tensors_of(entries), copies)
-    try:
-        written = writing.write(tick)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        text = f"{path}: cannot be written ({type(error).__name__}: {error})"
-        raise CheckpointError(text, fix="check the space left") from error
-    writing.finish([written])
+    writing.finish([writing.write(tick)])
     return manifest
 
 
@@ -333,22 +321,17 @@ def _unlike(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-#: Bytes up to which tensors on the host are summed up together.
-_SMALL = 1 << 10
-
-
 def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksum of each tensor's bytes: CRC-32 of large ones on the host, else weighted sums, fetched all at once."""
+    """Checksum of each tensor's bytes: CRC-32 on the host, on a device weighted sums, fetched all at once."""
     sums: dict[int, int] = {}
-    elsewhere: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+    elsewhere: list[tuple[list[int], torch.Tensor]] = []
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
-        if rows.device.type == "cpu" and rows[0].nbytes > _SMALL:
-            crcs = (crc32(view_of(row.view(torch.uint8))) for row in rows)
-            sums.update(zip(block.keys, crcs, strict=True))
+        if block.is_here:
+            view, size = view_of(rows.view(torch.uint8).view(-1)), block.tensors[0].nbytes
+            sums.update((key, crc32(view[at * size :][:size])) for at, key in enumerate(block.keys))
         else:
-            elsewhere.setdefault(rows.device, []).append((block.keys, row_checksums(rows)))
-    for blocks in elsewhere.values():  # a device at a time: an optimizer may count its steps on the host
-        fetched = torch.cat([found for _, found in blocks]).tolist()
-        sums.update(zip((key for keys, _ in blocks for key in keys), fetched, strict=True))
+            elsewhere.append((block.keys, row_checksums(rows)))
+    fetched = torch.cat([found for _, found in elsewhere]).tolist() if elsewhere else []
+    sums.update(zip((key for keys, _ in elsewhere for key in keys), fetched, strict=True))
     return [sums[number] for number in range(len(sums))]

@@ -165,23 +165,14 @@ def test_manifest_and_tensors_of_two_saves(tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "b", Model())
 
 
-def test_a_newer_format(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [1, 99])
+def test_another_format(tmp_path: Path, number: int) -> None:
     checkpoint.save(tmp_path / "a", Model())
     newer = manifest.read_manifest(tmp_path / "a")
-    newer.format_version = 99
+    newer.format_version = number
     manifest.write_manifest(tmp_path / "a", newer)
-    with pytest.raises(CheckpointError, match="written by a newer te_fsdp.*got 99. Fix: update te_fsdp"):
-        checkpoint.load(tmp_path / "a", Model())
-
-
-def test_the_first_format(tmp_path: Path) -> None:
-    """In it each expert's weight was a tensor of its own: refused, with the way out."""
-    checkpoint.save(tmp_path / "a", Model())
-    text = (tmp_path / "a" / "te_fsdp.json").read_text()
-    (tmp_path / "a" / "te_fsdp.json").write_text(text.replace('"format_version": 3', '"format_version": 1'))
-    with pytest.raises(
-        CheckpointError, match="written by an early te_fsdp.*from 2 to 4, got 1. Fix: load it with"
-    ):
+    told = rf"written by another te_fsdp.*expected format version 2 to 4, got {number}\."
+    with pytest.raises(CheckpointError, match=told):
         checkpoint.load(tmp_path / "a", Model())
 
 
@@ -274,11 +265,11 @@ def test_tensors_in_extra(tmp_path: Path) -> None:
     ("value", "words"),
     [
         ({"path": Path("x")}, r"extra/path: cannot be stored.*got PosixPath.*str\(path\)"),
-        ({"a": [{1: 2}]}, "extra/a/0: cannot be stored.*a dict with the key 1"),
-        ({"te_fsdp.tuple": []}, "a dict with the key 'te_fsdp.tuple'"),
+        ({"a": [{1: 2}]}, "extra/a/0: cannot be stored.*got dict \\{1: 2\\}"),
+        ({"te_fsdp.tuple": []}, r"got dict \{'te_fsdp.tuple': \[\]\}"),
         ({"m": torch.empty(2, device="meta")}, "extra/m: cannot be stored"),
         ({"f": io.BytesIO()}, "got BytesIO"),
-        ({"s": torch.eye(2).to_sparse()}, "extra/s: cannot be stored.*the layout torch.sparse_coo"),
+        ({"s": torch.eye(2).to_sparse()}, "extra/s: cannot be stored.*got Tensor tensor\\(indices="),
     ],
 )
 def test_extra_that_cannot_be_stored(tmp_path: Path, value: dict, words: str) -> None:

@@ -16,7 +16,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint import index, sums
 from te_fsdp.checkpoint.contents import empty_manifest
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
-from te_fsdp.checkpoint.manifest import MARK, Manifest
+from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.reading import pieces_to_read
 from te_fsdp.checkpoint.writing import Held, divide
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
@@ -120,7 +120,6 @@ def test_loads_do_not_unpickle_the_metadata(
         ("unlisted", f"{INDEX}: not listed in the manifest"),
         ("without a table", f"unreadable {INDEX}"),
         ("of another save", f"unreadable {INDEX} .*a file of another save"),
-        ("of another manifest", f"unreadable {INDEX} .*not of one save"),
     ],
 )
 def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str, text: str) -> None:
@@ -132,17 +131,9 @@ def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str
         del body["files"][INDEX]
     elif change == "without a table":
         body["files"][INDEX] = [(path / INDEX).stat().st_size, sums.checksum(path / INDEX)]
-    elif change == "of another save":
+    else:
         shutil.copy(saves[1] / INDEX, path / INDEX)
         body["files"][INDEX] = other["files"][INDEX]
-    else:
-        body["mesh"]["ranks"] += 1
-        metadata = (path / METADATA).read_bytes()
-        manifest = Manifest(**{k: v for k, v in body.items() if k != "digest"})
-        old = MARK.search(metadata)
-        assert old is not None
-        (path / METADATA).write_bytes(metadata.replace(old[0], manifest.identity.encode()))
-        body["files"][METADATA][1] = sums.checksum(path / METADATA)
     del body["digest"]
     (path / MANIFEST).write_bytes(sealed(body))
     error = loaded_or_error(path, *training(1))

@@ -479,7 +479,7 @@ for name in ("x.pt", "x.safetensors", "x"):
 
 
 def test_a_limit_that_the_system_sets(tmp_path: Path, python: str) -> None:
-    """Real errors, through torch.save and DCP, which make others of them."""
+    """Real errors, also those that torch.save makes others of."""
     command = [python, "-c", LIMIT, str(tmp_path)]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
