@@ -61,7 +61,7 @@ class Setting:
         ep: Ranks that experts are dealt out over.
         transport: Of gathers.
         zero_copy: Whether gradients are reduced from where they lie.
-        overlaps: What HFSDP hides: "reduce", "gather".
+        overlaps: Whether HFSDP hides its reductions.
     """
 
     strategy: str = "optim_grads_params"
@@ -70,7 +70,7 @@ class Setting:
     ep: int = 1
     transport: Literal["nccl", "copy_engine"] = "nccl"
     zero_copy: bool = False
-    overlaps: tuple[str, ...] = ("reduce", "gather")
+    overlaps: bool = True
 
 
 def _settings() -> dict[str, Setting]:
@@ -91,8 +91,7 @@ def _settings() -> dict[str, Setting]:
             transport: Literal["nccl", "copy_engine"] = "copy_engine" if "copy_engine" in words else "nccl"
             zero_copy = "zero_copy" in words
             found[f"{name} {words}"] = replace(plain[name], transport=transport, zero_copy=zero_copy)
-    for words, overlaps in {"reduce": ("reduce",), "gather": ("gather",), "no overlap": ()}.items():
-        found[f"hfsdp {words}"] = replace(plain["hfsdp"], overlaps=overlaps)
+    found["hfsdp no overlap"] = replace(plain["hfsdp"], overlaps=False)
     return found
 
 

@@ -121,9 +121,8 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         optimizer = FusedAdam(model.parameters(), lr=1e-4, master_weights=True, capturable=recorded)
     te_fsdp.main_weights(model, optimizer)
     if outer == "optim":
-        # A recorded step cannot hide the gathers.
-        te_fsdp.shard_optimizer(optimizer, overlap_gather="gather" in asked.overlaps and not recorded)
-    if outer == "optim" and "reduce" not in asked.overlaps:
+        te_fsdp.shard_optimizer(optimizer)
+    if outer == "optim" and not asked.overlaps:
         return Trained(model, optimizer, lambda is_last: nullcontext())
     return Trained(model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last))
 

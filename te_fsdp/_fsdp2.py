@@ -100,17 +100,6 @@ def is_foreign(module: nn.Module, name: str, value: object) -> bool:
     return value is None or all(getattr(managed, form, None) is not value for form in forms)
 
 
-def gathering_streams(unit: nn.Module) -> list[Any]:
-    """The streams that read a unit's shards (``FSDPCommContext``); none before the first forward of its tree."""
-    names = ("all_gather_copy_in_stream", "all_gather_stream")
-    return [s for name in names if (s := getattr(_comm(unit), name, None)) is not None]
-
-
-def gathers_ahead(unit: nn.Module) -> bool:
-    """Whether a unit's forward starts to gather others (``FSDPModule.set_modules_to_forward_prefetch``)."""
-    return bool(unit._get_fsdp_state()._states_to_forward_prefetch)  # type: ignore[operator]
-
-
 def accumulated(managed: Any) -> torch.Tensor | None:
     """The whole gradient of a gathered parameter that FSDP2 keeps, to be added to."""
     if "unsharded_accumulated_grad" in vars(managed):

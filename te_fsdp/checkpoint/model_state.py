@@ -38,7 +38,7 @@ from te_fsdp.modules.plan import original_layouts
 from te_fsdp.parameters import ShardInfo, binding_of, require_optimizer, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
-from te_fsdp.sharding.state import settle, sharding_state
+from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -186,7 +186,6 @@ class Owned:
 
 def come_to_rest(model: nn.Module) -> None:
     """Reshard FSDP2 units, and wait for new weights on their way. Local operation."""
-    settle(model)
     for module in model.modules():
         if _torch.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]

@@ -30,7 +30,7 @@ from te_fsdp.agree import maximum, rank, world_size
 from te_fsdp.errors import message
 from te_fsdp.integrations import needs
 from te_fsdp.quantized.components import components_of
-from te_fsdp.sharding.state import settle, shard_of
+from te_fsdp.sharding.state import shard_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -281,7 +281,6 @@ def weight_health(model: nn.Module) -> dict[str, float]:
         The numbers, the same on every rank; nothing for a model without quantized weights on any rank. New weights on
         their way are waited for.
     """
-    settle(model)
     names = [name for name in FORMATS if name != "hybrid"]
     device = next((_torch.local_of(p).device for p in model.parameters()), torch.device("cpu"))
     counts = torch.zeros(len(names), 3, dtype=torch.float64, device=device)

@@ -1,4 +1,4 @@
-"""Moves that have begun and are waited for later: one, those on a stream of their own, and those of a model's units.
+"""Moves that have begun and are waited for later: one, and those on a stream of their own.
 
 What begins while a backward still runs does so in one order on all ranks (:class:`UnitOrder`):
 
@@ -22,16 +22,15 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _fsdp2, _torch
+from te_fsdp import _torch
 from te_fsdp.agree import maximum
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
@@ -58,8 +57,8 @@ class Pending(Generic[T]):
     event: Any = None
 
     @torch.no_grad()
-    def wait(self, *streams: Any) -> T:
-        """The result. The current stream waits for it (without streams: the caller), and those given do.
+    def wait(self) -> T:
+        """The result. The current stream waits for it (without streams: the caller).
 
         Local operation, but for :attr:`finish`.
         """
@@ -67,8 +66,7 @@ class Pending(Generic[T]):
             self.work.wait()
         now: Any = None if self.stream is None else current_stream(self.stream.device)
         if self.event is not None:
-            for stream in (now, *streams):
-                stream.wait_event(self.event)
+            now.wait_event(self.event)
         result = self.finish()
         if now != self.stream and isinstance(result, torch.Tensor):
             result.record_stream(now)
@@ -133,54 +131,6 @@ class SideStream:
             if tensor is not None:
                 tensor.record_stream(self._stream)
         return Pending(lambda: result, stream=self._stream, event=self._stream.record_event())
-
-
-class UnitGather(NamedTuple):
-    """How the gather of a unit's new weights begins; ``begin`` may add to ``touched``, what it reads and writes."""
-
-    name: str
-    unit: nn.Module
-    begin: Callable[[], Pending[None]]
-    touched: list[torch.Tensor]
-
-
-class PendingGathers:
-    """New weights of a model's units that are on their way when an optimizer step ends, and who waits for them.
-
-        the step            begins all of them, one unit after the other, on a stream of their own
-        a unit's forward    waits for the unit's: on the current stream, and on FSDP2's, which read shards
-        all else            that reads or writes parameters waits for all
-
-    Waiting is a local operation: ranks may use other units, or wait in another order.
-    """
-
-    def __init__(self) -> None:
-        self._pending: dict[str, list[tuple[nn.Module, Pending[None]]]] = {}
-        self._side = SideStream()
-
-    def begin(self, gathers: Iterable[UnitGather], device: torch.device) -> None:
-        """Begin with new weights, in this order, each in a range of the profiler. Collective as what is begun."""
-        with self._side.after_current(device):
-            for name, unit, begin, touched in gathers:
-                with torch.profiler.record_function(f"te_fsdp::gather {name}"):
-                    pending = self._side.begun(begin, touched)
-                self._pending.setdefault(name, []).append((unit, pending))
-
-    def before_forward(self, name: str, unit: nn.Module) -> None:
-        """Wait for a unit that is about to run forward, and for what it makes FSDP2 gather. Local operation."""
-        if self._pending:
-            self.wait(*(() if _fsdp2.gathers_ahead(unit) else (name,)))
-
-    @torch.no_grad()
-    def wait(self, *names: str) -> None:
-        """Let the current stream, and FSDP2's, wait for some units, or all; without streams, complete them. Local."""
-        for name in (names or tuple(self._pending)) if self._pending else ():
-            for unit, pending in self._pending.pop(name, ()):
-                streams = _fsdp2.gathering_streams(unit) if pending.event is not None else []
-                pending.wait(*streams)
-                if pending.event is not None and not streams:
-                    # Those that the first forward will make need not wait for the current one.
-                    pending.event.synchronize()
 
 
 def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.ProcessGroup:

@@ -123,11 +123,9 @@ def _is_marked(state: ShardingState) -> bool:
 
 
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
-    """Wait for the unit's new weights; raise if it would run with some that were changed since they were gathered."""
+    """Raise if a unit would run with weights that were changed since they were gathered."""
     if state.on_meta:
         _check_initialised(state)
-    if state.pending_gathers is not None:
-        state.pending_gathers.before_forward(name, unit)
     if name in state.aside:
         show_gathered(state, name, unit)
     if _torch.in_backward():  # recomputed activations

@@ -157,9 +157,6 @@ def why_not(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
 def why_step_runs_eagerly(optimizer: Optimizer) -> str:
     """Why the step of an optimizer cannot be recorded; empty if nothing is known against it. Local operation."""
     name = type(optimizer).__name__
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.overlaps:
-        return "shard_optimizer(overlap_gather=True) lets new weights arrive after the step"
     # Ours are written to be recorded.
     foreign = [
         hook
@@ -171,6 +168,7 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
     if _te.is_fused_adam(optimizer):
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
+        main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
         replaced = main_parameters is not None and main_parameters.cuts
         quantized = [local for _, _, local in quantized_among(held_by(optimizer))]
         if not replaced and any(map(_te.has_delayed_scale, quantized)):

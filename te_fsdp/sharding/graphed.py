@@ -201,7 +201,6 @@ class GraphedStep:
 
     def _aside(self, leaves: list[Any], structure: Any) -> StepOutput:
         """A step on the recorder's stream."""
-        self._state.wait_for_gathers()
         if self._state.gathers or self._state.gathered():
             release_params(self._model)  # of an evaluation: a replay would leave it stale
         if self._snapshot is not None and (what := self._snapshot.changed()):

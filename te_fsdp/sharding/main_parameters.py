@@ -37,8 +37,7 @@ from te_fsdp.layout import chunk_range
 from te_fsdp.parameters import noted
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, write_all
 from te_fsdp.sharding.outer_averages import OuterAverages
-from te_fsdp.sharding.outer_shards import OptimizerShard, install_by_unit, optimizer_shard, start_install
-from te_fsdp.sharding.state import state_of
+from te_fsdp.sharding.outer_shards import OptimizerShard, install, optimizer_shard
 from te_fsdp.step_hooks import Seen, give_gradients, gradients_of
 
 if TYPE_CHECKING:
@@ -109,12 +108,10 @@ class MainParameters:
         known: What is known of each parameter, by its id.
         pairs: Of those whose main parameters are in their places now; empty between steps.
         averages: Of the gradients, over the replicas; ``None`` where state is not cut: there are main weights alone.
-        overlaps: Whether new weights arrive after the step, unit by unit.
     """
 
     def __init__(self, optimizer: Optimizer, *, lent: bool = False) -> None:
         self.averages: OuterAverages | None = None
-        self.overlaps = False
         self.known: dict[int, MainParameter] = {}
         self.pairs: list[MainParameter] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
@@ -183,9 +180,6 @@ class MainParameters:
             return optimizer.state[parameter].get(MAIN)
         if not low and shard is None:
             return None
-        state = state_of(parameter)
-        if state is not None:  # may have new weights on their way
-            state.wait_for_gathers()
         if not low:
             # A view where rows lie together; TE's FusedAdam goes through memory without strides.
             return shard.distributed(shard.of(local.detach()).contiguous())
@@ -343,10 +337,8 @@ class MainParameters:
             elif pair.main.grad is not None:
                 whole.append((pair.local, main))
         write_all(whole)
-        if self.overlaps:
-            install_by_unit(cut)
-        elif cut:
-            start_install(cut).wait()
+        if cut:
+            install(cut)
         self.swap_out(optimizer)
 
     def _save(self, optimizer: Optimizer, stock: Callable[[], dict[str, Any]]) -> dict[str, Any]:

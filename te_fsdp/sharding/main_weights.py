@@ -22,7 +22,7 @@ import gc
 import itertools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -32,8 +32,7 @@ from torch.optim import Optimizer
 from te_fsdp import _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import MeshError, OrderError, PrecisionError, require_flags
-from te_fsdp.move.pending import PendingGathers
+from te_fsdp.errors import MeshError, OrderError, PrecisionError
 from te_fsdp.parameters import label_of, require_model, require_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.first_looks import refuse_unfit
@@ -50,11 +49,10 @@ from te_fsdp.sharding.outer_shards import (
     SINGLE,
     OptimizerShard,
     by_kind,
-    may_be_sent_later,
     optimizer_shard,
     why_not_bytes,
 )
-from te_fsdp.sharding.state import ShardingState, settle, state_of
+from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import held_by
 
 if TYPE_CHECKING:
@@ -188,7 +186,6 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
     """
     check_optimizer(model, optimizer)
     remember(optimizer)
-    settle(model)
     if _te.is_fused_adam(optimizer):
         fused: Any = optimizer
         for label, parameter, local in quantized_among(held_by(optimizer)):
@@ -304,7 +301,7 @@ def set_main_weight(
 # ------------------------------------------------------------------------------------------------------ shard_optimizer
 
 
-def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) -> AnyOptimizer:
+def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Cut an optimizer's state, and the main weights, over the ranks that hold its parameters alike.
 
     For models sharded with ``outer_strategy="optim"`` (HFSDP), where it is needed: state over ``dp_replicate`` x
@@ -327,48 +324,26 @@ def shard_optimizer(optimizer: AnyOptimizer, *, overlap_gather: bool = False) ->
     Args:
         optimizer: Over parameters of the model; is returned. One that works element by element (SGD, Adam and their
             kin, TE's FusedAdam), or :class:`te_fsdp.Muon`.
-        overlap_gather: New weights arrive while the next forward runs, each unit's before it runs (the same
-            all-gathers, for each unit by itself), but for those that FSDP2 does not manage, that have delayed scaling,
-            or that are gathered as fp32. All that te_fsdp does with parameters, state dicts included, waits for them.
-            Code of one's own that reads or writes parameters between a step and the next forward must first call
-            :func:`te_fsdp.release_params`, or :func:`te_fsdp.finish_param_gather` for whole weights. The same on all
-            ranks.
 
     Raises:
-        OrderError: It has made steps before; ``overlap_gather`` without effect, or not given to the first call.
+        OrderError: It has made steps before.
         PrecisionError: A FusedAdam whose main weights are not fp32, over low-precision parameters.
-        MeshError: The ranks hold different parameters, or in different orders, or only some have ``overlap_gather``.
+        MeshError: The ranks hold different parameters, or in different orders.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
-    require_flags("shard_optimizer", overlap_gather=overlap_gather)
     require_optimizer(optimizer, "shard_optimizer(optimizer)")
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    known = main_parameters_of(optimizer)
-    shards = [shard for p in held if known is None and (shard := optimizer_shard(p)) is not None]
-    if overlap_gather:
-        _check_overlap(optimizer, known, held, shards)
-    if not shards:
+    shards = [shard for p in held if (shard := optimizer_shard(p)) is not None]
+    if not shards or main_parameters_of(optimizer) is not None:
         return optimizer
     _check_fresh(optimizer)
     states = {id(s): s for p in held if (s := state_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
-        _check_same(shards, overlap_gather)
+        _check_same(shards)
         main_parameters = _cut(optimizer, shards)
-    main_parameters.overlaps = overlap_gather
     for state in states:
         state.outer_optimizer = main_parameters
-        if overlap_gather:
-            _watch_state_dicts(state)
     return optimizer
-
-
-def _watch_state_dicts(state: ShardingState) -> None:
-    """Let state dicts of a model, and of parts of it, wait for its new weights."""
-    if state.pending_gathers is None:
-        gathers = state.pending_gathers = PendingGathers()
-        for module in state.model.modules():
-            module.register_state_dict_pre_hook(lambda *unused: gathers.wait())
-            module.register_load_state_dict_pre_hook(lambda *unused: gathers.wait())
 
 
 def _cut(optimizer: Optimizer, shards: list[OptimizerShard]) -> MainParameters:
@@ -383,31 +358,6 @@ def _cut(optimizer: Optimizer, shards: list[OptimizerShard]) -> MainParameters:
     _prepare_bytes(shards)
     main_parameters.start(optimizer)
     return main_parameters
-
-
-def _check_overlap(
-    optimizer: Optimizer,
-    known: MainParameters | None,
-    held: Sequence[torch.Tensor],
-    shards: Sequence[OptimizerShard],
-) -> None:
-    """Raise where new weights cannot arrive after the step: ``known`` are main parameters of an earlier call."""
-    if known is not None and not known.overlaps:
-        raise OrderError(
-            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-            expected="the first call for an optimizer",
-            got="one that was sharded without it",
-            fix="give overlap_gather=True to the first call, on all ranks",
-        )
-    # FSDP2 may not have looked at its parameters since they were initialised, so that it is not asked for them.
-    if known is None and not any(not c.reduced and may_be_sent_later(c) for c in shards):
-        raise OrderError(
-            f"shard_optimizer({type(optimizer).__name__}, overlap_gather=True)",
-            expected='parameters of a model with outer_strategy="optim" and dp_replicate > 1',
-            got=f"{len(held)} parameters, none of which has new weights that are gathered unit by unit",
-            why="The option would have no effect",
-            fix="leave it out, or shard the model with te_fsdp.fully_shard(..., outer_strategy='optim')",
-        )
 
 
 def _check_fresh(optimizer: Optimizer) -> None:
@@ -434,20 +384,20 @@ def _check_fresh(optimizer: Optimizer) -> None:
         )
 
 
-def _check_same(shards: list[OptimizerShard], overlap_gather: bool) -> None:
-    """Raise on all replicas unless all have the same parameters in the same order, and the same option."""
+def _check_same(shards: list[OptimizerShard]) -> None:
+    """Raise on all replicas unless all have the same parameters in the same order."""
     for mine in sorted(by_kind(shards, [shard.ranks for shard in shards]), key=lambda alike: alike[0].ranks):
         described: list[Any] = [
             (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
             for c in mine
         ]
         device = _torch.local_of(mine[0].parameter).device
-        if not are_equal([digest(repr((described, overlap_gather)))], mine[0].group, device=device):
+        if not are_equal([digest(repr(described))], mine[0].group, device=device):
             raise MeshError(
                 f"shard_optimizer: ranks {list(mine[0].ranks)} hold copies of the same model",
-                expected="optimizers over the same parameters in the same order, and the same overlap_gather",
-                got=f"here {len(mine)} parameters, the first {described[0]}, overlap_gather={overlap_gather}",
-                fix="build the optimizer from the same parameter groups, and with the same options, on all ranks",
+                expected="optimizers over the same parameters in the same order",
+                got=f"here {len(mine)} parameters, the first {described[0]}",
+                fix="build the optimizer from the same parameter groups on all ranks",
             )
 
 

@@ -35,7 +35,7 @@ from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import release_params
-from te_fsdp.sharding.state import mark, mesh_of, settle, sharding_state
+from te_fsdp.sharding.state import mark, mesh_of, sharding_state
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -77,7 +77,6 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "materialize(model)")
-    settle(model)
     pending = [
         (name, module)
         for name, module in model.named_modules()
@@ -197,7 +196,6 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
 
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
-    state.wait_for_gathers()
     _refuse_conversion(state, args[0])
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():

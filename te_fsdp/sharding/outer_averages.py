@@ -32,7 +32,7 @@ from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_reduce import Averaging, EarlyAverages
-from te_fsdp.sharding.outer_shards import OUTER, OptimizerShard, Part, by_kind, start_gather
+from te_fsdp.sharding.outer_shards import OUTER, OptimizerShard, Part, by_kind, gather
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import (
     Seen,
@@ -133,7 +133,6 @@ class OuterAverages:
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget what was averaged of gradients that are about to be cleared. Local operation."""
-        self.early.forget()
         for parameter in parameters:
             own = self._main_parameters.known.get(id(parameter))
             if own is not None:
@@ -202,7 +201,7 @@ class OuterAverages:
                 parts.append(Part(own.shard, rows.to(whole.dtype), whole))
                 if not own.shard.reduced:
                     gradients.append(gradient)
-        start_gather(parts).wait()
+        gather(parts)
         for gradient in gradients:  # everybody may read them now
             if type(gradient) is UnaveragedGradient:
                 gradient.__class__ = DTensor  # type: ignore[bad-argument-type]

@@ -4,24 +4,19 @@ Gradients below fp32 are sent as they are, by an all-to-all, and added up in fp3
 gives, for half of the bytes. A replica whose backward has not reached a parameter sends zeros, and says so: behind the
 packed rows each replica sends one number per parameter, 1 where it has a gradient.
 
-    a plain loop                  nothing begins early: another backward may follow
-    first ``microbatch(is_last)`` nothing begins early; in which order backward leaves units is seen and, at the step,
-                                  agreed on: once all ranks have had one
-    later ones                    a unit begins when FSDP2 has enqueued its reduction and all units before it have begun
-                                  (:mod:`te_fsdp.move.pending`)
-    the step                      (or a norm) replicas compare what has begun; what has not begins, in the same order
-
-So every replica calls the same collectives in the same order, whatever it has used. Each begins at most once between
-two steps, and none is waited for before the step.
+Where all ranks tell the last backward of the first step (``microbatch(is_last=True)``), they agree there on the order
+in which backward leaves units. From then on a unit begins when FSDP2 has enqueued its reduction and all units before it
+have begun (:mod:`te_fsdp.move.pending`); the step begins the others, in the same order. So every replica calls the same
+collectives, whatever it has used. Else all is averaged at the step, as for a plain loop.
 
 What has begun is stale if a gradient has changed since: after an exception in backward, a further backward,
-``zero_grad``, a change by hand. Whoever sees that begins nothing more and says so at the step. All replicas then
-complete what any of them has begun, drop it, and average everything anew, as a plain loop does: right, but nothing is
-saved. The question at the step goes over the CPU, and waits for no device.
+``zero_grad``, a change by hand. The step asks whether it is on any replica, over the CPU. All then complete what any of
+them has begun, drop it, and average everything anew: right, but nothing is saved.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import logging
@@ -37,7 +32,7 @@ from torch.distributed.tensor import Shard
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import maximum
 from te_fsdp.move.pending import Pending, SideStream, UnitOrder, all_of, current_stream, own_group
-from te_fsdp.move.start import COMM_DTYPES, Buffer, GradComm, start
+from te_fsdp.move.start import Buffer, GradComm, comm_of, start
 from te_fsdp.sharding.outer_shards import ALIGNED, OUTER, OptimizerShard, by_kind, copy_pairs, is_large
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import Seen, gradients_of
@@ -47,13 +42,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-#: Steps in each of which the ranks ask whether all know their last backward; after these in the 16th, 32nd, ...
-_ASKED_ALWAYS = 8
-#: Sets of trained parameters whose plans are kept.
-_MOST_PLANS = 8
-#: Dtypes that gradients may cross the wire in, ``None`` for their own: ranks compare their places here.
-_WIRES = (None, *COMM_DTYPES)
-
 
 class Averaging:
     """How gradients of some parameters are averaged over the replicas, or summed if the user wants sums.
@@ -62,11 +50,10 @@ class Averaging:
 
     Args:
         shards: The parameters, in the same order on all replicas.
-        flags: Whether replicas tell each other which gradients they have.
     """
 
-    def __init__(self, shards: Sequence[OptimizerShard], *, flags: bool = True) -> None:
-        self.shards, self._flags = tuple(shards), flags
+    def __init__(self, shards: Sequence[OptimizerShard]) -> None:
+        self.shards = tuple(shards)
         self._alone = [is_large(shard.rows) for shard in shards]
         self._numels = [math.prod(shard.shape) for shard in shards]
         # Places of those with the same replicas and dtypes, and where the small ones of these lie together.
@@ -81,7 +68,7 @@ class Averaging:
             kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
             for places in by_kind(range(len(kinds)), kinds):
                 small = tuple([self.shards[at].rows.numel for at in places if not self._alone[at]])
-                self._kinds.append((places, Buffer(small, ALIGNED, len(places) if self._flags else 0)))
+                self._kinds.append((places, Buffer(small, ALIGNED, len(places))))
 
     def start(
         self,
@@ -98,7 +85,7 @@ class Averaging:
         is asked for where there are no streams.
 
         Returns:
-            This rank's rows, in the order of the shards; ``None`` where the flags say that no replica has a gradient.
+            This rank's rows, in the order of the shards; ``None`` where no replica has a gradient.
         """
         found: list[torch.Tensor | None] = [None] * len(self.shards)
         moves: list[Pending[torch.Tensor]] = []
@@ -131,7 +118,7 @@ class Averaging:
                         packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
                     )
                     found[at] = send(whole.contiguous().view(-1), shard.shape, first, by)
-                if self._flags and gradient is None:
+                if gradient is None:
                     asked.append((at, result[flag]))
 
         def finish(unused: None) -> list[torch.Tensor | None]:
@@ -154,7 +141,7 @@ class Averaging:
         pieces = iter(buffer.pieces(memory))
         for flag, at in enumerate(places, flags):
             shard, gradient = self.shards[at], gradients[at]
-            if self._flags and gradient is None:
+            if gradient is None:
                 memory[:, flag] = 0
             if self._alone[at]:
                 continue
@@ -174,11 +161,12 @@ class Averaging:
 class _Plan:
     """What is sent together, as long as the same parameters are trained."""
 
-    state: ShardingState  #: Of the model
+    shards: list[OptimizerShard]  #: All that is averaged
+    state: ShardingState | None  #: Of the model; ``None`` where nothing can begin early
     units: dict[str, Averaging]  #: Name -> its parameters, in the optimizer's order
     groups: list[str]  #: For each of FSDP2's parameter groups that holds some of them, its unit
     order: UnitOrder  #: In which units begin
-    steps: int = 0  #: How many there were before the ranks agreed on it
+    comm: GradComm | None = None  #: How gradients were sent at the last step
 
 
 class EarlyAverages:
@@ -186,22 +174,20 @@ class EarlyAverages:
 
     def __init__(self, shards: Callable[[], list[OptimizerShard]]) -> None:
         self._shards = shards
-        self._plans: dict[tuple[int, ...], _Plan | None] = {}
+        self._plan: _Plan | None = None
         self._averaged = 0  # ``last_microbatches`` at the last step
         # For the averages, and for the question at the step.
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._side = SideStream()
-        self._begin_anew(None)
+        self._begin_anew(0)
 
-    def _begin_anew(self, plan: _Plan | None, backward: int = 0) -> None:
+    def _begin_anew(self, backward: int) -> None:
         """Nothing has begun since the last step; ``backward`` is the last one that runs, 0 for none."""
-        self._plan, self._backward = plan, backward
+        self._backward = backward
         # Units whose averages are under way, in the agreed order, and the gradients that were sent.
         self._begun: dict[str, Pending[list[torch.Tensor | None]]] = {}
         self._sources: list[Seen | None] = []
         self._events: dict[str, list[Any]] = {}  # unit -> after what its gradients are final
-        self._comm: GradComm | None = None  # how gradients were sent when the first of them began
-        self._stale = False  # whether gradients have changed since, so that all is dropped
 
     @torch.no_grad()
     def reduced(self, state: ShardingState, unit: str, group: int, event: Any) -> None:
@@ -211,35 +197,31 @@ class EarlyAverages:
         waited for.
         """
         backward = state.last_microbatches
-        if self._begun:  # then these gradients are others than those that were sent?
-            self._stale |= self._backward != backward or unit in self._begun
-        if not state.last_microbatch or self._stale:
-            return
+        if not state.last_microbatch or (self._begun and self._backward != backward):
+            return  # the step sees whether what was sent has changed
         if self._backward != backward:  # the first unit that this backward leaves
-            self._begin_anew(self._plan_now(), backward)
-            if self._plan is not None:
-                self._plan.order.begin(self._plan.groups)
+            self._begin_anew(backward)
+            plan = self._plan_now()
+            plan.order.begin(plan.groups)
         plan = self._plan
         if plan is not None and unit in plan.units:
             self._events.setdefault(unit, []).append(event)
             plan.order.arrived(unit, (unit, group))
-            while (complete := plan.order.next(len(self._begun))) is not None:
+            as_before = plan.comm == comm_of(state.model)
+            while as_before and (complete := plan.order.next(len(self._begun))) is not None:
                 self._begin(plan, complete)
 
-    def _begin(self, plan: _Plan, unit: str, *, empty: bool = False) -> None:
-        """Begin a unit's averages, with zeros if they are to be dropped. Collective over the replicas."""
-        averaging, device = plan.units[unit], plan.state.meshes.device
+    def _begin(self, plan: _Plan, unit: str) -> None:
+        """Begin a unit's averages. Collective over the replicas."""
+        averaging = plan.units[unit]
         given = gradients_of([shard.parameter for shard in averaging.shards])
-        given = [None] * len(given) if empty else given
         local = [None if g is None else _torch.local_of(g) for g in given]
-        if self._comm is None:
-            self._comm = replace(averaging.shards[0].comm or GradComm())
-        assert self._groups is not None
-        start = functools.partial(averaging.start, local, self._comm, self._groups[0])
+        assert self._groups is not None and plan.state is not None
+        start = functools.partial(averaging.start, local, plan.comm, self._groups[0])
         events = self._events.pop(unit, [])
         with (
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
-            self._side.after_current(device, events),
+            self._side.after_current(plan.state.meshes.device, events),
         ):
             # A stream of its own waits for each move before the next begins, and frees what that has brought.
             self._begun[unit] = self._side.begun(start, local)
@@ -249,15 +231,8 @@ class EarlyAverages:
 
     @property
     def expected(self) -> bool:
-        """Whether averages may be under way on some rank, after a last microbatch: the same on all ranks."""
-        plan = self._plan_now()
-        return plan is not None and bool(plan.order.agreed) and plan.state.last_microbatches != self._averaged
-
-    def forget(self) -> None:
-        """Gradients are cleared. What is under way will be dropped when the others come to it. Local operation."""
-        self._stale = bool(self._begun)
-        if not self._stale:
-            self._backward = 0
+        """Whether averages may be under way on some rank: the same on all ranks."""
+        return self._plan is not None and bool(self._plan.order.agreed)
 
     @torch.no_grad()
     def finish(self) -> dict[int, torch.Tensor | None]:
@@ -265,43 +240,41 @@ class EarlyAverages:
 
         ``None`` where no replica has a gradient; empty if all is yet to be averaged. Parameters of units that never
         begin early are left out. Collective over the replicas: the reductions that have not begun here, and one
-        all-reduce of a few integers and one for each parameter, on the CPU, once the ranks have agreed on an order.
-        Before that, over the world: an all-reduce of two integers in the first steps, then in ever fewer, and once all
-        have had a last microbatch, process groups are made, and two integers for each unit all-reduced.
+        all-reduce of two integers on the CPU, once the ranks have agreed on an order; :meth:`_agree` in the first step.
         """
-        plan = self._plan_now()
-        if not self._begun:
-            self._begin_anew(plan)
-        self._stale |= self._plan is not plan
+        plan = self._plan if self._plan is not None and self._begun else self._plan_now()
+        told = bool(plan.state and plan.units and plan.state.last_microbatches != self._averaged)
         try:
-            found: dict[int, torch.Tensor | None] = {}
-            if self._plan is not None and self._plan.order.agreed:
-                found = self._complete(self._plan, self._plan.order.agreed)
-            if plan is not None and plan.order.agreed is None and self._all_know_the_last(plan):
-                self._agree(plan)
-            return found
+            if plan.order.agreed:
+                return self._complete(plan, plan.order.agreed)
+            if plan.order.agreed is None:
+                self._agree(plan, told)
+            if told and not plan.order.agreed:
+                _warn_once(
+                    "microbatch(model, is_last=True) was not used on all ranks in the first step: averages over "
+                    "dp_replicate wait for the step. Use it from the first step on, on all ranks, for the last "
+                    "backward of a step"
+                )
+            return {}
         finally:
-            self._begin_anew(None)
-            if plan is not None:
+            self._begin_anew(0)
+            if plan.state is not None:
                 self._averaged = plan.state.last_microbatches
+                plan.comm = copy.copy(comm_of(plan.state.model))
 
     def _complete(self, plan: _Plan, agreed: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
         """What :meth:`finish` does where the order is known."""
         shards = [shard for unit in agreed for shard in plan.units[unit].shards]
-        gradients = gradients_of([shard.parameter for shard in shards])
-        self._stale |= not all(Seen.are_same(self._sources, gradients[: len(self._sources)]))
-        wire = 0 if self._comm is None else 1 + _WIRES.index(self._comm.dtype)
-        has = [gradient is not None for gradient in gradients]
-        asked = torch.tensor([len(self._begun), self._stale, wire, *has], dtype=torch.int32)
-        assert self._groups is not None
+        sent = gradients_of([shard.parameter for shard in shards[: len(self._sources)]])
+        stale = plan.shards != self._shards() or not all(Seen.are_same(self._sources, sent))
+        asked = torch.tensor([len(self._begun), stale], dtype=torch.int32)
+        assert self._groups is not None and plan.state is not None
         maximum(asked, self._groups[1])
-        most, dropped, wire, *exist = asked.tolist()
+        most, dropped = asked.tolist()
         if most == 0:
             return {}
-        if self._comm is None:  # others have begun, maybe where gradients were sent in another dtype
-            self._comm = replace(shards[0].comm or GradComm(), dtype=_WIRES[wire - 1])
         for unit in agreed[len(self._begun) : most if dropped else None]:
-            self._begin(plan, unit, empty=bool(dropped))
+            self._begin(plan, unit)
         averages = [rows for pending in self._begun.values() for rows in pending.wait()]
         stream: Any = current_stream(plan.state.meshes.device)
         for rows in averages:
@@ -315,68 +288,50 @@ class EarlyAverages:
                 "and clip_grad_norm_"
             )
             return {}
-        there = zip(shards, averages, exist, strict=True)
-        return {id(shard.parameter): rows if exists else None for shard, rows, exists in there}
+        return {id(shard.parameter): rows for shard, rows in zip(shards, averages, strict=True)}
 
-    def _all_know_the_last(self, plan: _Plan) -> bool:
-        """Whether all ranks have had ``microbatch(is_last=True)`` since the last step. Collective over the model's.
+    def _agree(self, plan: _Plan, told: bool) -> None:
+        """Settle the order of units, in the first step, if all ranks have told its last backward; else nothing begins.
 
-        Ranks that have not cannot know that others have, so that all ask: in the first steps, and then less and less
-        often, as most loops that have not used it by then never will.
+        Collective over the model's ranks: one integer; and then over the world: process groups are made, and two
+        integers for each unit all-reduced.
         """
-        plan.steps += 1
-        if plan.steps > _ASKED_ALWAYS and plan.steps & (plan.steps - 1):
-            return False
-        known = int(plan.state.last_microbatches != self._averaged)
-        seen = torch.tensor([known, -known], dtype=torch.int32, device=plan.state.meshes.device)
-        maximum(seen, plan.state.meshes.device_mesh)
-        some, all_know = map(bool, seen)
-        if some and not all_know:
-            _warn_once(
-                "microbatch(model, is_last=True) was used on some ranks only: averages over dp_replicate wait for the "
-                "step. Use it on all ranks for the last backward of a step"
-            )
-        return all_know
-
-    def _agree(self, plan: _Plan) -> None:
-        """Settle the order of units, after the first last backward. Collective over the world."""
-        if not dist.is_gloo_available():
+        assert plan.state is not None
+        meshes = plan.state.meshes
+        told_by_all = torch.tensor([-int(told)], dtype=torch.int32, device=meshes.device)
+        maximum(told_by_all, meshes.device_mesh)
+        if not told_by_all or not dist.is_gloo_available():
             plan.order.agreed = ()
             return
         if self._groups is None:
-            root, device = plan.state.meshes.device_mesh, plan.state.meshes.device
-            backends = (dist.get_default_backend_for_device(device.type), "gloo")
-            averages, question = (own_group(root, OUTER, backend) for backend in backends)
+            backends = (dist.get_default_backend_for_device(meshes.device.type), "gloo")
+            averages, question = (own_group(meshes.device_mesh, OUTER, backend) for backend in backends)
             self._groups = averages, question
             # Connected here, where all ranks come by, and not in the midst of a backward.
-            dist.all_reduce(torch.zeros(1, device=device), group=averages)
-        plan.order.agree(plan.state.meshes)
+            dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)
+        plan.order.agree(meshes)
 
-    def _plan_now(self) -> _Plan | None:
-        """The plan for what is averaged now; ``None`` where nothing of it can begin early. Local operation."""
+    def _plan_now(self) -> _Plan:
+        """The plan for what is averaged now. Local operation."""
         shards = self._shards()
-        trained = tuple([id(shard.parameter) for shard in shards])
-        if trained not in self._plans:
-            if len(self._plans) > _MOST_PLANS:
-                self._plans.clear()
-            self._plans[trained] = _planned(shards)
-        return self._plans[trained]
+        if self._plan is None or self._plan.shards != shards:
+            self._plan = _planned(shards)
+        return self._plan
 
 
-def _planned(shards: list[OptimizerShard]) -> _Plan | None:
+def _planned(shards: list[OptimizerShard]) -> _Plan:
     states = {id(state): state for shard in shards if (state := state_of(shard.parameter)) is not None}
-    if len(states) != 1 or len({shard.ranks for shard in shards}) != 1:
-        return None
-    (state,) = states.values()
+    alike = len(states) == 1 and len({shard.ranks for shard in shards}) == 1
+    state = next(iter(states.values())) if alike else None
     units: dict[str, Averaging] = {}
     groups: list[str] = []
     place = {id(shard.parameter): at for at, shard in enumerate(shards)}
-    for name, unit in state.modules.items():
+    for name, unit in state.modules.items() if state is not None else ():
         own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
         if any(own):
-            units[name] = Averaging([shards[at] for at in sorted(itertools.chain(*own))], flags=False)
+            units[name] = Averaging([shards[at] for at in sorted(itertools.chain(*own))])
             groups += [name for members in own if members]
-    return _Plan(state, units, groups, UnitOrder(list(units))) if units else None
+    return _Plan(shards, state, units, groups, UnitOrder(list(units)))
 
 
 @functools.cache

@@ -23,24 +23,24 @@ per group and dtype, however many there are. Rows are padded to the same number 
     quantized, where rows are no whole blocks     all-gathered in fp32, quantized by each replica
 
 The bytes are the same either way: formats scale blocks of values, or the whole weight, of which the replicas take the
-amax together. With ``overlap_gather`` they arrive while the next forward has begun (:func:`install_by_unit`).
+amax together.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from te_fsdp import _fsdp2, _te, _torch
+from te_fsdp import _te, _torch
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import chunk_range
-from te_fsdp.move.pending import Pending, UnitGather, all_of
+from te_fsdp.move.pending import Pending
 from te_fsdp.move.start import LARGE, Buffer, GradComm, Rows, comm_of, gather_all, start
 from te_fsdp.parameters import plan_of
 from te_fsdp.quantized.amax import (
@@ -59,7 +59,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp._torch import DTensorSpec
-    from te_fsdp.sharding.state import ShardingState
 
 T = TypeVar("T")
 
@@ -222,12 +221,12 @@ class Part(NamedTuple):
     as_bytes: bool = False  #: Whether it is packed together with tensors of other dtypes of which this holds
 
 
-def start_gather(parts: Sequence[Part]) -> Pending[None]:
-    """Begin to give each replica the rows of all replicas; nothing that is packed is written before the wait.
+def gather(parts: Sequence[Part]) -> None:
+    """Give each replica the rows of all replicas.
 
     Collective over the replicas, all the same: one all-gather per group and dtype, one for bytes, and one more for each
     large tensor; those of one dtype, or of bytes, as one operation of NCCL's. Temporary memory: what is packed, once.
-    Parts are in the same order on all replicas, and must not change before the end.
+    Parts are in the same order on all replicas.
     """
     moves: list[Pending[Any]] = []
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
@@ -247,7 +246,8 @@ def start_gather(parts: Sequence[Part]) -> Pending[None]:
             moves += [start(mine, Shard(0), Replicate(), group, into=whole) for mine, whole in alone]
         if packed:
             moves.append(_start_packed_gather(packed))
-    return all_of(moves)
+    for move in moves:
+        move.wait()
 
 
 def _start_packed_gather(parts: Sequence[tuple[Part, Rows]]) -> Pending[None]:
@@ -278,22 +278,13 @@ Cut = Sequence[tuple[OptimizerShard, torch.Tensor]]
 
 
 @torch.no_grad()
-def start_install(
-    cut: Cut,
-    scales: Mapping[int, torch.Tensor] | None = None,
-    written: list[torch.Tensor] | None = None,
-) -> Pending[None]:
-    """Begin to make parameters their new main weights, each rounded or quantized once.
+def install(cut: Cut) -> None:
+    """Make parameters their new main weights, each rounded or quantized once.
 
     Collective over the replicas: one all-gather per dtype, one for the bytes of all quantized weights together, and
     one more for each large tensor; and as :func:`scales_of_rows`, for NVFP4 and hybrids with a reduction for each.
-    The wait issues none, unless weights are sent as fp32. Main weights and parameters must not change until the end.
-
-    ``scales`` are from :func:`scales_of_rows`, which is called if there are none. ``written`` gets the plain tensors
-    that parameters consist of and that are written to, but for those of weights that are sent as fp32.
     """
-    scales = scales_of_rows(cut) if scales is None else scales
-    written = [] if written is None else written
+    scales = scales_of_rows(cut)
     plain: list[Part] = []
     packed: list[Part] = []
     whole: list[Part] = []
@@ -308,12 +299,10 @@ def start_install(
             elif own.data_ptr() != rows.data_ptr():
                 copies.append((own, rows))
             plain.append(Part(shard, own, local))
-            written.append(local)
         elif why_not_bytes(shard) is not None:
             whole.append(Part(shard, rows, torch.empty(local.shape, dtype=rows.dtype, device=rows.device)))
         else:
             for target, source in _quantized(shard, rows, local, scales.get(id(shard))):
-                written.append(target.tensor)
                 if target.block is None:  # all replicas have it alike
                     copies.append((target.tensor, source.tensor))
                 else:
@@ -325,14 +314,10 @@ def start_install(
     for members in by_kind(delayed, [shard.ranks for shard in delayed]):
         amaxes = [_te.quantizer_of(_torch.local_of(shard.parameter)).amax for shard in members]
         largest_of(amaxes, members[0].group)
-    gather = start_gather(plain + whole + packed)
-
-    def finish(unused: None) -> None:
-        write_all((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
-        for shard in sent:
-            finish_writing(_torch.local_of(shard.parameter))
-
-    return gather.then(finish)
+    gather(plain + whole + packed)
+    write_all((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
+    for shard in sent:
+        finish_writing(_torch.local_of(shard.parameter))
 
 
 def scales_of_rows(cut: Cut) -> dict[int, torch.Tensor]:
@@ -404,44 +389,3 @@ def _quantized(
     sources = buffers_of_parts(quantized, "install")
     assert [target.name for target in targets] == [source.name for source in sources]
     return list(zip(targets, sources, strict=True))
-
-
-# ------------------------------------------------------------------------------------------- new weights after the step
-
-
-@torch.no_grad()
-def install_by_unit(cut: Cut) -> None:
-    """Begin to make parameters their new main weights, as :func:`start_install` does, each unit's by themselves.
-
-        at once          parameters that FSDP2 does not manage; weights with delayed scaling, whose amaxes the step
-                         shares; quantized weights that are sent as fp32
-        unit by unit     all others: the root's own first, then its units as they are registered
-
-    Collective over the replicas, which begin all of it here, in one order, whatever they use afterwards. Nothing waits
-    for it but :class:`~te_fsdp.move.pending.PendingGathers`, for which all wait that reads or writes parameters.
-    """
-    left = {id(shard.parameter): (shard, rows) for shard, rows in cut}
-    scales = scales_of_rows(cut)
-    begins: list[tuple[ShardingState, list[UnitGather]]] = []
-    for state in {id(s): s for shard, _ in cut if (s := state_of(shard.parameter)) is not None}.values():
-        gathers = []
-        for name, unit in reversed(state.modules.items()):  # outer before inner
-            own = [id(parameter) for parameter in _fsdp2.sharded_parameters(unit)]
-            members = [left.pop(key) for key in own if key in left and may_be_sent_later(left[key][0])]
-            if members:
-                touched = [rows for _, rows in members]
-                touched += [scales[id(shard)] for shard, _ in members if id(shard) in scales]
-                begin = functools.partial(start_install, members, scales, touched)
-                gathers.append(UnitGather(name, unit, begin, touched))
-        begins.append((state, gathers))
-    start_install([*left.values()], scales).wait()
-    for state, gathers in begins:
-        if gathers:
-            assert state.pending_gathers is not None  # since shard_optimizer
-            state.pending_gathers.begin(gathers, state.meshes.device)
-
-
-def may_be_sent_later(shard: OptimizerShard) -> bool:
-    """Whether new weights of a parameter can arrive after the step, with its unit. Local operation."""
-    local = _torch.local_of(shard.parameter)
-    return not _te.is_quantized(local) or (not _te.has_delayed_scale(local) and why_not_bytes(shard) is None)

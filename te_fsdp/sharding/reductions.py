@@ -222,8 +222,8 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
     ``optim_grads_params``), and not over ``dp_replicate``; weights stay gathered where it keeps them (all strategies
     but ``optim_grads_params``). Until the last one, ``model.parameters()`` may then be the gathered parameters, and
     ``.grad`` incomplete: clip, scale and read gradients after it. In the last one HFSDP (``outer_strategy="optim"``)
-    begins to average gradients over ``dp_replicate`` while backward runs. Local operation; ``is_last`` is the same on
-    all ranks, also on those that have no data for it.
+    begins to average gradients over ``dp_replicate`` while backward runs, if that of the first step was told as well.
+    Local operation; ``is_last`` is the same on all ranks, also on those that have no data for it.
     """
     require_flags("microbatch", is_last=is_last)
     mode = SyncMode.LAST if is_last else SyncMode.ACCUMULATE
@@ -303,7 +303,6 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     """
     state = required_state(model, "start_param_gather")
     refuse_in_backward("start_param_gather")
-    state.wait_for_gathers()
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
         show_gathered(state, name, unit)
@@ -315,8 +314,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
     """Gather units now: waits for what :func:`start_param_gather` has started, and starts the rest.
 
-    Like the other two it also waits for new weights on their way (``shard_optimizer(..., overlap_gather=True)``), and
-    takes and raises what :func:`start_param_gather` does.
+    Takes and raises what :func:`start_param_gather` does.
     """
     start_param_gather(model, units)
     state = required_state(model, "finish_param_gather")
@@ -335,7 +333,6 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     """
     state = required_state(model, "release_params")
     refuse_in_backward("release_params")
-    state.wait_for_gathers()
     for name in _sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
         if name in state.gathers:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
-    from te_fsdp.move.pending import PendingGathers
     from te_fsdp.parameters import ParameterPlan
     from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
 
@@ -95,8 +94,6 @@ class ShardingState:
     dropped: bool = False
     #: Name of a unit -> its gather that was started by hand and not waited for.
     gathers: dict[str, Any] = field(default_factory=dict)
-    #: New weights that a step has begun to install (:func:`te_fsdp.shard_optimizer`).
-    pending_gathers: PendingGathers | None = None
     #: Name of a unit -> :func:`versions_of` it when it was gathered.
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     nan_report: Any = None  #: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``
@@ -155,11 +152,6 @@ class ShardingState:
         found = {(key := id(_fsdp2.sharded_of(record))): names[key] for record in records}
         return found | {key: name for key, name in names.items() if name in waiting}
 
-    def wait_for_gathers(self) -> None:
-        """Wait for new weights that a step has begun to install. Local operation."""
-        if self.pending_gathers is not None:
-            self.pending_gathers.wait()
-
     def roots(self) -> list[nn.Module]:
         """The units that FSDP2 takes for roots: one, after the first forward, unless the model itself is no unit."""
         return [unit for unit in self.modules.values() if _fsdp2.is_root(unit)]
@@ -180,14 +172,6 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
     if state is not None:
         return state.meshes.device_mesh
     return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
-
-
-def settle(module: nn.Module) -> None:
-    """Wait for new weights on their way into a model, or into one within a module. Local operation."""
-    for inner in module.modules():
-        state = sharding_state(inner)
-        if state is not None:
-            state.wait_for_gathers()
 
 
 def state_of(parameter: torch.Tensor) -> ShardingState | None:

@@ -58,10 +58,9 @@ def refuse_gathered(step: Step) -> None:
             )
 
 
-def wait_for_new_weights(step: Step) -> None:
-    """Wait for new weights of the step before; note whose step it is, for :func:`te_fsdp.sharding.state.recover`."""
+def note_whose_step(step: Step) -> None:
+    """Note whose step it is, for :func:`te_fsdp.sharding.state.recover`."""
     for state, _ in step.models:
-        state.wait_for_gathers()
         state.stepping = weakref.ref(step.optimizer)
         remember(step.optimizer)
         clear_with(step.optimizer, state)
@@ -299,7 +298,7 @@ BEFORE_STEP: StepFunctions = (
     refuse_replaced,
     require_main_weights,
     refuse_gathered,
-    wait_for_new_weights,
+    note_whose_step,
     refuse_closure,
     before_first_step,
     refuse_edited,

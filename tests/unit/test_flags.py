@@ -37,7 +37,6 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "zero_grad": ("set_to_none", lambda v: te_fsdp.zero_grad(MODEL, set_to_none=v)),
     "microbatch": ("is_last", lambda v: te_fsdp.microbatch(MODEL, is_last=v)),
     "set_auto_sync": ("enabled", lambda v: te_fsdp.set_auto_sync(MODEL, v)),
-    "shard_optimizer": ("overlap_gather", lambda v: te_fsdp.shard_optimizer(OPTIMIZER, overlap_gather=v)),
     "Muon": ("split_fused", lambda v: te_fsdp.Muon(MODEL, split_fused=v)),
     "save": ("asynchronous", lambda v: te_fsdp.checkpoint.save("/nowhere/1", MODEL, asynchronous=v)),
     "load: strict": ("strict", lambda v: te_fsdp.checkpoint.load("/nowhere/1", MODEL, strict=v)),

@@ -30,7 +30,7 @@ def test_the_order():
             "refuse_replaced",
             "require_main_weights",
             "refuse_gathered",
-            "wait_for_new_weights",
+            "note_whose_step",
             "refuse_closure",
             "before_first_step",
             "refuse_edited",  # of what has arrived, and before anything is done to gradients

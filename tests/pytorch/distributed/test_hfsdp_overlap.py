@@ -96,32 +96,30 @@ def test_same_bits_of_quantized_weights(pool):
 @pytest.mark.ranks(2)
 def test_counts(pool):
     for result in pool.run(early.counts, 2):
-        assert result["plain"] == [(0, 1)] * 2 == result["plain again"] * 2
         assert result["told"] == [(0, 1), (3, 0), (3, 0)]
-        # Another set of parameters: agreed on anew, and known when it comes back.
-        assert result["frozen"] == [(0, 1), (3, 0)]
-        assert result["trained"] == [(3, 0)]
+        assert result["plain"] == [(0, 1)] * 2
+        # Another set of parameters: agreed on anew.
+        assert result["frozen"] == result["trained"] == [(0, 1), (3, 0)]
         # The question on the CPU is the only one in addition.
         assert result["kinds"] == ["reduce_scatter"] * 3 + ["all_reduce"]
 
 
 @pytest.mark.ranks(2)
-def test_told_on_some_ranks_only(pool):
-    """No rank waits for another's word: nothing begins early until all have told, and all are right meanwhile."""
-    told = [
-        [True, False],
-        [True, False],
-        [False, True],
-        [True, True],
-        [True, True],
-        [False, True],
-        [True, True],
-    ]
-    first, second = pool.run(early.told_by_some, 2, env=GLOO, told=told)
-    wait, early_ = [(0, 1)], [(3, 0)]
-    # In the sixth the first rank's begin at its step, those of the other rank in its backward.
-    assert first == wait * 4 + early_ + [(0, 3)] + early_
-    assert second == wait * 4 + early_ * 3
+@pytest.mark.parametrize("first", [[True, False], [False, False]], ids=str)
+def test_not_told_in_the_first_step(pool, first):
+    """No rank waits for another's word: nothing begins early, which the log says, and all are right."""
+    told = [first, [False, True], [True, True]]
+    assert pool.run(early.told_by_some, 2, env=GLOO, told=told) == [[(0, 1)] * 3] * 2
+
+
+@pytest.mark.ranks(2)
+def test_not_told_later(pool):
+    """Once agreed: the first rank's begin at its step, those of the other rank in its backward."""
+    told = [[True, True], [True, True], [False, True], [True, True]]
+    first, second = pool.run(early.told_by_some, 2, env=GLOO, told=told, lines=0)
+    wait, early_ = (0, 1), (3, 0)
+    assert first == [wait, early_, (0, 3), early_]
+    assert second == [wait, *[early_] * 3]
 
 
 @pytest.mark.ranks(2)
@@ -203,11 +201,13 @@ def test_backward_after_a_norm(pool):
 
 @pytest.mark.ranks(2)
 def test_wire(pool):
-    """The backward's, also on a rank that has not run it."""
-    for result in pool.run(early.wire_of_the_backward, 2, env=GLOO, orders=[[0], [0]]):
-        assert result == [["float32"], ["bfloat16"] * 3]
-    for result in pool.run(early.wire_of_the_backward, 2, env=GLOO, orders=[[0], []]):
-        assert result == [["float32"], ["bfloat16"] * 3]
+    """The steps', also on a rank that has not run the backward. What the last step was not sent in waits."""
+    wide, narrow = "float32", "bfloat16"
+    for absent in (None, 1):
+        for result in pool.run(early.wires, 2, env=GLOO, where="step", absent=absent):
+            assert result == [[wide], [wide] * 3, [narrow], [narrow] * 3, [wide]]
+    for result in pool.run(early.wires, 2, env=GLOO, where="backward"):
+        assert result == [[wide], [wide] * 3, [wide], [wide], [wide] * 3]
 
 
 @pytest.mark.ranks(2)

@@ -19,7 +19,7 @@ CASES = {
     "adamw-hybrid-dp2": ("e4m3/e5m2", "adamw", DP2, {"kind": "linear"}),
     "adamw-current-no_shard": ("current", "adamw", DP2, {"strategy": "no_shard", "kind": "mlp_swiglu"}),
     "fused-current-hfsdp": ("current", "fused", HFSDP, OUTER | {"kind": "mlp_swiglu"}),
-    "adamw-current-hfsdp-overlap": ("current", "adamw", HFSDP, OUTER | {"overlap_gather": True}),
+    "adamw-current-hfsdp": ("current", "adamw", HFSDP, OUTER),
 }
 
 

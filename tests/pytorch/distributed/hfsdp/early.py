@@ -109,17 +109,16 @@ def inputs(seed: int) -> torch.Tensor:
 def counts() -> dict[str, Any]:
     """What backward and step send, told and not told, trained and frozen, and all collectives of a told step."""
     pair = Pair()
-    found = {"plain": [pair.both(seed, told=False) for seed in (1, 2)]}
-    found["told"] = [pair.both(seed) for seed in (3, 4, 5)]
-    found["plain again"] = [pair.both(6, told=False)]
+    found = {"told": [pair.both(seed) for seed in (1, 2, 3)]}
+    found["plain"] = [pair.both(seed, told=False) for seed in (4, 5)]
     for each in (pair.model, pair.reference):
         each.blocks[1].weight.requires_grad_(False)
     found["frozen"] = [pair.both(seed) for seed in (7, 8)]
     for each in (pair.model, pair.reference):
         each.blocks[1].weight.requires_grad_(True)
-    found["trained"] = [pair.both(9)]
+    found["trained"] = [pair.both(seed) for seed in (9, 10)]
     with recorded() as calls:
-        pair.both(10)
+        pair.both(11)
     kinds = [call.kind for call in calls if call.kind != "all_gather"]
     return found | {"kinds": kinds, "compared": pair.checks.require(60)}
 
@@ -309,34 +308,45 @@ def after_clip() -> None:
         assert found[1] == (3, 0), found
 
 
-def wire_of_the_backward(orders: list[list[int]]) -> list[list[str]]:
-    """Dtypes that averages cross the wire in, where the backwards alone are told to use bf16."""
+def wires(where: str, absent: int | None = None) -> list[list[str]]:
+    """Dtypes that averages cross the wire in, where the third and the fourth step, or their backwards, use bf16.
+
+    Args:
+        where: "step" or "backward".
+        absent: Rank without a backward in the fourth step.
+    """
     import te_fsdp
 
     pair = Pair(precision=te_fsdp.MixedPrecisionPolicy(main_params_dtype=None))
     found = []
-    for seed in (1, 2):
-        with recorded() as calls:
-            if orders[dist.get_rank()] or seed == 1:
-                with te_fsdp.grad_comm(pair.model, torch.bfloat16):
-                    pair.backward(seed, [[0, 1, 2]] * 2)
+    for step in range(5):
+        both = te_fsdp.grad_comm(pair.model, torch.bfloat16) if step in (2, 3) else contextlib.nullcontext()
+        with recorded() as calls, contextlib.ExitStack() as stack:
+            with both if where == "backward" else contextlib.nullcontext():
+                stack.enter_context(both if where == "step" else contextlib.nullcontext())
+                if step != 3 or dist.get_rank() != absent:
+                    pair.backward(step, [[0, 1, 2]] * 2)
             pair.optimizer.step()
             pair.optimizer.zero_grad()
         found.append([call.dtype for call in calls if call.kind == "reduce_scatter"])
     return found
 
 
-def told_by_some(told: list[list[bool]]) -> list[tuple[int, int]]:
+def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]]:
     """Steps before which some ranks tell their last backward and others do not: right all along.
 
     Args:
         told: For each step, which ranks tell.
+        lines: How often the log says that averages wait.
     """
+    from te_fsdp.sharding import outer_reduce
+
+    outer_reduce._warn_once.cache_clear()
     pair = Pair()
-    with logged() as lines:
+    with logged() as seen:
         found = [pair.both(seed, told=ranks[dist.get_rank()]) for seed, ranks in enumerate(told)]
     pair.checks.require(6 * len(told))
-    assert len([line for line in lines if "on some ranks only" in line]) == 1, lines
+    assert len([line for line in seen if "in the first step: averages" in line]) == lines, seen
     return found
 
 

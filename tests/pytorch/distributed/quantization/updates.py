@@ -28,14 +28,14 @@ def trained(
         meshes: Sizes of axes.
         together: Whether te_fsdp writes the weights; else each is quantized by itself, as TE does.
         steps: How many.
-        **options: ``fully_shard``'s, and ``overlap_gather``.
+        **options: ``fully_shard``'s.
 
     Returns:
         Model, optimizer, and what the last step did: :func:`counted`.
     """
     import te_fsdp
 
-    kind, overlaps = options.pop("kind", "transformer"), options.pop("overlap_gather", False)
+    kind = options.pop("kind", "transformer")
     built = te_fsdp.Meshes.build(**meshes, device_type=harness.device_type())
     model = stock(kind, recipe, "meta", **built.te_kwargs())
     te_fsdp.fully_shard(model, built, **options)
@@ -45,7 +45,7 @@ def trained(
         step.optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
     te_fsdp.main_weights(model, step.optimizer)
     if options.get("outer_strategy") == "optim":
-        te_fsdp.shard_optimizer(step.optimizer, overlap_gather=overlaps)
+        te_fsdp.shard_optimizer(step.optimizer)
     counts: Counter[str] = Counter()
     with contextlib.nullcontext() if together else _one_by_one():
         for number in range(steps):
