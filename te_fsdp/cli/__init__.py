@@ -15,28 +15,18 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
 from typing import Annotated, Any
 
 from te_fsdp.errors import TeFsdpError
 
-#: Command, or group of commands -> its function, ``(arguments) -> exit code``, and what it is for.
-_GROUPS = {
-    "ckpt": ("te_fsdp.cli.ckpt:main", "checkpoints: inspect, verify, diff, convert, export"),
-    "env": (
-        "te_fsdp.cli.env:main",
-        "this environment: versions, GPUs, patches in force, faults and their cures",
-    ),
-    "plan": (
-        "te_fsdp.cli.plan:main",
-        "a job on any number of GPUs: memory, traffic, meshes that fit; needs no GPU",
-    ),
-    "report": (
-        "te_fsdp.cli.plan:main_of_report",
-        "what a plan or a checkpoint holds, parameter by parameter",
-    ),
-    "completion": ("te_fsdp.cli:completion", "what a shell needs to complete all of this: bash or zsh"),
+#: Command -> its function in a file of this package, or its functions by name, and what it is for.
+_COMMANDS = {
+    "ckpt": ("ckpt:COMMANDS", "checkpoints in one process: inspect, verify, diff, convert, export"),
+    "env": ("env:show", "this environment: versions, GPUs, patches in force, faults and their cures"),
+    "plan": ("plan:show_plan", "a job on any number of GPUs: memory, traffic, meshes that fit; needs no GPU"),
+    "report": ("plan:show_report", "what a plan or a checkpoint holds, parameter by parameter"),
 }
 
 
@@ -49,21 +39,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments is None:
         _give_freed_memory_back()
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] in _GROUPS:
-        module, _, function = _GROUPS[words[0]][0].partition(":")
-        return getattr(importlib.import_module(module), function)(words[1:])
+    if words and words[0] in _COMMANDS:
+        return run(words[0], words[1:])
+    if words[:1] == ["completion"]:
+        return completion(words[1:])
     if words[:1] == ["--version"]:
         import te_fsdp
 
         print(f"te-fsdp {te_fsdp.__version__}")
         return 0
     asked = bool(words) and words[0] in ("-h", "--help")
-    lines = ["usage: te-fsdp COMMAND ...", "       te-fsdp --version", ""]
-    lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _GROUPS.items()]
-    lines += [
+    lines = [
+        "usage: te-fsdp COMMAND ...",
+        "       te-fsdp completion bash|zsh",
+        "       te-fsdp --version",
         "",
-        "te-fsdp COMMAND --help tells more. Exit codes: 0 good, 1 problem found, 2 wrong usage.",
     ]
+    lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _COMMANDS.items()]
+    lines += ["", "te-fsdp COMMAND --help tells more. Exit codes: 0 good, 1 problem found, 2 wrong usage."]
     if words and not asked:
         lines = [f"te-fsdp: no command {words[0]!r}", "", *lines]
     print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
@@ -74,13 +67,14 @@ class UsageError(Exception):
     """The command line is wrong; exit code 2."""
 
 
-def run(
-    command: Callable[..., int] | dict[str, Callable[..., int]],
-    name: str,
-    arguments: Sequence[str],
-    description: str | None = None,
-) -> int:
-    """Run ``te-fsdp NAME``, one command or several by name; tyro makes its parser of the signature.
+def _command(name: str) -> Any:
+    """The function of a command, or its functions by name."""
+    file, _, attribute = _COMMANDS[name][0].partition(":")
+    return getattr(importlib.import_module(f"te_fsdp.cli.{file}"), attribute)
+
+
+def run(name: str, arguments: Sequence[str]) -> int:
+    """Run one of the commands; tyro makes its parser of the function's signature.
 
     What goes wrong is said on stderr, and as JSON on stdout where that is asked for.
 
@@ -89,11 +83,12 @@ def run(
     """
     import tyro
 
-    options: Any = {"prog": f"te-fsdp {name}", "description": description, "args": list(arguments)}
+    command = _command(name)
+    options: Any = {"prog": f"te-fsdp {name}", "args": list(arguments)}
     options["config"] = (tyro.conf.FlagCreatePairsOff, tyro.conf.PositionalMetavarFromFieldName)
     try:
         if isinstance(command, dict):
-            return tyro.extras.subcommand_cli_from_dict(command, **options)
+            return tyro.extras.subcommand_cli_from_dict(command, **options, description=_COMMANDS[name][1])
         return tyro.cli(command, **options)
     except SystemExit as stop:  # --help, or what tyro has already said
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
@@ -103,6 +98,12 @@ def run(
         return fail(arguments, str(error), 1)
     except KeyboardInterrupt:
         return fail(arguments, "interrupted", 130)
+    except Exception as error:
+        if name == "plan":  # its traceback tells of the user's own function
+            raise
+        # A file that no check knows: the text says what to report.
+        text = f"unexpected {type(error).__name__}: {error}; please report it with this command"
+        return fail(arguments, text, 1)
 
 
 def fail(arguments: Sequence[str], text: str, code: int) -> int:
@@ -121,37 +122,35 @@ def completion(arguments: Sequence[str]) -> int:
     """
     import tyro
 
-    # By name, as above: they import this file.
-    ckpt, env, plan = (importlib.import_module(f"te_fsdp.cli.{name}") for name in ("ckpt", "env", "plan"))
-    shells = ("bash", "zsh")
-    if len(arguments) != 1 or arguments[0] not in shells:
-        print(
-            f"usage: te-fsdp completion {'|'.join(shells)}    (expected {' or '.join(shells)})",
-            file=sys.stderr,
-        )
-        return 2
-
-    def checkpoints(command: Any) -> None:
-        """Checkpoints."""
-
-    checkpoints.__annotations__["command"] = _one_of(ckpt.COMMANDS)
-    every: Any = _one_of({"ckpt": checkpoints, "env": env.show, **plan.COMMANDS})
+    if [*arguments] not in (["bash"], ["zsh"]):
+        return fail(arguments, "completion: expected bash or zsh", 2)
+    conf = tyro.conf
     config = (
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.PositionalMetavarFromFieldName,
-        tyro.conf.OmitArgPrefixes,
-        tyro.conf.OmitSubcommandPrefixes,
+        conf.FlagCreatePairsOff,
+        conf.PositionalMetavarFromFieldName,
+        conf.OmitArgPrefixes,
+        conf.OmitSubcommandPrefixes,
     )
+    every, asked = _one_of({name: _command(name) for name in _COMMANDS}), "--tyro-print-completion"
     with contextlib.suppress(SystemExit):
-        tyro.cli(every, prog="te-fsdp", args=["--tyro-print-completion", arguments[0]], config=config)
+        tyro.cli(every, prog="te-fsdp", args=[asked, arguments[0]], config=config)
     return 0
 
 
-def _one_of(commands: Mapping[str, Callable[..., Any]]) -> Any:
-    """A type for tyro that stands for one of some commands."""
+def _one_of(commands: Mapping[str, Any]) -> Any:
+    """A type for tyro that stands for one of some commands, or groups of commands."""
     import tyro
 
-    choices = [tyro.conf.subcommand(name, constructor=function) for name, function in commands.items()]
+    choices = []
+    for name, found in commands.items():
+
+        def group(command: Any) -> None:
+            """Several commands."""
+
+        if isinstance(found, dict):
+            group.__annotations__["command"] = _one_of(found)
+        function = group if isinstance(found, dict) else found
+        choices.append(tyro.conf.subcommand(name, constructor=function))
     return functools.reduce(operator.or_, [Annotated[Any, choice] for choice in choices])
 
 

@@ -39,7 +39,7 @@ from te_fsdp.checkpoint.portable.huggingface import (
     write_huggingface,
 )
 from te_fsdp.checkpoint.source import problems_of
-from te_fsdp.cli import UsageError, bytes_of, fail, human_bytes, print_json, print_lines, print_table, run
+from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import folded
 
@@ -487,14 +487,3 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "convert": convert,
     "export": export,
 }
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run ``te-fsdp ckpt`` with the arguments after it; returns the exit code."""
-    about = "Checkpoints in one process: no model, no GPU, a block of a tensor at a time."
-    try:
-        return run(COMMANDS, "ckpt", arguments, about)
-    except Exception as error:  # a file that no check knows: the text says what to report
-        return fail(
-            arguments, f"unexpected {type(error).__name__}: {error}; please report it with this command", 1
-        )

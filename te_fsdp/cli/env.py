@@ -15,13 +15,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from te_fsdp.cli import human_bytes, print_json, print_lines, print_table, run
+from te_fsdp.cli import human_bytes, print_json, print_lines, print_table
 from te_fsdp.cli.env_facts import Facts, gather
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run the command. 0: nothing is wrong that breaks te_fsdp; 1: something is; 2: the command line is wrong."""
-    return run(show, "env", arguments)
 
 
 def show(
@@ -132,8 +127,6 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
 PYTHONS = ((3, 10), (3, 13))
 TORCHES = ((2, 11), (2, 16))
 TES = ((2, 18), (2, 21))
-#: Compute capability with FP8.
-_FP8 = (8, 9)
 _EXTRAS = {"13": "gpu", "12": "gpu-cu12"}
 
 
@@ -149,7 +142,7 @@ class Fault:
 
 def faults(facts: Facts) -> list[Fault]:
     """Everything that is wrong, what breaks first."""
-    looks = (_wrong_versions, _parts_of_te, _builds, _te_itself, _cudnn, _wrong_gpus)
+    looks = (_wrong_versions, _parts_of_te, _builds, _te_itself, _cudnn, _unused_attention)
     return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
 
 
@@ -291,8 +284,8 @@ def _cudnn(facts: Facts) -> Iterator[Fault]:
         )
 
 
-def _wrong_gpus(facts: Facts) -> Iterator[Fault]:
-    """What they lack, and FlashAttention that is installed for nothing."""
+def _unused_attention(facts: Facts) -> Iterator[Fault]:
+    """FlashAttention that is installed for nothing."""
     taken = facts.te_says.get("attention", {}).get("taken", {})
     for name, version in facts.flash_attention.items():
         if facts.gpus and not taken.get(name.replace("_", "-"), True):
@@ -302,26 +295,3 @@ def _wrong_gpus(facts: Facts) -> Iterator[Fault]:
                 "pip install --no-build-isolation 'te-fsdp[flash]'",
                 breaks=False,
             )
-    kinds = sorted({(gpu.name, gpu.capability) for gpu in facts.gpus})
-    for name, capability in kinds:
-        if _numbers(capability) < _FP8:
-            yield Fault(
-                f"{name} has compute capability {capability}",
-                "FP8 needs 8.9, MXFP8 and NVFP4 need 10.0: recipes will be refused",
-                "train in bf16 here, without te.autocast",
-                breaks=False,
-            )
-    if len(kinds) > 1:
-        yield Fault(
-            f"GPUs of several kinds: {', '.join(name for name, _ in kinds)}",
-            "ranks of one job take different kernels, and the slowest sets the pace",
-            "CUDA_VISIBLE_DEVICES with GPUs of one kind",
-            breaks=False,
-        )
-    if facts.apart:
-        yield Fault(
-            f"GPUs {facts.apart} cannot address the memory of all others",
-            "collectives go through the host",
-            "switch peer access on: in a virtual machine or with ACS and IOMMU it is often off",
-            breaks=False,
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +13,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from te_fsdp import planning
-from te_fsdp.cli import bytes_of, print_json, print_lines, print_table, run
+from te_fsdp.cli import bytes_of, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
@@ -24,16 +23,6 @@ _ARCHITECTURE = "9.0"
 _Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
 #: Axes of which a search tries one size alone, where it is given.
 _FIXED = ("dp_replicate", "dp_shard", "ep", "tp")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run ``te-fsdp plan``. 0: the job can be run (of a search: a mesh fits); 1: not; 2: the command line is wrong."""
-    return run(_plan, "plan", arguments)
-
-
-def main_of_report(arguments: Sequence[str]) -> int:
-    """Run ``te-fsdp report``; as :func:`main`."""
-    return run(_report, "report", arguments)
 
 
 @dataclass(frozen=True)
@@ -142,7 +131,7 @@ class _Speeds:
         return Machine(self.tflops, self.attention_tflops, *links, node, self.contention, self.host_ms)
 
 
-def _plan(
+def show_plan(
     model: Positional[str],
     /,
     mesh: Annotated[_Mesh, arg(name="")] = _Mesh(),
@@ -153,8 +142,6 @@ def _plan(
         bool, arg(help="Try all meshes of --gpus, or those with the sizes that are given.")
     ] = False,
     node: Annotated[int, arg(help="GPUs of a node, for --search and --tflops.")] = 8,
-    global_batch: Annotated[int | None, arg(help="Sequences of a step on all GPUs, for --search.")] = None,
-    parameters: Annotated[bool, arg(help="Show each parameter too.")] = False,
     as_json: _Json = False,
 ) -> int:
     """What each rank of a job will hold and send, on one CPU and without the job's GPUs.
@@ -167,19 +154,14 @@ def _plan(
         raise PlacementError(f"plan: memory {mesh.memory!r}", expected="a size such as 80GiB or 141GB")
     if search and mesh.gpus is None:
         raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
-    for option, is_given, needed in (
-        ("--global-batch", global_batch is not None and not search, "--search; without it, --microbatches"),
-        ("--parameters", parameters and search, "one mesh, without --search"),
-        ("speeds of the machine", speeds != _Speeds() and machine is None, "--tflops too"),
-    ):
-        if is_given:
-            raise PlacementError(f"plan: {option}", expected=needed, why="It would have no effect")
+    if machine is None and speeds != _Speeds():
+        why = "They would have no effect"
+        raise PlacementError("plan: speeds of the machine", expected="--tflops too", why=why)
     sizes = mesh.sizes if not search else Sizes()
     _find_te(mesh.arch)
     if search and mesh.gpus is not None:
         fixed = {axis: size for axis in _FIXED if (size := getattr(mesh, axis)) not in (1, -1)}
-        asked: Any = {"cp": mesh.cp, "global_batch": global_batch, "fixed": fixed}
-        found_meshes = planning.search(job, gpus=mesh.gpus, memory=limit, node=node, **asked)
+        found_meshes = planning.search(job, gpus=mesh.gpus, memory=limit, node=node, cp=mesh.cp, fixed=fixed)
         return _show_search(found_meshes, mesh.gpus, limit, node, machine, as_json)
     found = plan(job, sizes)
     step = None if machine is None else found.time(machine)
@@ -187,7 +169,7 @@ def _plan(
         timed = {} if step is None else {"step": asdict(step) | {"seconds": step.seconds}}
         print_json(found.as_json() | timed)
     else:
-        _show(found, limit, parameters)
+        _show(found, limit)
         if step is not None:
             _show_step(step, found)
     return 0 if found.peak.bytes <= limit else 1
@@ -226,13 +208,13 @@ def _gib(size: float) -> str:
     return f"{size / 2**30:.2f}"
 
 
-def _show(found: Plan, limit: int | None, parameters: bool) -> None:
-    """A plan as tables."""
+def _show(found: Plan, limit: int | None) -> None:
+    """A plan as tables; one from a file, which has no limit, parameter by parameter."""
     job, sizes = found.job, found.sizes
     print_lines(
         [f"{job['model']}: {found.parameters / 1e9:.2f} billion parameters on {sizes.ranks} ranks, {sizes}"]
     )
-    if parameters:
+    if limit is None:
         print_lines([str(found.report)])
     rank = {
         **found.held,
@@ -324,7 +306,7 @@ def _as_json(one: Candidate, machine: Machine | None) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def _report(
+def show_report(
     path: Positional[Path],
     /,
     *,
@@ -342,12 +324,8 @@ def _report(
             raise CheckpointError(f"{path}: no JSON ({error})", fix=fix) from error
         if isinstance(value, dict) and "te_fsdp_plan" in value:
             found = Plan.from_json(value, str(path))
-            print_json(found.as_json()) if as_json else _show(found, None, True)
+            print_json(found.as_json()) if as_json else _show(found, None)
             return 0
     from te_fsdp.cli import ckpt
 
     return ckpt.inspect(path, as_json=as_json)
-
-
-#: Name -> function of tyro's, for completion.
-COMMANDS: dict[str, Callable[..., int]] = {"plan": _plan, "report": _report}

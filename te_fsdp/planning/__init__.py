@@ -23,7 +23,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -287,7 +287,6 @@ def search(
     memory: int,
     node: int = 8,
     cp: int = 1,
-    global_batch: int | None = None,
     fixed: Mapping[str, int] | None = None,
 ) -> list[Candidate]:
     """Plan a job on every mesh of so many GPUs, the best first. Local operation, as :func:`te_fsdp.planning.plan`.
@@ -295,12 +294,11 @@ def search(
     tp is tried within a node, ep where a Hugging Face model has experts.
 
     Args:
-        job: What is planned; its ``microbatches`` hold for every mesh, unless ``global_batch`` is given.
+        job: What is planned; its ``microbatches`` hold for every mesh.
         gpus: Their number.
         memory: Bytes of each.
         node: GPUs of a node.
         cp: Size of that axis.
-        global_batch: Sequences of a step on all GPUs together.
         fixed: Axes of which one size alone is tried.
 
     Returns:
@@ -325,7 +323,7 @@ def search(
             got="none",
         )
     with _pretended_ranks(gpus):
-        found = [_candidate(job, sizes, memory, node, global_batch) for sizes in meshes]
+        found = [_candidate(job, sizes, memory, node) for sizes in meshes]
 
     def place(one: Candidate) -> tuple[int, float]:
         if one.plan is None:
@@ -348,16 +346,8 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
             yield Sizes(replicas, shards, cp, ep, tp)
 
 
-def _candidate(job: Job, sizes: Sizes, memory: int, node: int, global_batch: int | None) -> Candidate:
+def _candidate(job: Job, sizes: Sizes, memory: int, node: int) -> Candidate:
     """The plan of one mesh, and whether it fits."""
-    copies = sizes.dp_replicate * sizes.dp_shard * sizes.ep
-    if global_batch is not None:
-        if global_batch % (copies * job.batch):
-            reason = (
-                f"{global_batch} sequences do not divide among {copies} data-parallel ranks x {job.batch}"
-            )
-            return Candidate(sizes, None, reason)
-        job = replace(job, microbatches=global_batch // copies // job.batch)
     try:
         found = _plan(job, sizes)
     except TeFsdpError as error:
