@@ -15,10 +15,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import te_fsdp
-from te_fsdp.errors import message
+from te_fsdp.errors import TeFsdpError, message
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,6 +32,16 @@ def needs(extra: str) -> Iterator[None]:
     except ImportError as error:
         text = message(str(error), fix=f"pip install 'te-fsdp[{extra}]', in a checkout '.[{extra}]'")
         raise type(error)(text, name=error.name) from error
+
+
+def refused(error: type[TeFsdpError], what: str, **facts: str) -> Any:
+    """A method that raises, whatever it is given: of a framework's class, in place of what te_fsdp cannot do right."""
+
+    def method(*unused: Any, **also_unused: Any) -> NoReturn:
+        raise error(what, **facts)
+
+    method.__doc__ = f"Refused with ``{error.__name__}``."
+    return method
 
 
 def check_keywords(sharding: Mapping[str, Any]) -> None:

@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.agree import world_size
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError
-from te_fsdp.integrations import check_keywords, needs, shard
+from te_fsdp.integrations import check_keywords, needs, refused, shard
 from te_fsdp.mesh import Meshes, as_meshes
 from te_fsdp.sharding.main_weights import following
 from te_fsdp.sharding.state import sharding_state, state_of
@@ -208,21 +208,18 @@ class TeFsdpAccelerator(_Accelerator):
         """:func:`te_fsdp.clip_grad_norm_`. Collective."""
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> NoReturn:
-        """Refused with ``PlacementError``."""
-        raise PlacementError(
-            "Accelerator.clip_grad_value_",
-            why="A gradient may still wait for its average over dp_replicate",
-            fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
-        )
-
-    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> NoReturn:
-        """Refused with ``OrderError``."""
-        raise OrderError(
-            "Accelerator.join_uneven_inputs",
-            why="Each rank takes part in the gathers of each step",
-            fix="even_batches=True, the default, or drop_last=True of the DataLoader",
-        )
+    clip_grad_value_ = refused(
+        PlacementError,
+        "Accelerator.clip_grad_value_",
+        why="A gradient may still wait for its average over dp_replicate",
+        fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
+    )
+    join_uneven_inputs = refused(
+        OrderError,
+        "Accelerator.join_uneven_inputs",
+        why="Each rank takes part in the gathers of each step",
+        fix="even_batches=True, the default, or drop_last=True of the DataLoader",
+    )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As accelerate's; ``OrderError`` where processes share data, which would count more than once."""
@@ -307,29 +304,20 @@ class TeFsdpAccelerator(_Accelerator):
             text = "%s is of %d processes, these are %d: random states go on otherwise"
             _log.warning(text, input_dir, saved, here)
 
-    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refused with ``CheckpointError``: accelerate gives such hooks models' state dicts, which are parts here."""
-        raise _no_hooks("register_save_state_pre_hook")
-
-    def register_load_state_pre_hook(self, hook: Any) -> NoReturn:
-        """Refused, as :meth:`register_save_state_pre_hook`."""
-        raise _no_hooks("register_load_state_pre_hook")
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> NoReturn:
-        """Refused with ``CheckpointError``, and ``save_model`` with it: no rank holds the whole model."""
-        raise CheckpointError(
-            "Accelerator.get_state_dict or save_model",
-            expected="a model that one rank holds",
-            got="a sharded one",
-            fix="te_fsdp.checkpoint.save_huggingface, or save_state and the command te-fsdp ckpt convert",
-        )
-
-
-def _no_hooks(name: str) -> CheckpointError:
-    return CheckpointError(
-        f"Accelerator.{name}",
+    # accelerate gives such hooks models' state dicts, which are parts here.
+    register_save_state_pre_hook = register_load_state_pre_hook = refused(
+        CheckpointError,
+        "Accelerator.register_save_state_pre_hook or register_load_state_pre_hook",
         why="te_fsdp saves and loads model and optimizer by itself",
         fix="register_for_checkpointing(object) for what belongs to the run beside them",
+    )
+    #: ``save_model`` goes through it as well.
+    get_state_dict = refused(
+        CheckpointError,
+        "Accelerator.get_state_dict or save_model",
+        expected="a model that one rank holds",
+        got="a sharded one",
+        fix="te_fsdp.checkpoint.save_huggingface, or save_state and the command te-fsdp ckpt convert",
     )
 
 

@@ -18,7 +18,7 @@ import sys
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from te_fsdp import _te, checkpoint
 from te_fsdp.agree import from_rank_0
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
-from te_fsdp.integrations import check_keywords, needs, shard
+from te_fsdp.integrations import check_keywords, needs, refused, shard
 from te_fsdp.mesh import Meshes
 from te_fsdp.sharding.state import sharding_state
 
@@ -157,18 +157,15 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         self._models.append(module)
         return module
 
-    def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
-    ) -> NoReturn:
-        """Refused with ``OrderError``: the optimizer holds parameters that sharding replaces."""
-        raise OrderError(
-            "Fabric.setup(model, optimizer)",
-            expected="an optimizer over the sharded model",
-            got="one from before",
-            why="Sharding puts new parameters into the model",
-            fix="model = fabric.setup_module(model), then optimizer = fabric.setup_optimizers(...) over "
-            "model.parameters()",
-        )
+    setup_module_and_optimizers = refused(
+        OrderError,
+        "Fabric.setup(model, optimizer)",
+        expected="an optimizer over the sharded model",
+        got="one from before",
+        why="Sharding puts new parameters into the model",
+        fix="model = fabric.setup_module(model), then optimizer = fabric.setup_optimizers(...) over "
+        "model.parameters()",
+    )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Raise ``OrderError`` unless the optimizer holds parameters of the models that were set up."""
@@ -194,13 +191,12 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         parameters = self.precision.main_params(optimizer)
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float) -> NoReturn:
-        """Refused with ``PlacementError``."""
-        raise PlacementError(
-            "Fabric.clip_gradients(clip_val=...)",
-            why="A gradient may still wait for its average over dp_replicate",
-            fix="clip_gradients(model, optimizer, max_norm=...)",
-        )
+    clip_gradients_value = refused(
+        PlacementError,
+        "Fabric.clip_gradients(clip_val=...)",
+        why="A gradient may still wait for its average over dp_replicate",
+        fix="clip_gradients(model, optimizer, max_norm=...)",
+    )
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 

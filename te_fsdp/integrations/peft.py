@@ -31,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, shorten
-from te_fsdp.integrations import needs
+from te_fsdp.integrations import needs, refused
 from te_fsdp.parameters import binding_of, shard_info
 from te_fsdp.quantized.components import finish_writing
 from te_fsdp.quantized.shards import quantize_whole
@@ -224,14 +224,13 @@ class LoraLinear(nn.Module, _LoraLayer):
         rest += [x] if self.returns_norm else []
         return (output, *rest) if rest else output
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refused with ``OrderError`` for a single layer."""
-        raise OrderError("LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
-
-    def unmerge(self) -> None:
-        """Refused with ``OrderError``: what quantization has rounded away cannot come back."""
-        fix = "load the base anew: te_fsdp.checkpoint.load in base_of(model)"
-        raise OrderError("LoraLinear.unmerge", fix=fix)
+    merge = refused(OrderError, "LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
+    # What quantization has rounded away cannot come back.
+    unmerge = refused(
+        OrderError,
+        "LoraLinear.unmerge",
+        fix="load the base anew: te_fsdp.checkpoint.load in base_of(model)",
+    )
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:

@@ -17,7 +17,7 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -145,8 +145,6 @@ class TrainingLog:
         every: Steps whose number is a multiple of it are logging steps.
         optimizer: Whose learning rates are told.
         tokens_per_step: Of the global batch.
-        mean_over_ranks: Names of values of which the mean over all ranks is told: one all-reduce at logging steps. Of
-            all others rank 0's own value is.
         health_of: Model whose :func:`weight_health` is told.
     """
 
@@ -157,29 +155,28 @@ class TrainingLog:
         every: int = 10,
         optimizer: Optimizer | None = None,
         tokens_per_step: int | None = None,
-        mean_over_ranks: Collection[str] = (),
         health_of: nn.Module | None = None,
     ) -> None:
         if every < 1:
             raise ValueError(message("TrainingLog: every", expected="at least 1", got=every))
         self._writers, self._every, self._optimizer = list(writers), every, optimizer
-        self._tokens, self._means, self._health_of = tokens_per_step, frozenset(mean_over_ranks), health_of
+        self._tokens, self._health_of = tokens_per_step, health_of
         self._since, self._steps = time.perf_counter(), 0
 
     def step(self, step: int, **values: float | torch.Tensor) -> dict[str, float] | None:
         """Take the numbers of a step.
 
-        At a logging step collective over the world where there is something to reduce: one all-reduce of
-        ``mean_over_ranks``, one of the memory on GPUs, two of ``health_of``; and the only wait for the device.
+        At a logging step collective over the world where there is something to reduce: one all-reduce of the memory on
+        GPUs, two of ``health_of``; and the only wait for the device.
 
-        ``values`` are numbers, or tensors of one element on any device; their names, and ``step``, are the same on all
+        ``values`` are numbers, or tensors of one element on any device: rank 0's are told. ``step`` is the same on all
         ranks.
 
         Returns:
             What was told, on every rank with its own values; ``None`` between logging steps.
 
         Raises:
-            ValueError: A tensor of several elements, or a name of ``mean_over_ranks`` that was not given.
+            ValueError: A tensor of several elements, or no number.
         """
         self._steps += 1
         if step % self._every:
@@ -188,7 +185,7 @@ class TrainingLog:
         if self._optimizer is not None:
             for index, group in enumerate(self._optimizer.param_groups):
                 values[f"lr_{index}" if index else "lr"] = group["lr"]
-        found = _fetched(values, self._means)
+        found = _fetched(values)
         if self._health_of is not None:
             found |= weight_health(self._health_of)
         found |= _memory()
@@ -209,11 +206,9 @@ class TrainingLog:
         """Raise before any collective, on all ranks alike."""
         large = [n for n, v in values.items() if isinstance(v, torch.Tensor) and v.numel() != 1]
         others = [n for n, v in values.items() if not hasattr(v, "__float__")]
-        missing = sorted(self._means - values.keys())
         for names, expected, got, fix in (
             (large, "one number", "a tensor of several elements", "reduce it first"),
             (others, "a number, or a tensor of one element", "something else", "leave it out, or convert it"),
-            (missing, "the values that mean_over_ranks names", "none", "give it in each step, on all ranks"),
         ):
             if names:
                 what = f"TrainingLog.step: {', '.join(names)}"
@@ -225,13 +220,10 @@ class TrainingLog:
             writer.close()
 
 
-def _fetched(values: Mapping[str, float | torch.Tensor], means: Collection[str]) -> dict[str, float]:
+def _fetched(values: Mapping[str, float | torch.Tensor]) -> dict[str, float]:
     """All values as numbers, by one transfer from the device."""
     tensors = {name: _torch.local_of(v) for name, v in values.items() if isinstance(v, torch.Tensor)}
     device = next((t.device for t in tensors.values() if t.device.type != "cpu"), torch.device("cpu"))
-    if means and dist.is_initialized():
-        backend = dist.get_backend()
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in backend else device
     # float64 holds each of them to the last bit.
     own = [
         # Numbers of Python too, which torch would take for float32.
@@ -241,15 +233,7 @@ def _fetched(values: Mapping[str, float | torch.Tensor], means: Collection[str])
         .to(device, torch.float64, non_blocking=True)
         for name, value in {**values, **tensors}.items()
     ]
-    if not own:
-        return {}
-    packed = torch.stack(own)
-    if means and world_size() > 1:
-        places = torch.tensor([i for i, name in enumerate(values) if name in means], device=device)
-        summed = packed[places]
-        dist.all_reduce(summed)
-        packed[places] = summed / world_size()
-    return dict(zip(values, packed.tolist(), strict=True))
+    return dict(zip(values, torch.stack(own).tolist(), strict=True)) if own else {}
 
 
 def _memory() -> dict[str, float]:

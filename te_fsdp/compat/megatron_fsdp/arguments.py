@@ -100,7 +100,7 @@ class Arguments:
         report_nan_in_param_grad: Raise before a step on gradients that are not finite; names parameter and rank.
         calculate_per_token_loss: Sum gradients over data parallel; the caller divides by the number of tokens.
 
-    The others have no meaning here: :data:`WITHOUT_MEANING`.
+    The others have no meaning here, which a warning says: :data:`WITHOUT_MEANING`.
     """
 
     device_mesh: DeviceMesh | None = None
@@ -138,9 +138,6 @@ class Arguments:
 
     def __post_init__(self) -> None:
         require_flag_fields(self, "fully_shard_model")
-
-    def say_what_has_no_meaning(self) -> None:
-        """Warn of arguments that are not at their defaults and change nothing here, each with its equivalent."""
         say_what_has_no_meaning(self, WITHOUT_MEANING)
 
 

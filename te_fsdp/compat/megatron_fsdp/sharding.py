@@ -105,7 +105,7 @@ class MegatronFSDP(torch.nn.Module):
         hooks = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
         given["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
         super().__init__()
-        Arguments(**given).say_what_has_no_meaning()
+        Arguments(**given)  # warns of what has no meaning
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params"
         )
@@ -289,7 +289,6 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
             :func:`te_fsdp.materialize`.
     """
     given = Arguments(*args, **kwargs)
-    given.say_what_has_no_meaning()
     strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
     outer = native_strategy(given.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
     if given.device_mesh is None:
@@ -339,7 +338,7 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     Raises:
         OrderError: No parameter of a sharded model among its parameters.
     """
-    Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt).say_what_has_no_meaning()
+    Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)  # warns
     states = (state_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
     state = next((state for state in states if state is not None), None)
     if state is None:
