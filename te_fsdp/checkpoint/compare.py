@@ -18,9 +18,8 @@ import torch
 
 from te_fsdp import _te, _te_modules
 from te_fsdp.agree import all_agree, gather, gather_if_any, rank, world_size
-from te_fsdp.checkpoint.contents import Cuts
+from te_fsdp.checkpoint.contents import cut_by_tp
 from te_fsdp.checkpoint.entries import GROUPED
-from te_fsdp.checkpoint.lazy import Chunked
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -239,19 +238,16 @@ def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None
 def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
     """Rows that are stacked for tensor parallelism, in a plain directory: whether they lie as in the unsharded module.
 
-    At tp=1 they do. Those that tensor parallelism has cut do not: a difference. Where nothing tells: a note. Local.
+    At tp=1 they do. In a directory of tensor parallelism they do not: a difference. Nothing tells: a note. Local.
     """
     assert source.tensors is not None
-    cuts, asked = Cuts(source.tensors), []
+    cut, asked = cut_by_tp(source.tensors), []
     for name, now in described.items():
-        tensor = source.tensors.get(f"model.{name}")
-        if not str(now["layout"]).startswith("stacked") or tensor is None:
+        if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
             continue
-        by_tp = cuts.by_tp(name)
-        whole = not isinstance(tensor, Chunked) or len(tensor.chunks) == 1
-        if by_tp:
+        if f"model.{name}" in cut:
             found.add("whose rows tensor parallelism has put in another order", name)
-        elif by_tp is None and not (whole and name.rpartition(".")[0] in source.manifest.extra_states):
+        elif name.rpartition(".")[0] not in source.manifest.extra_states:
             asked.append(name)
     if asked:
         source.notes.append(

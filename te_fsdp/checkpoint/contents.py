@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from te_fsdp.checkpoint.entries import (
     ExpertPlace,
     join_experts,
     of_all_experts,
-    per_expert,
     stacked_name,
 )
 from te_fsdp.checkpoint.index import check_index, stored_tensors
@@ -35,9 +32,9 @@ from te_fsdp.checkpoint.lazy import (
     open_safetensors,
     total_bytes,
 )
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
 from te_fsdp.checkpoint.torch_files import tensors_of
-from te_fsdp.errors import CheckpointError, message, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
 
 CHECKPOINT = "te_fsdp checkpoint"
@@ -131,14 +128,9 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
 class Choices:
     """What a reader cannot know."""
 
-    key: str | None = (
-        None  #: Where in a nested file the model's state dict is, dots between keys; or by its name
-    )
-    optimizer_class: str | None = (
-        None  #: Of the optimizer whose state dict is there; or told from its options
-    )
+    key: str | None = None  #: Where the model's state dict is, dots between keys; or by its name
     extra_state: str = "read"  #: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it
-    otherwise_class: str | None = None  #: Of the optimizer where its options do not tell
+    optimizer_class: str | None = None  #: Of the optimizer where its options do not tell
 
 
 def empty_manifest() -> Manifest:
@@ -195,11 +187,8 @@ def portable_text(manifest: Manifest) -> str:
 
 def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str) -> Contents:
     """Contents of a file with a manifest of ours; CheckpointError if that is unreadable, or lists what is missing."""
-    try:
+    with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
         manifest = parse_manifest(json.loads(text))
-    # No text at all, or no object; deep nesting ends the recursion of the parser.
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(message(f"{path}: unreadable description by te_fsdp ({error})")) from error
     keys = {
         name.removeprefix(_OTHER) if name.startswith(_OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
@@ -307,10 +296,21 @@ def _stacked_states(
 
 
 def split_experts(contents: Contents) -> Contents:
-    """The same contents with tensors for each expert, under TransformerEngine's names. Changes nothing."""
+    """The same contents with weights for each expert, under TransformerEngine's names. Changes nothing.
+
+    Raises:
+        CheckpointError: An optimizer's state of all experts, which has no place under these names.
+    """
     totals = {n: d["shape"][0] for n, d in contents.manifest.parameters.items() if d.get("layout") == GROUPED}
     if not totals:
         return contents
+    if contents.manifest.optimizer is not None:
+        raise CheckpointError(
+            f"{contents.source}: the optimizer's state of {', '.join(totals)}",
+            expected="weights and states of one expert each",
+            got="those of all experts in one tensor",
+            fix="leave the optimizer (no --everything), or write a checkpoint or safetensors",
+        )
     manifest = replace(contents.manifest, parameters={})
     split = Contents(contents.source, contents.kind, manifest, dict(contents.tensors), list(contents.notes))
     for name, described in contents.manifest.parameters.items():
@@ -322,49 +322,7 @@ def split_experts(contents: Contents) -> Contents:
             split.tensors |= {f"model.{name}{i}{end}": whole.select(i) for i in range(totals[name])}
         for index in range(totals[name]):
             manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
-    if manifest.optimizer is not None:
-        manifest.optimizer = _split_optimizer(manifest.optimizer, split.tensors, totals)
     return split
-
-
-def _split_optimizer(
-    optimizer: dict[str, Any], tensors: dict[str, Lazy], totals: Mapping[str, int]
-) -> dict[str, Any]:
-    states: dict[str, dict[str, Any]] = {}
-    for name, own in optimizer["state"].items():
-        if name not in totals:
-            states[name] = own
-            continue
-        for key, described in own.items():
-            whole = tensors.pop(f"optimizer.state.{name}.{key}", None)
-            for index in range(totals[name]):
-                one = per_expert(described, ExpertPlace(index, totals[name]))
-                if one is None:
-                    continue
-                kept = {k: v for k, v in one.items() if k not in ("at", "experts", "scalar")}
-                states.setdefault(f"{name}{index}", {})[key] = kept
-                if whole is not None:
-                    part = whole if one.get("at") is None else whole.select(index)
-                    tensors[f"optimizer.state.{name}{index}.{key}"] = part
-    groups = [
-        {**group, "parameters": _in_order(group["parameters"], totals)} for group in optimizer["groups"]
-    ]
-    return {**optimizer, "state": states, "groups": groups}
-
-
-def _in_order(names: list[str], totals: Mapping[str, int]) -> list[str]:
-    """Names of a group with those of each expert, in TE's order: torch's optimizers load their state by position."""
-    by_module: dict[str, list[str]] = {}
-    for name in filter(totals.__contains__, names):
-        by_module.setdefault(name.rpartition(".")[0], []).append(name)
-    found: list[str] = []
-    for name in names:
-        if name not in totals:
-            found.append(name)
-            continue
-        both = sorted(by_module.pop(name.rpartition(".")[0], ()), key=lambda n: n.endswith("bias"))
-        found += [f"{n}{index}" for index in range(totals[name]) for n in both]
-    return found
 
 
 def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
@@ -381,79 +339,23 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
 # ---------------------------------------------------------------- pieces of a plain directory, as a mesh has cut them
 
 
+def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
+    """Keys of the tensors whose rows are cut, in a directory of tensor parallelism; else none.
+
+    Tensor parallelism cuts the columns of every weight whose outputs it adds up, FSDP columns only if told to.
+    """
+    cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
+    if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):
+        return set()
+    return {key for key, chunks in cut.items() if len({offsets[:1] for offsets, _ in chunks}) > 1}
+
+
 def refuse_scrambled(contents: Contents) -> None:
-    """CheckpointError where tensor parallelism has cut a gated fc1, so that rows lie rank by rank; a note of others."""
-    cuts = Cuts(contents.tensors)
-    cut = [name for name in contents.manifest.parameters if cuts.by_tp(name)]
-    gated = [name for name in cut if _is_gated(contents.manifest.parameters, name)]
-    if gated:
+    """CheckpointError where tensor parallelism has cut a plain directory: rows of gated weights lie rank by rank."""
+    if cut := sorted(key.removeprefix("model.") for key in cut_by_tp(contents.tensors)):
         raise CheckpointError(
-            f"{contents.source}: {len(gated)} gated weight(s) in pieces of tensor parallelism: {shorten(gated, 3)}",
+            f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
             expected="rows as in the unsharded module",
-            got="each rank's gate and up one under the other, as TransformerEngine has them",
+            got="those of fused and gated weights rank by rank, and nothing that tells which weights these are",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
-    if cut:
-        contents.notes.append(
-            f"{len(cut)} weight(s) lie in pieces of tensor parallelism ({shorten(cut, 3)}): if one of them is a fused, "
-            "non-interleaved QKV, its rows are scrambled"
-        )
-
-
-def _is_gated(parameters: Mapping[str, dict[str, Any]], name: str) -> bool:
-    """Whether these are the rows of a gate and of what it gates, in one of TE's modules."""
-    module, _, own = name.rpartition("fc1_")
-    columns = parameters.get(f"{module}fc2_weight", {"shape": ()})["shape"][1:]
-    return own in ("weight", "bias") and parameters[name]["shape"][:1] == [2 * n for n in columns]
-
-
-class Cuts:
-    """What the pieces of a plain DCP directory tell of the mesh that cut them.
-
-    FSDP cuts all parameters of a unit into as many pieces. Tensor parallelism cuts norms never, and weights further.
-    """
-
-    def __init__(self, tensors: Mapping[str, Lazy]) -> None:
-        self._tensors = tensors
-        chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
-        self._columns = any(any(offsets[1:]) for tensor in chunked for offsets, _ in tensor.chunks)
-        self._norms: dict[str, list[tuple[int, float]]] = {}
-        for key, tensor in tensors.items():
-            is_norm = key.endswith((".weight", ".layer_norm_weight")) and len(tensor.shape) == 1
-            # Pieces of one row are those of any greater number of shards.
-            if is_norm and (shards := _shards(tensor)) and 0 < shards[1] < math.inf:
-                for unit in _units(key):
-                    self._norms.setdefault(unit, []).append(shards)
-
-    def by_tp(self, name: str) -> bool | None:
-        """Whether tensor parallelism has cut the rows of a parameter; ``None`` where its pieces do not tell."""
-        own = _shards(self._tensors.get(f"model.{name}"))
-        if own is None or own[0] == 1:
-            return None
-        module, *above = _units(f"model.{name}")
-        near = next((unit for unit in (module, *above) if unit in self._norms), None)
-        if near is None:
-            return None
-        all_of = [own, *self._norms[near]]
-        if max(least for least, _ in all_of) <= min(most for _, most in all_of):
-            return False
-        # A norm of another module may lie in another unit of FSDP's. Only tensor parallelism cuts columns besides.
-        return True if near == module or self._columns else None
-
-
-def _units(key: str) -> list[str]:
-    """The module of a tensor and all modules around it, from the inside."""
-    return [*accumulate(key.split(".")[:-1], "{}.{}".format)][::-1]
-
-
-def _shards(tensor: Lazy | None) -> tuple[int, float] | None:
-    """Least and largest number of FSDP shards that give a tensor's pieces along dim 0, the latter 0 if none does."""
-    if not isinstance(tensor, Chunked) or not tensor.shape:
-        return None
-    firsts = sorted({offsets[0] for offsets, piece in tensor.chunks if math.prod(piece.shape)})
-    if len(firsts) <= 1:
-        return 1, 1
-    rows, each = tensor.height, firsts[1]
-    if firsts != list(range(0, rows, each)):
-        return len(firsts), 0
-    return len(firsts), math.inf if each == 1 else -(-rows // (each - 1)) - 1

@@ -10,12 +10,13 @@ fails, ends the process by SIGBUS. What the package refuses in a header is refus
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import mmap
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ import numpy as np
 import torch
 
 from te_fsdp.checkpoint.index import is_tiling
-from te_fsdp.checkpoint.sums import Tick, crc32
+from te_fsdp.checkpoint.manifest import Tick, unreadable
+from te_fsdp.checkpoint.sums import DamagedFileError, crc32
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
 
 #: Bytes of a tensor that are in memory at a time (a row at least).
 BLOCK_BYTES = 8 << 20
+_COPY = "the file is damaged or truncated, copy it again"
 #: Bytes up to which memory is no page's own: to map pages takes longer than to read so little.
 _SMALL = 1 << 16
 INDEX = "model.safetensors.index.json"
@@ -54,21 +57,12 @@ _DTYPES = {
 
 
 class Lazy:
-    """A tensor of known shape and dtype whose rows are read, or computed, when asked for; without dims it has one.
-
-    ``pick`` gives an entry of the first dim, where that spares reading.
-    """
-
-    _pick: Callable[[int], Lazy] | None = None
+    """A tensor of known shape and dtype whose rows are read, or computed, when asked for; without dims it has one."""
 
     def __init__(
-        self,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        read: Callable[[int, int], torch.Tensor],
-        pick: Callable[[int], Lazy] | None = None,
+        self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], torch.Tensor]
     ) -> None:
-        self.shape, self.dtype, self._read, self._pick = shape, dtype, read, pick
+        self.shape, self.dtype, self._read = shape, dtype, read
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """Rows ``first`` to ``last`` (exclusive), a contiguous CPU tensor that the caller may change.
@@ -83,11 +77,16 @@ class Lazy:
         return self.rows(0, self.height)
 
     def select(self, index: int) -> Lazy:
-        """One entry of the first dim as a tensor by itself; read whole, unless there is a better way."""
-        if self._pick is not None:
-            return self._pick(index)
-        entry = lambda: InMemory(self.rows(index, index + 1)[0])  # noqa: E731
-        return Lazy(self.shape[1:], self.dtype, lambda first, last: entry().rows(first, last))
+        """One entry of the first dim as a tensor by itself, in memory while its rows are read in order."""
+        entry: InMemory | None = None
+
+        def read(first: int, last: int) -> torch.Tensor:
+            nonlocal entry
+            whole = entry or InMemory(self.rows(index, index + 1)[0])
+            entry = whole if last < whole.height else None
+            return whole.rows(first, last)
+
+        return Lazy(self.shape[1:], self.dtype, read)
 
     @property
     def height(self) -> int:
@@ -128,9 +127,16 @@ class Stack(Lazy):
     """Tensors of one shape and dtype as one, along a new first dim."""
 
     def __init__(self, parts: Sequence[Lazy]) -> None:
-        shape, dtype = (len(parts), *parts[0].shape), parts[0].dtype
-        read = lambda first, last: torch.stack([part.whole() for part in parts[first:last]])  # noqa: E731
-        super().__init__(shape, dtype, read, parts.__getitem__)
+        self.parts, self.dtype = parts, parts[0].dtype
+        self.shape: tuple[int, ...] = (len(parts), *parts[0].shape)
+
+    def rows(self, first: int, last: int) -> torch.Tensor:
+        """See :meth:`Lazy.rows`."""
+        return torch.stack([part.whole() for part in self.parts[first:last]])
+
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return self.parts[index]
 
 
 class InMemory(Lazy):
@@ -201,51 +207,34 @@ class Stored(Lazy):
         shape, stride, item = self.shape_of(first, last), self.stride, self.dtype.itemsize
         if not math.prod(shape):
             return torch.empty(shape, dtype=self.dtype, device="cpu")
-        file, offset = self.record.file, self.record.offset
-        begin = offset + (self.start + (first * stride[0] if stride else 0)) * item
-        if len(shape) == 2 and stride[0] == 1 and stride[1] >= self.height > 1:
-            # Stored transposed: a piece of each stored row, instead of all that lies between.
-            self.record.check()
-            data = read_bytes(file, begin, shape[0] * item, self.key, shape[1], stride[1] * item)
-            return torch.frombuffer(data, dtype=self.dtype).view(shape[1], shape[0]).t().contiguous()
+        record = self.record
+        begin = record.offset + (self.start + (first * stride[0] if stride else 0)) * item
         span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        data = read_bytes(file, begin, span * item, self.key)
-        self.record.check(data if (begin, span * item) == (offset, self.record.count) else None)
+        data = read_bytes(record.file, begin, span * item, self.key)
+        record.check(data if (begin, span * item) == (record.offset, record.count) else None)
         return torch.frombuffer(data, dtype=self.dtype).as_strided(shape, stride).contiguous()
 
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        start = self.start + index * self.stride[0]
-        return replace(self, shape=self.shape[1:], stride=self.stride[1:], start=start)
 
-
-def read_bytes(
-    file: Path, offset: int, count: int, key: str, times: int = 1, step: int = 0
-) -> mmap.mmap | bytearray:
-    """Bytes of a file, of one place or of several ``step`` bytes apart; CheckpointError: they cannot be read."""
+def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | bytearray:
+    """Bytes of a file; CheckpointError: they cannot be read."""
     # Mapped memory goes back to the system when it is let go. The C library keeps freed blocks of large sizes, and with
     # small objects in between takes new memory for each.
-    total = count * times
-    data = mmap.mmap(-1, total) if total > _SMALL else bytearray(total)
+    data = mmap.mmap(-1, count) if count > _SMALL else bytearray(count)
     try:
-        with file.open("rb", buffering=0) as stream:
-            for number in range(times):
-                stream.seek(offset + number * step)
-                rest = memoryview(data)[number * count :][:count]
-                while rest:
-                    got = stream.readinto(rest)
-                    if not got:
-                        raise CheckpointError(
-                            f"{key}: {file} is too short",
-                            expected=f"{offset + number * step + count} bytes at least",
-                            got=file.stat().st_size,
-                            fix="the file is truncated, copy it again",
-                        )
-                    rest = rest[got:]
+        with io.BufferedReader(file.open("rb", buffering=0)) as stream:  # of a remote one no more than this
+            stream.seek(offset)
+            got = stream.readinto(data)
     except OSError as error:
         raise CheckpointError(
             f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file"
         ) from error
+    if got != count:
+        raise CheckpointError(
+            f"{key}: {file} is too short",
+            expected=f"{count} bytes from byte {offset}",
+            got=got,
+            fix="the file is truncated, copy it again",
+        )
     return data
 
 
@@ -286,34 +275,17 @@ class Chunked(Lazy):
                 result[place] = piece.rows(begin - at, end - at)
         return result
 
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        parts = [
-            (tuple(below), piece.select(index - at))
-            for (at, *below), piece in self.chunks
-            if at <= index < at + piece.shape[0]
-        ]
-        return Chunked(self.key, self.shape[1:], self.dtype, parts)
-
 
 def mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: Lazy) -> Lazy:
     """What a function makes of the same rows of tensors of one shape, element by element."""
-    return Lazy(
-        bases[0].shape,
-        dtype,
-        lambda first, last: function(*(base.rows(first, last) for base in bases)),
-        lambda index: mapped(function, dtype, *(base.select(index) for base in bases)),
-    )
+    read = lambda first, last: function(*(base.rows(first, last) for base in bases))  # noqa: E731
+    return Lazy(bases[0].shape, dtype, read)
 
 
 def dequantized(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, components: Mapping[str, Lazy]
 ) -> Lazy:
-    """The values of a quantized weight whose format is a manifest's text, such as ``"mxfp8 kFloat8E4M3"``.
-
-    Raises:
-        CheckpointError: A format that cannot be dequantized, or components that are missing.
-    """
+    """The values of a quantized weight whose format is a manifest's text, ``"mxfp8 kFloat8E4M3"``; CheckpointError."""
     needed = needed_components(format, list(components), key)
 
     def rows(first: int, last: int) -> torch.Tensor:
@@ -339,11 +311,7 @@ def is_safetensors(path: Path) -> bool:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Tensors and metadata of a file, or of a folder with an index or with one file. Local operation.
-
-    Raises:
-        CheckpointError: Files missing, truncated or damaged, or an index that does not fit them.
-    """
+    """Tensors and metadata of a file, or of a folder with an index or with one file; CheckpointError: damaged."""
     if not path.is_dir():
         return _open_file(path)
     if (path / INDEX).is_file():
@@ -360,33 +328,24 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
 
 
 def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(where.values()))
-        if any(Path(name).name != name for name in files):
-            raise ValueError("a file outside of the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(index, f"unreadable index ({type(error).__name__}: {error})") from error
     tensors: dict[str, Lazy] = {}
     metadata: dict[str, str] = {}
     problems = []
-    for name in files:
-        if not (index.parent / name).is_file():
-            problems.append(f"{name} is missing")
-            continue
-        found, more = _open_file(index.parent / name)
-        metadata |= more
-        problems += [f"{key} is in two files" for key in found.keys() & tensors.keys()]
-        problems += [f"{key} is in {name} but not listed as such" for key in found if where.get(key) != name]
-        tensors |= found
-    problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
-    if problems:
-        raise _damaged(index, shorten(sorted(problems), 5, "; "))
+    with unreadable(index, "index", _COPY):
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        for name in sorted(set(where.values())):
+            if Path(name).name != name:
+                raise DamagedFileError("a file outside of the folder")
+            found, more = _open_file(index.parent / name)
+            metadata |= more
+            problems += [
+                f"{key} is in {name} but not listed as such" for key in found if where.get(key) != name
+            ]
+            tensors |= found
+        problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
+        if problems:
+            raise DamagedFileError(shorten(sorted(problems), 5, "; "))
     return {key: tensors[key] for key in where}, metadata
-
-
-def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {what}", fix="the file is damaged or truncated, copy it again")
 
 
 def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
@@ -395,26 +354,24 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     except OSError as error:
         fix = "a model of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
         raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}") from error
-    if size < 8:
-        raise _damaged(path, f"not a safetensors file ({size} bytes)")
-    (length,) = struct.unpack("<Q", read_bytes(path, 0, 8, "header"))
-    if length > min(size - 8, 100_000_000):  # the package's own limit
-        raise _damaged(path, f"not a safetensors file (a header of {length} bytes in a file of {size})")
-    try:
+    with unreadable(path, "header", _COPY):
+        (length,) = struct.unpack("<Q", read_bytes(path, 0, 8, "header"))
+        if length > min(size - 8, 100_000_000):  # the package's own limit
+            raise DamagedFileError(f"one of {length} bytes in a file of {size}")
         header = json.loads(bytes(read_bytes(path, 8, length, "header")))
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("metadata that is no text")
         tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise _damaged(path, f"unreadable header ({type(error).__name__}: {error})") from error
-    end = 8 + length
-    for record in sorted((tensor.record for tensor in tensors.values()), key=lambda record: record.offset):
-        if record.offset != end and record.count:
-            raise _damaged(path, f"{record.label} begins at byte {record.offset} instead of {end}")
-        end = max(end, record.offset + record.count)
-    if end != size:
-        raise _damaged(path, f"expected {end} bytes, got {size}")
+        end = 8 + length
+        for record in sorted(
+            (tensor.record for tensor in tensors.values()), key=lambda record: record.offset
+        ):
+            if record.offset != end and record.count:
+                raise DamagedFileError(f"{record.label} begins at byte {record.offset} instead of {end}")
+            end = max(end, record.offset + record.count)
+        if end != size:
+            raise DamagedFileError(f"of {end} bytes, in a file of {size}")
     return dict(tensors), metadata
 
 
@@ -432,11 +389,7 @@ def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> S
 
 
 def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
-    """Write or overwrite a safetensors file, neither atomic nor synced, with texts for its header. Local operation.
-
-    Raises:
-        CheckpointError: A dtype that safetensors lacks, or a tensor that cannot be read.
-    """
+    """Write or overwrite a safetensors file, neither atomic nor synced, with texts for its header. Local operation."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     names, at = {dtype: name for name, dtype in _DTYPES.items()}, 0
     for key, tensor in tensors.items():

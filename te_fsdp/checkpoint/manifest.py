@@ -334,7 +334,7 @@ def parse_manifest(body: dict[str, Any]) -> Manifest:
 
 
 @contextmanager
-def unreadable(path: Path, name: str, fix: str = _DAMAGED) -> Iterator[None]:
+def unreadable(path: Path | str, name: str, fix: str = _DAMAGED) -> Iterator[None]:
     """Errors that are met in reading are said of a file of a directory; what is said already stays as it is."""
     try:
         yield

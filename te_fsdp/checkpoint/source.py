@@ -203,7 +203,7 @@ def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, v
     plain = all_agree(opened)
     if verify:
         _verify_together(path, plain)
-    choices = Choices(otherwise_class=None if optimizer is None else type(optimizer).__name__)
+    choices = Choices(optimizer_class=None if optimizer is None else type(optimizer).__name__)
     contents = all_agree(lambda: open_dcp_contents(path, choices, plain))
     for name, first in from_rank_0(lambda: _equal_ties(contents, model)).items():
         contents.manifest.parameters.pop(name)

@@ -8,7 +8,7 @@ entry, and are refused.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,10 @@ from te_fsdp.checkpoint.contents import (
 from te_fsdp.checkpoint.entries import encode
 from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy, Stored
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
 from te_fsdp.checkpoint.sums import frame_of
 from te_fsdp.checkpoint.torch_files import Opened, Piece, Window, open_dcp, stored, with_leaves
-from te_fsdp.errors import CheckpointError, PlacementError
+from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
 
@@ -42,42 +42,19 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
 
 
-@dataclass(frozen=True)
-class _Unread:
-    """An object that weights-only loading refuses."""
-
-    why: str
-
-
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
-    """A file that ``torch.save`` wrote: a state dict, or a dict with one in it. Local operation.
-
-    Raises:
-        CheckpointError: Damaged, not readable weights-only, no state dict in it, or of a sharded module.
-    """
-    try:
-        tree = with_leaves(Window(path).objects(), _in_place)
-    except RecursionError as error:
-        raise CheckpointError(
-            f"{path}: an object that holds itself, or is nested too deeply", expected="a state dict"
-        ) from error
-    if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
-        try:
+    """A file that ``torch.save`` wrote: a state dict, or a dict with one in it; CheckpointError if it is neither."""
+    with unreadable(
+        path, "objects", "save a plain state_dict(); of a file of te_fsdp's take that with --key model"
+    ):
+        tree = with_leaves(Window(path).objects(), _in_place)  # an object that holds itself: RecursionError
+        if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
             return _own_file(path, tree)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(
-                f"{path}: not as te_fsdp wrote it ({type(error).__name__}: {error})",
-                fix="the file was changed; convert its state dict alone with --key model",
-            ) from error
     return _from_tree(path, "torch.save", tree, choices)
 
 
 def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None) -> Contents:
-    """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before. Local operation.
-
-    Raises:
-        CheckpointError: See :func:`open_torch_contents`; also a checkpoint of ours that has lost its manifest.
-    """
+    """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before; CheckpointError: none, or ours."""
     if opened is None:
         metadata = read_metadata(path)
         if is_ours(getattr(metadata.storage_meta, "save_id", None)):
@@ -93,9 +70,9 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
         try:
             leaves[key] = window.objects()
         except CheckpointError as error:
-            leaves[key] = _Unread(str(error))
+            leaves[key] = error
         if isinstance(leaves[key], torch.Tensor | Quantized):
-            leaves[key] = _Unread("a tensor inside of another object")
+            leaves[key] = CheckpointError(f"{key}: a tensor inside of another object")
     tree: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         *above, last = opened.paths.get(key, (key,))
@@ -137,11 +114,7 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
 
 
 def _in_place(found: Any, key: str) -> Any:
-    """A loaded tensor as one that is read from its place; of TE's tensors the components, unpadded, as the weight lies.
-
-    Raises:
-        CheckpointError: A format or option without a known layout.
-    """
+    """A loaded tensor as one that is read from its place; of TE's the components, unpadded, as the weight lies."""
     if not isinstance(found, Quantized):
         return stored(found, key)
     if found.options.get("nvfp4_use_4over6"):
@@ -214,10 +187,7 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
 
 
 def _keys(tree: Any) -> str:
-    if not isinstance(tree, dict):
-        return type(tree).__name__
-    names = [str(k) for k in tree]
-    return "the keys " + ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"the keys {shorten(list(map(str, tree)), 8)}" if isinstance(tree, dict) else type(tree).__name__
 
 
 def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
@@ -285,8 +255,8 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         _check_uncut(key, tuple(value.shape[1:]), condition_of(tuple(value.shape[1:])))
     if choices.extra_state == "drop":
         return
-    if isinstance(value, _Unread):
-        raise unreadable_state(key, "a tensor of TransformerEngine 2, or an empty entry", value.why)
+    if isinstance(value, CheckpointError):
+        raise unreadable_state(key, "a tensor of TransformerEngine 2, or an empty entry", str(value))
     if isinstance(value, dict) and set(value) == {DELAYED}:
         state = value[DELAYED]
     elif not isinstance(value, Lazy) or not (state := _delayed_state(value, key)):
@@ -332,31 +302,22 @@ def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
 
 
 def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
-    """Take a torch optimizer's state dict into a checkpoint's contents; note it where that cannot be done.
+    """Take a torch optimizer's state dict into a checkpoint's contents, or note why not; whether it was taken.
 
     Parameters are told by names, where ``torch.distributed.checkpoint.state_dict`` made it; by the ``param_names``
     of each group (torch writes them if the optimizer was given named parameters); with one group also by their order,
-    if their number and the shapes of their state fit, and the file keeps an order. It is ``{"state": {number or name:
-    {...}}, "param_groups": [...]}``, or flattened, as ``get_state_dict`` can give it. Returns whether it was taken.
+    if their number and the shapes of their state fit, and the file keeps an order.
     """
     try:
         described, tensors = _read_optimizer(contents, _nested(state), choices)
-    except _NotTaken as reason:
-        contents.notes.append(f"optimizer: left, {reason}")
-        return False
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        contents.notes.append(
-            f"optimizer: left, no torch optimizer's state_dict() ({type(error).__name__}: {error})"
-        )
+    except (CheckpointError, TypeError, KeyError, ValueError, AttributeError) as error:
+        why = f"no torch optimizer's state_dict() ({type(error).__name__}: {error})"
+        contents.notes.append(f"optimizer: left, {error if isinstance(error, CheckpointError) else why}")
         return False
     contents.manifest.optimizer = described
     contents.tensors |= tensors
     contents.notes.append(f"optimizer: taken, {described['class']} with {len(described['state'])} states")
     return True
-
-
-class _NotTaken(Exception):
-    """Why an optimizer's state has no place in the checkpoint."""
 
 
 def _nested(state: Any) -> Any:
@@ -378,11 +339,12 @@ def _nested(state: Any) -> Any:
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 
 
+# What has no place in the checkpoint is a CheckpointError here, and a note above.
 def _read_optimizer(
     contents: Contents, state: Any, choices: Choices
 ) -> tuple[dict[str, Any], dict[str, Lazy]]:
     if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
-        raise _NotTaken("no torch optimizer's state_dict()")
+        raise CheckpointError("no torch optimizer's state_dict()")
     groups = with_other_experts(contents.manifest, state["param_groups"], state.get("state", {}))
     names = _names(contents, groups)
     # DCP makes text of numbers, in the keys of a dict alone.
@@ -392,32 +354,27 @@ def _read_optimizer(
     for number, values in state.get("state", {}).items():
         name = names.get(by_text.get(number, number))
         if name is None:
-            raise _NotTaken(f"state of parameter {number}, which is in no group")
+            raise CheckpointError(f"state of parameter {number}, which is in no group")
         for key, value in values.items():
             if isinstance(value, Lazy):
                 if value.shape not in ((), (1,), tuple(contents.manifest.parameters[name]["shape"])):
-                    raise _NotTaken(f"{key} of {name} has the shape {value.shape}")
+                    raise CheckpointError(f"{key} of {name} has the shape {value.shape}")
                 described = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
                 states.setdefault(name, {})[key] = described
                 tensors[f"optimizer.state.{name}.{key}"] = value
             elif value is not None:
-                states.setdefault(name, {})[key] = {"value": _plain(value, f"{key} of {name}")}
+                states.setdefault(name, {})[key] = {"value": encode(value, f"{key} of {name}")[0]}
     own = [{k: _option(v) for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
     described_groups = [
-        {"parameters": [names[n] for n in group["params"]], "options": _plain(options, "options")}
+        {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
         for group, options in zip(groups, own, strict=True)
     ]
-    kind = choices.optimizer_class or _class_of(groups) or choices.otherwise_class
+    kind = _class_of(groups) or choices.optimizer_class
     if kind is None:
-        raise _NotTaken("its class cannot be told from its options (say it with --optimizer-class)")
+        raise CheckpointError(
+            "its class cannot be told from its options (save it with te_fsdp.checkpoint.save)"
+        )
     return {"class": kind, "groups": described_groups, "state": states}, tensors
-
-
-def _plain(value: Any, what: str) -> Any:
-    try:
-        return encode(value, what)[0]
-    except CheckpointError as error:
-        raise _NotTaken(str(error)) from error
 
 
 def _option(value: Any) -> Any:
@@ -439,12 +396,12 @@ def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
     elif contents.kind != DCP_KIND and len(groups) == 1 and len(numbers) == len(known):
         names = dict(zip(numbers, known, strict=True))
     else:  # DCP keeps no order: its metadata lists what rank 0 writes first
-        raise _NotTaken(
+        raise CheckpointError(
             "it numbers its parameters without names (save what get_state_dict gives, or give the optimizer "
             "model.named_parameters(); torch.save also keeps the order of one group with all parameters)"
         )
     if strange := [name for name in names.values() if name not in known]:
-        raise _NotTaken(f"it names {strange[0]}, which the state dict lacks")
+        raise CheckpointError(f"it names {strange[0]}, which the state dict lacks")
     return names
 
 

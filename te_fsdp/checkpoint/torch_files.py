@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp import _torch
 from te_fsdp._te_formats import TENSORS, Quantized, TableUnpickler, UnknownNameError, with_record
+from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, unreadable
@@ -41,6 +42,7 @@ from te_fsdp.errors import CheckpointError
 
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
 _BEHIND = b"PK\x07\x08"
+_DAMAGED = "the file is damaged, truncated or of another kind"
 
 
 # ---------------------------------------------------------------------------------------------------- the pickle
@@ -132,49 +134,40 @@ class Window:
         Of a class that no state dict needs: CheckpointError.
         """
         records = self.records()
-        try:
+        with unreadable(self.label, "file of torch.save", _DAMAGED):
             order = records.get("byteorder")
             if order is not None and order.read() != sys.byteorder.encode():
                 raise ValueError(f"bytes of a {order.read()!r}-endian machine")
             pickled = io.BytesIO(records["data.pkl"].read())
             storages = lambda dtype, key: (records[f"data/{key}"], dtype)  # noqa: E731
-            return TableUnpickler(pickled, _STATE_DICTS, storages).load()
-        except UnknownNameError as error:
-            fix = "save a plain state_dict() with torch.save"
-            if "GroupedTensor" in str(error):
-                fix = "load it with torch and save it with te_fsdp.checkpoint.save"
-            raise CheckpointError(
-                f"{self.label}: cannot be read weights-only",
-                expected="tensors, TransformerEngine's quantized tensors and plain containers",
-                got=f"an object of {error}",
-                why="Anything else in a pickle may run code",
-                fix=fix,
-            ) from error
-        except CheckpointError:
-            raise
-        except Exception as error:  # a damaged pickle may raise anything
-            raise self._no_torch_file(error) from error
+            try:
+                return TableUnpickler(pickled, _STATE_DICTS, storages).load()
+            except UnknownNameError as error:
+                raise CheckpointError(
+                    f"{self.label}: cannot be read weights-only",
+                    expected="tensors, TransformerEngine's quantized tensors (no GroupedTensor) and plain containers",
+                    got=f"an object of {error}",
+                    why="Anything else in a pickle may run code",
+                    fix="load it with torch, and save a plain state_dict() with torch.save, or te_fsdp.checkpoint.save",
+                ) from error
 
     def records(self) -> dict[str, Record]:
         """The members of the zip file by their names, without what all of these begin with."""
         records: dict[str, Record] = {}
-        try:
-            with self.file.open("rb") as stream:
-                length = self.file.stat().st_size - self.offset if self.length < 0 else self.length
-                part = _Part(stream, self.offset, length)
-                with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
-                    members = archive.infolist()
-                for member in members:
-                    part.seek(member.header_offset)
-                    head = part.read(30)
-                    begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
-                    if member.compress_type or begin + member.file_size > length or head[:4] != b"PK\x03\x04":
-                        raise zipfile.BadZipFile(f"{member.filename} at byte {member.header_offset}")
-                    records[member.filename.partition("/")[2]] = Record(
-                        self.file, self.offset + begin, member.file_size, member.CRC or None, self.label
-                    )
-        except (OSError, zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
-            raise self._no_torch_file(error) from error
+        with unreadable(self.label, "file of torch.save", _DAMAGED), self.file.open("rb") as stream:
+            length = self.file.stat().st_size - self.offset if self.length < 0 else self.length
+            part = _Part(stream, self.offset, length)
+            with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
+                members = archive.infolist()
+            for member in members:
+                part.seek(member.header_offset)
+                head = part.read(30)
+                begin = member.header_offset + 30 + sum(struct.unpack("<HH", head[26:]))
+                if member.compress_type or begin + member.file_size > length or head[:4] != b"PK\x03\x04":
+                    raise zipfile.BadZipFile(f"{member.filename} at byte {member.header_offset}")
+                records[member.filename.partition("/")[2]] = Record(
+                    self.file, self.offset + begin, member.file_size, member.CRC or None, self.label
+                )
         return records
 
     def changed(self) -> bool:
@@ -186,14 +179,6 @@ class Window:
             return True
         return False
 
-    def _no_torch_file(self, error: Exception) -> CheckpointError:
-        first = str(error).strip().partition("\n")[0]
-        return CheckpointError(
-            f"{self.label}: not a file that torch.save wrote ({type(error).__name__}: {first})",
-            expected="torch.save's zip format",
-            fix="the file is damaged, truncated or of another kind",
-        )
-
 
 def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> Stored:
     """A tensor from :meth:`Window.objects`, or a view of one, ``like``, as one that is read from its file."""
@@ -203,11 +188,7 @@ def stored(tensor: torch.Tensor, key: str, like: torch.Tensor | None = None) -> 
 
 
 def write_torch(path: Path, objects: Any, tick: Tick) -> None:
-    """Write or overwrite a file, neither atomic nor synced: nested dicts and lists with lazy tensors. Local operation.
-
-    Raises:
-        CheckpointError: A tensor cannot be read.
-    """
+    """Write or overwrite a file, neither atomic nor synced: nested dicts and lists with lazy tensors. Local."""
     gaps: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
     written, found = list[Lazy](), list[Any]()
 
@@ -279,10 +260,6 @@ class Piece(Lazy):
         """See :meth:`Lazy.rows`."""
         return self._as_described(self.found).rows(first, last)
 
-    def select(self, index: int) -> Lazy:
-        """See :meth:`Lazy.select`."""
-        return self._as_described(self.found).select(index)
-
     @cached_property
     def found(self) -> Any:
         """Where the elements of a tensor lie, or what else there is, by :meth:`Window.objects` when first asked for."""
@@ -343,11 +320,7 @@ class Opened:
 
 
 def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
-    """The contents of a plain DCP directory, whose metadata may have been read before. Local operation.
-
-    Raises:
-        CheckpointError: The metadata is unreadable, refers to files that are missing, or does not add up.
-    """
+    """The contents of a plain DCP directory, whose metadata may have been read before; CheckpointError: damaged."""
     metadata = metadata or read_metadata(path)
     file_of = files_in(path)
     windows: dict[str, list[Window]] = {}
@@ -358,10 +331,6 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
             name, begin = place.relative_path, place.offset
             if begin < ends.get(name, begin):
                 raise ValueError(f"{index.fqn} at byte {begin} of {name}, where another piece is")
-            if transforms := getattr(place, "transform_descriptors", None):
-                raise CheckpointError(
-                    f"{index.fqn} in {path}: stored with {transforms}", expected="plain bytes"
-                )
             ends[name] = begin + place.length
             window = Window(file_of(name), index.fqn, begin, place.length)
             windows.setdefault(window.key, []).append(window)
@@ -373,13 +342,11 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
     problems, seen = [], listing(path)
     for name, end in sorted(ends.items()):
         file = seen.get(name) or path / name
-        if not (name in seen or file.is_file()):
+        if name not in seen and not file.is_file():
             problems.append(f"{name} is missing")
-        elif file.stat().st_size < end:
-            problems.append(f"{name}: expected {end} bytes, got {file.stat().st_size}")
-    if problems:
-        fix = "copy the whole directory again"
-        raise CheckpointError(f"{path}: damaged checkpoint: {'; '.join(problems[:5])}", fix=fix)
+        elif (size := file.stat().st_size) < end:
+            problems.append(f"{name}: expected {end} bytes, got {size}")
+    damaged(path, problems)
     return Opened(found, tensors_of(path, found), others, paths, [*chain.from_iterable(windows.values())])
 
 

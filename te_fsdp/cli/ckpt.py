@@ -54,9 +54,6 @@ _Force = Annotated[bool, arg(help="Replace what lies at the target; it stays unt
 _Size = Annotated[
     str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
 ]
-_Optimizer = Annotated[
-    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not tell it.")
-]
 _ExtraState = Annotated[
     Literal["read", "drop"],
     arg(help="TransformerEngine's _extra_state: read its delayed-scaling state, or drop it."),
@@ -129,7 +126,6 @@ def convert(
     ] = None,
     max_shard_size: _Size = _SHARD,
     key: _Key = None,
-    optimizer_class: _Optimizer = None,
     extra_state: _ExtraState = "read",
     check: _Check = "checksums",
     from_: Annotated[
@@ -150,12 +146,11 @@ def convert(
     place = Target(place_of(target), to, _bytes(max_shard_size), force)
     kind = place.settle(None)
     if from_ is None:
-        contents = open_any(source, Choices(key, optimizer_class, extra_state))
+        contents = open_any(source, Choices(key, extra_state))
     else:
         contents = open_huggingface(source, te.layers, te.names, untie=te.untie)
-    if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
-        option = "--key" if key is not None else "--optimizer-class"
-        raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
+    if contents.kind not in _NESTED and key is not None:
+        raise UsageError(f"{source}: --key is for {' or '.join(_NESTED)}, not for a {contents.kind}")
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}

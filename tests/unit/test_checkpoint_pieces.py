@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from te_fsdp.checkpoint.compare import Differences, compare_stacked
-from te_fsdp.checkpoint.contents import DCP_KIND, Contents, Cuts, empty_manifest, refuse_scrambled
+from te_fsdp.checkpoint.contents import DCP_KIND, Contents, cut_by_tp, empty_manifest, refuse_scrambled
 from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.errors import CheckpointError
@@ -31,11 +31,11 @@ def cut(rows: int, columns: int | None, shards: int, *, by_rows: int = 1, by_col
     return Chunked("k", (rows, *(() if columns is None else (columns,))), torch.float32, pieces)
 
 
-def layer(shards: int, tp: int, *, norm_shards: int | None = None) -> dict[str, Lazy]:
+def layer(shards: int, tp: int) -> dict[str, Lazy]:
     """A gated LayerNormMLP, and a fused QKV without a norm of its own."""
     return {
-        "model.norm.weight": cut(HIDDEN, None, norm_shards or shards),
-        "model.mlp.layer_norm_weight": cut(HIDDEN, None, norm_shards or shards),
+        "model.norm.weight": cut(HIDDEN, None, shards),
+        "model.mlp.layer_norm_weight": cut(HIDDEN, None, shards),
         "model.mlp.fc1_weight": cut(2 * FFN, HIDDEN, shards, by_rows=tp),
         "model.mlp.fc1_bias": cut(2 * FFN, None, shards, by_rows=tp),
         "model.mlp.fc2_weight": cut(HIDDEN, FFN, shards, by_columns=tp),
@@ -49,22 +49,9 @@ STACKED = ("mlp.fc1_weight", "mlp.fc1_bias", "qkv.weight")
 @pytest.mark.parametrize("shards", [1, 2, 3, 4, 5, 7, 8])
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_pieces_tell_tensor_parallelism(shards: int, tp: int) -> None:
-    """By norms, which it never cuts, whether or not the rows divide evenly."""
-    cuts = Cuts(layer(shards, tp))
-    expected = None if shards == tp == 1 else tp > 1
-    assert [cuts.by_tp(name) for name in STACKED] == [expected] * 3
-
-
-def test_pieces_that_do_not_tell() -> None:
-    tensors = layer(4, 1)
-    for key in ("model.norm.weight", "model.mlp.layer_norm_weight"):
-        del tensors[key]
-    assert [Cuts(tensors).by_tp(name) for name in STACKED] == [None] * 3, "no norm"
-    found = Cuts(layer(4, 1, norm_shards=1))
-    assert found.by_tp("qkv.weight") is None, "a norm elsewhere may be in no unit of FSDP's"
-    tensors = layer(32, 1)
-    assert Cuts(tensors).by_tp("mlp.fc1_weight") is None, "more shards than a norm has rows"
-    assert Cuts(tensors).by_tp("absent") is None
+    """By columns, which FSDP never cuts, whether or not the rows divide evenly."""
+    found = cut_by_tp(layer(shards, tp))
+    assert found.issuperset(f"model.{name}" for name in STACKED) if tp > 1 else not found
 
 
 def contents_of(tmp_path: Path, tensors: dict[str, Lazy], extras: list[str]) -> Contents:
@@ -76,21 +63,21 @@ def contents_of(tmp_path: Path, tensors: dict[str, Lazy], extras: list[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("shards", "tp", "norms", "extras", "refused", "asked"),
+    ("shards", "tp", "extras", "refused", "asked"),
     [
-        (4, 1, True, [], [], False),
-        (4, 1, False, ["mlp", "qkv"], [], True),
-        (2, 2, True, [], list(STACKED), False),
-        (1, 2, True, ["mlp", "qkv"], list(STACKED), False),
-        (1, 1, True, ["mlp", "qkv"], [], False),
-        (1, 1, True, ["qkv"], [], True),
+        (4, 1, ["mlp", "qkv"], [], False),
+        (4, 1, [], [], True),
+        (2, 2, [], list(STACKED), False),
+        (1, 2, ["mlp", "qkv"], list(STACKED), False),
+        (1, 1, ["mlp", "qkv"], [], False),
+        (1, 1, ["qkv"], [], True),
     ],
 )
 def test_stacked_weights_of_plain_directories(
-    tmp_path: Path, shards: int, tp: int, norms: bool, extras: list[str], refused: list[str], asked: bool
+    tmp_path: Path, shards: int, tp: int, extras: list[str], refused: list[str], asked: bool
 ) -> None:
-    """Known by the pieces, or one whole with its module's entry: silent or a difference. Nothing tells: a note asks."""
-    tensors = {k: t for k, t in layer(shards, tp).items() if norms or "norm" not in k}
+    """In pieces of tensor parallelism: a difference. A module's entry tells that there was none, else a note asks."""
+    tensors = layer(shards, tp)
     contents = contents_of(tmp_path, tensors, extras)
     source, found = Source(tmp_path, contents.manifest, tensors), Differences()
     described = {name: {"layout": "stacked(1, 1)"} for name in STACKED} | {
@@ -101,20 +88,9 @@ def test_stacked_weights_of_plain_directories(
     assert [("were they saved with tensor parallelism?" in note) for note in source.notes] == [True] * asked
 
 
-def test_without_a_model_gated_weights_are_told_by_their_shapes(tmp_path: Path) -> None:
+def test_without_a_model_pieces_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        CheckpointError, match=r"2 gated weight\(s\) in pieces of tensor parallelism: mlp.fc1_weight"
+        CheckpointError, match=r"in pieces of tensor parallelism: mlp.fc1_bias, mlp.fc1_weight"
     ):
         refuse_scrambled(contents_of(tmp_path, layer(2, 2), []))
-    tensors = layer(2, 2)
-    tensors["model.mlp.fc1_weight"], tensors["model.mlp.fc1_bias"] = (
-        cut(FFN, n, 2, by_rows=2) for n in (HIDDEN, None)
-    )
-    plain = contents_of(tmp_path, tensors, [])
-    refuse_scrambled(plain)
-    assert (
-        "if one of them is a fused, non-interleaved QKV" in plain.notes[0] and "qkv.weight" in plain.notes[0]
-    )
-    whole = contents_of(tmp_path, layer(4, 1), [])
-    refuse_scrambled(whole)
-    assert whole.notes == []
+    refuse_scrambled(contents_of(tmp_path, layer(4, 1), []))

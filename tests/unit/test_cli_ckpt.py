@@ -304,13 +304,10 @@ def test_wrong_usage_is_2(words: list[str], capsys: pytest.CaptureFixture[str]) 
     assert said.err or said.out
 
 
-@pytest.mark.parametrize("option", ["--key", "--optimizer-class"])
-def test_an_option_without_effect_is_2(
-    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_without_effect_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint.save(tmp_path / "a", torch.nn.Linear(2, 2))
-    assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b.pt"), option, "x"]) == 2
-    assert f"{option} is for torch.save or " in capsys.readouterr().err and not (tmp_path / "b.pt").exists()
+    assert main(["ckpt", "convert", str(tmp_path / "a"), str(tmp_path / "b.pt"), "--key", "x"]) == 2
+    assert "--key is for torch.save or " in capsys.readouterr().err and not (tmp_path / "b.pt").exists()
 
 
 @pytest.mark.parametrize(

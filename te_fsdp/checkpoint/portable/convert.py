@@ -93,11 +93,7 @@ def resolve(path: Path) -> tuple[Path, str]:
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
-    """Contents of whatever :func:`resolve` finds at a path. Local operation.
-
-    Raises:
-        CheckpointError: Nothing readable there, damaged, or not to be converted; names file and key.
-    """
+    """Contents of whatever :func:`resolve` finds at a path; CheckpointError: not to be read. Local operation."""
     choices = choices or Choices()
     where, kind = resolve(path)
     if kind == "safetensors":
@@ -277,9 +273,8 @@ class Report:
     """All differences."""
 
     differences: list[Difference] = field(default_factory=list)
-    others: list[str] = field(
-        default_factory=list
-    )  #: Of options, ``extra`` and the settings of modules, in words
+    #: Of options, ``extra`` and the settings of modules, in words.
+    others: list[str] = field(default_factory=list)
     compared: int = 0  #: Tensors whose values were compared
     equal: int = 0  #: Of these, those within the tolerance
 

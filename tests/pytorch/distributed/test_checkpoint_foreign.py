@@ -130,4 +130,4 @@ def test_rows_scrambled_by_tp_are_told_by_their_pieces(pool, tmp_path, capsys, s
             "the rest is there"
         )
     assert main(["ckpt", "export", str(tmp_path / "scrambled"), str(tmp_path / "weights")]) == 1
-    assert "gated weight(s) in pieces of tensor parallelism" in capsys.readouterr().err
+    assert "weight(s) in pieces of tensor parallelism" in capsys.readouterr().err
