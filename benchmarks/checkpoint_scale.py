@@ -167,8 +167,9 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
         places.append(np.stack([np.arange(count), np.arange(count) << 20, np.full(count, 1 << 20)], axis=1))
     with without_collector():
         unpickled, seen = timed(lambda: [pickle.loads(message) for message in messages])
-        together, (parts, _, tensors) = timed(lambda: writing.divide(seen))
-        replies, answers = timed(lambda: [pickle.dumps(part) for part in parts])
+        together, parts = timed(lambda: writing.divide(seen))
+        replies, answers = timed(lambda: [pickle.dumps(part) for part in parts[1:]])
+    tensors = parts[0].tensors or {}
     files = [writing.file_of(rank) for rank in range(measured)]
     told, places = timed(lambda: pickle.loads(pickle.dumps(places)))
     encoded, found_bytes = timed(lambda: index.encode(tensors, files, places, MARK))

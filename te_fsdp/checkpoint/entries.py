@@ -1,14 +1,12 @@
-"""What goes into a checkpoint, as rectangles of the original tensors: the unit that DCP plans with.
+"""What goes into a checkpoint, as rectangles of the original tensors, in the layout of a single process.
 
-An entry is one tensor of the files, in the layout that a single process would have. A rank holds pieces of
-it: views of its own local tensor, each with the place in the original where it belongs. Writing reads the
-views, loading writes into them.
+An entry is one tensor of the files. A rank holds pieces of it: views of its own local tensor, each with its place in
+the original. Writing reads the views, loading writes into them.
 
 The weights of a layer's experts are one tensor of the files, with a leading expert dim under global indices, however
 a module holds them: TE's ``GroupedLinear`` has a parameter per expert, or a single one for all.
 
     weight0 (out, in), weight1, ...    or    weight (experts, out, in)    ->    weight (experts, out, in)
-    bias0 (out), bias1, ...            or    bias (experts, out)          ->    bias (experts, out)
 
 What belongs to one expert (a scale, an optimizer's step) gets the same leading dim.
 

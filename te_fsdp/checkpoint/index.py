@@ -112,8 +112,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     cuts: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
     metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
     _torch.set_dcp_version(metadata)
-    place, heads, packed = _torch.place_class(), list[list[Any]](), list[bytes]()
-    found, count = list[Rows](), 0
+    place, blocks, count = _torch.place_class(), list[list[tuple[Any, Rows]]](), _ROWS
     with without_collector():
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes
@@ -129,16 +128,14 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
                 # The constructor would copy it.
                 object.__setattr__(index, "offset", chunk.offsets)
                 metadata.storage_data[index] = place(files[lie[0]], *lie[1:])
-            if not found:
-                heads.append([])
-            heads[-1].append((key, stored.shape, dtype_name(stored.dtype), len(rows)))
-            found.append(rows)
-            count += len(rows)
             if count >= _ROWS:
-                packed.append(_pack(found))
-                found, count = [], 0
-        packed += [_pack(found)] if found else []
+                blocks.append([])
+                count = 0
+            blocks[-1].append(((key, stored.shape, dtype_name(stored.dtype), len(rows)), rows))
+            count += len(rows)
+        heads = [[head for head, _ in block] for block in blocks]
         head = json.dumps({"files": files, "blocks": heads}).encode()
+        packed = [_pack([rows for _, rows in block]) for block in blocks]
         return Encoded(pickle.dumps(metadata), mark, [*packed, head])
 
 

@@ -99,8 +99,7 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
 
 
 def _refuse(where: str, expected: str, value: Any) -> InvalidError:
-    text = ascii(value)
-    return InvalidError(f"{where}: expected {expected}, got {text if len(text) < 80 else text[:77] + '...'}")
+    return InvalidError(f"{where}: expected {expected}, got {value!a:.80}")
 
 
 def _encodes(value: Any) -> bool:

@@ -199,18 +199,13 @@ class SummedFile:
     def write(self, rows: torch.Tensor) -> None:
         """Add a piece for each row of a tensor on the host."""
         frame = frame_of(rows.dtype, tuple(rows.shape[1:]))
-        elements = flat_rows(rows).view(torch.uint8)
-        if len(rows) == 1:
-            self.add([frame.head, *(view_of(part) for part in elements[0].split(_BLOCK)), frame.tail])
-            return
-        frames = torch.frombuffer(bytearray(frame.head + bytes(frame.size) + frame.tail), dtype=torch.uint8)
-        begin, length = len(frame.head), frame.length
-        for some in elements.split(max(1, _BLOCK // length)):
-            whole = frames.repeat(len(some), 1)
-            whole[:, begin : begin + frame.size] = some
-            view = view_of(whole.view(-1))
-            self.raw.write(view)
-            self.sums += [(length, crc32(view[at : at + length])) for at in range(0, len(view), length)]
+        view, size = view_of(flat_rows(rows).view(torch.uint8).view(-1)), frame.size
+        for number in range(len(rows)):
+            row = view[number * size :][:size]
+            if size > _BLOCK:
+                self.add([frame.head, *(row[at : at + _BLOCK] for at in range(0, size, _BLOCK)), frame.tail])
+            else:
+                self.add([b"".join([frame.head, row, frame.tail])])
 
     def add(self, parts: list[Any]) -> None:
         """Add a piece, given as bytes that follow one another."""

@@ -39,10 +39,8 @@ class Plan:
     """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all."""
 
     writes: list[int] = field(default_factory=list)  #: Numbers of the pieces that it writes, ascending
-    #: Its pieces that others hold as well, by the number that they have on all ranks
-    shared: dict[int, int] = field(default_factory=dict)
-    #: Of these numbers, those that the same ranks hold, by the number of that set of ranks
-    groups: dict[int, list[int]] = field(default_factory=dict)
+    #: Its pieces that others hold as well, by the number of that set of ranks, and the number that all ranks give them
+    groups: dict[int, dict[int, int]] = field(default_factory=dict)
     token: str = ""  #: Drawn by rank 0 for this plan
     signature: Any = None  #: What this rank had to write; no tensors
     blocks: list[list[int]] = field(default_factory=list)  #: Numbers of the pieces that are written together
@@ -157,16 +155,7 @@ def plan_entries(ranks: Ranks, path: Path, entries: dict[str, Entry], signature:
             path.mkdir(parents=True, exist_ok=True)
         return held(entries)
 
-    def all_of(seen: list[Held]) -> list[Plan]:
-        with without_collector():
-            plans, names, tensors = divide(seen)
-        token = secrets.token_hex(16)
-        for plan in plans:
-            plan.token = token
-        plans[0].names, plans[0].tensors = names, tensors
-        return plans
-
-    plan, tensors = ranks.round(mine, all_of), tensors_of(entries)
+    plan, tensors = ranks.round(mine, divide), tensors_of(entries)
     plan.signature = signature
     plan.blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in plan.writes)]
     return plan
@@ -180,11 +169,11 @@ def held(entries: Mapping[str, Entry]) -> Held:
     ]
 
 
-def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Stored]]:
+@without_collector()
+def divide(all_held: list[Held]) -> list[Plan]:
     """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write. Local.
 
-    Returns what each rank hears, names of what several ranks hold, by number, and the tensors; raises CheckpointError
-    if the pieces do not make them up.
+    Returns what each rank hears; raises CheckpointError if the pieces do not make up the tensors.
     """
     described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     pieces: dict[str, dict[Box, list[tuple[int, int]]]] = {}
@@ -196,7 +185,8 @@ def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Store
             for box in boxes:
                 have.setdefault(box, []).append((rank, number))
                 number += 1
-    plans, names = [Plan() for _ in all_held], list[str]()
+    token, names = secrets.token_hex(16), list[str]()
+    plans = [Plan(token=token) for _ in all_held]
     load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
     tensors: dict[str, Stored] = {}
     for key, have in pieces.items():
@@ -206,8 +196,7 @@ def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Store
             if len(holders) > 1:
                 group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
                 for rank, at in holders:
-                    plans[rank].shared[len(names)] = at
-                    plans[rank].groups.setdefault(group, []).append(len(names))
+                    plans[rank].groups.setdefault(group, {})[len(names)] = at
                 names.append(key)
                 writer, number = min(holders, key=lambda holder: load[holder[0]])
             load[writer] += math.prod(sizes) * dtype.itemsize
@@ -225,7 +214,8 @@ def divide(all_held: list[Held]) -> tuple[list[Plan], list[str], dict[str, Store
             got="others",
             fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
         )
-    return plans, names, tensors
+    plans[0].names, plans[0].tensors = names, tensors
+    return plans
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
@@ -282,9 +272,9 @@ def check_replicas(ranks: Ranks, plan: Plan, tensors: list[torch.Tensor]) -> Non
     sums: dict[int, int] = {}
 
     def digests() -> dict[int, int]:
-        found = checksums(tensors[at] for at in plan.shared.values())
-        sums.update(zip(plan.shared, found, strict=True))
-        return {group: digest(repr([sums[n] for n in numbers])) for group, numbers in plan.groups.items()}
+        shared = {number: at for own in plan.groups.values() for number, at in own.items()}
+        sums.update(zip(shared, checksums(tensors[at] for at in shared.values()), strict=True))
+        return {group: digest(repr([sums[number] for number in own])) for group, own in plan.groups.items()}
 
     def refuse(seen: list[dict[int, int]]) -> list[None]:
         differing: dict[str, set[tuple[int, int]]] = {}

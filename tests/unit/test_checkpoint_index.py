@@ -43,7 +43,7 @@ def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Inde
             boxes = [box for box in boxes if 0 not in box[1]]
             if boxes:
                 seen[rank].append((f"k{number}", shape, torch.float32 if number % 2 else torch.int8, boxes))
-    parts, _, tensors = divide(seen)
+    parts = divide(seen)
     places = []
     for part in parts:
         lengths = np.random.default_rng(0).integers(100, 2**33, len(part.writes))
@@ -51,7 +51,9 @@ def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Inde
         places.append(np.stack([np.array(part.writes), ends - lengths, lengths], axis=1))
     manifest = empty_manifest()
     manifest.save_id, manifest.format_version = "a" * 32, 3
-    encode(tensors, [f"f{rank}" for rank in range(RANKS)], places, manifest.identity).write(path, manifest)
+    encode(parts[0].tensors or {}, [f"f{rank}" for rank in range(RANKS)], places, manifest.identity).write(
+        path, manifest
+    )
     return manifest, Index.of(unpickle_metadata((path / METADATA).read_bytes()))
 
 

@@ -29,9 +29,9 @@ def one(shape: tuple[int, ...], *boxes: Box) -> Held:
     ],
 )
 def test_pieces_that_make_up_a_tensor(shape, boxes):
-    parts, names, tensors = divide([one(shape, box) for box in boxes])
-    assert [part.writes for part in parts] == [[0]] * len(boxes) and names == []
-    stored = tensors["a"]
+    parts = divide([one(shape, box) for box in boxes])
+    assert [part.writes for part in parts] == [[0]] * len(boxes) and parts[0].names == []
+    stored = (parts[0].tensors or {})["a"]
     assert (stored.shape, stored.dtype) == (shape, torch.float32)
     assert [(tuple(begin), tuple(sizes)) for begin, sizes in stored.boxes.tolist()] == boxes
     assert stored.writers.tolist() == [[rank, 0] for rank in range(len(boxes))]
@@ -57,13 +57,12 @@ def test_replicas_are_spread_and_told_in_few_words():
     copies, ranks = 50, 4
     held: Held = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
     shards = [[*held, ("big", (4, 100), torch.float32, [rows(r, r + 1, 100)])] for r in range(ranks)]
-    parts, names, _ = divide(shards)
+    parts = divide(shards)
     written = [number for part in parts for number in part.writes]
     assert sorted(written) == sorted([*range(copies), *[copies] * ranks])
     assert {len(part.writes) - 1 for part in parts} <= {12, 13}
-    assert names == [f"t{n}" for n in range(copies)]
-    assert all(part.shared == {n: n for n in range(copies)} for part in parts)
-    assert all(part.groups == {0: list(range(copies))} for part in parts), (
+    assert parts[0].names == [f"t{n}" for n in range(copies)]
+    assert all(part.groups == {0: {n: n for n in range(copies)}} for part in parts), (
         "one number for all that is on all ranks"
     )
-    assert len(pickle.dumps(parts[0])) < 20 * copies
+    assert len(pickle.dumps(parts[1])) < 20 * copies
