@@ -8,21 +8,13 @@ hidden, never taken for a checkpoint, and removed by a later save. All this hold
     DIR/.step-200.te_fsdp-lock/OWNER          taken by whoever writes step-200
     DIR/.step-200.te_fsdp-saving.OWNER        being written, or left by a killed job
     DIR/.step-50.te_fsdp-removing.OWNER       being removed, or left by a killed job
-    DIR/.step-60.te_fsdp-replaced.OWNER       its place is being taken, or was when the job was killed
 
-Object storage has neither renaming nor locks: there a checkpoint is whole when its manifest is there. A save writes
-into a folder of its own below its target. The manifest, written last and only where none lies, names that folder: of
-two jobs that save to one path the first to end has it, and neither writes what the other one reads.
-
-    s3://bucket/run/step-100/te_fsdp.json                  whole, with what is in the folder that it names
-    s3://bucket/run/step-100/te_fsdp-data.OWNER/...
-    s3://bucket/run/step-200/te_fsdp-data.OWNER/...       being written or removed, or left by a killed job
+Object storage has neither renaming nor locks: there a checkpoint is whole when its manifest is there, written last and
+only where none lies. It names the folder beside it, ``te_fsdp-data.OWNER``, into which one save alone has written.
 """
 
 from __future__ import annotations
 
-import difflib
-import fcntl
 import logging
 import math
 import os
@@ -30,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -49,27 +41,26 @@ from te_fsdp.checkpoint.sums import sync, telling_why
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
-_SAVING, _REMOVING, _REPLACED = ".te_fsdp-saving", ".te_fsdp-removing", ".te_fsdp-replaced"
-_HIDDEN = re.compile(rf"(?s)\.(.+)({_SAVING}|{_REMOVING}|{_REPLACED}|{LOCK}|\.te_fsdp-writing)(?:\.(.+))?")
+_SAVING, _REMOVING = ".te_fsdp-saving", ".te_fsdp-removing"
+_HIDDEN = re.compile(rf"(?s)\.(.+)({_SAVING}|{_REMOVING}|{LOCK})(?:\.(.+))?")
 #: Begins the names of folders on object storage; an object in one from its beginning on, by which other jobs find it
 #: and this one sees that it may write.
 _DATA, _BEGUN = "te_fsdp-data.", "writing"
 #: After so many seconds what a process of another machine was writing counts as abandoned.
 _ABANDONED = 24 * 3600
-_FREE = "a path where nothing lies"
 
 
-def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> Path:
+def begin(target: Path, *, is_file: bool = False) -> Path:
     """Take the lock of a target, remove what killed jobs have left beside it, and make the hidden directory.
 
-    One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it. ``force``: whether it may
-    take the place of what lies there (``None`` in a save, which may not). For a file it only returns the path.
+    One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it. For a file it only
+    returns the path.
 
     Raises:
         CheckpointError: Another process writes this target, something lies there already, or it cannot be written.
     """
     if is_remote(target):
-        return _begin_folder(target, force, is_file)
+        return _begin_folder(target, is_file)
     with telling_why(target):
         if not target.parent.exists():  # else what is wrong with it shows below
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +68,7 @@ def begin(target: Path, *, force: bool | None = None, is_file: bool = False) -> 
         try:
             for left in target.parent.glob(".*.te_fsdp-*"):
                 _remove_left(left, target)
-            _check_free(target, force)
+            _check_free(target)
             if not is_file:
                 temporary.mkdir()
         except BaseException:
@@ -90,7 +81,7 @@ def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
     return path.with_name(f".{path.name}{mark}.{owner}")
 
 
-def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
+def commit(temporary: Path, target: Path) -> None:
     """Make what was written visible, durably, and give the lock back. One process calls this, after all have written.
 
     Raises:
@@ -102,26 +93,17 @@ def commit(temporary: Path, target: Path, *, force: bool | None = None) -> None:
             manifest.create(data)
         except FileExistsError as error:
             if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
-                raise _exists(target, _FREE) from error
+                raise _exists(target) from error
         for name in (FILE_NAME, _BEGUN):
             remove(temporary / name)
         return
     owner = Owner.parse(temporary.name.rpartition(f"{_SAVING}.")[2])
     paths.check(target, owner)
-    _check_free(target, force)
+    _check_free(target)
     sync(temporary)
-    aside = _hidden_name(target, _REPLACED, owner)
-    with ExitStack() as undo:
-        # A file is replaced by a file in one step.
-        if target.is_dir() or (temporary.is_dir() and os.path.lexists(target)):
-            os.rename(target, aside)
-            undo.callback(os.rename, aside, target)
-        os.rename(temporary, target)
-        undo.pop_all()
+    os.rename(temporary, target)
     sync(target.parent)
     paths.release(target, owner)
-    if os.path.lexists(aside):
-        remove(aside)
 
 
 def discard(temporary: Path) -> None:
@@ -141,21 +123,17 @@ def discard(temporary: Path) -> None:
         paths.release(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
-def _check_free(target: Path, force: bool | None) -> None:
-    if force or not os.path.lexists(target):
-        return
-    if not target.is_dir() or target.is_symlink() or any(target.iterdir()):
-        fix = None if force is None else "choose another path, or replace what lies there with --force"
-        raise _exists(target, f"{_FREE}, or an empty directory", fix)
+def _check_free(target: Path) -> None:
+    if os.path.lexists(target) and (not target.is_dir() or target.is_symlink() or any(target.iterdir())):
+        raise _exists(target)
 
 
-def _exists(target: Any, place: str, fix: str | None = None) -> CheckpointError:
-    """The error of a path where something lies; a save's, unless told what to do."""
+def _exists(target: Any) -> CheckpointError:
     return CheckpointError(
         f"{target}: exists already",
-        expected=place,
+        expected="a path where nothing lies, or an empty directory",
         why="What lies there is replaced by nobody, so that a crash can never damage it",
-        fix=fix or "save under another name, such as step-<number>, or remove the old one first",
+        fix="choose another path, such as step-<number>, or remove what lies there first",
     )
 
 
@@ -174,11 +152,7 @@ def _remove_left(left: Path, target: Path) -> None:
     if not _has_gone(Owner.parse(text or ""), last):
         return
     _log.info("%s was left by a job that was killed", left)
-    place = left.with_name(name)
-    if mark != _REPLACED or os.path.lexists(place):
-        remove(left)
-    elif place == target:  # the only copy; of other targets it waits for those who hold their locks
-        os.rename(left, place)
+    remove(left)
 
 
 def _has_gone(owner: Owner, last: float) -> bool:
@@ -189,29 +163,24 @@ def _has_gone(owner: Owner, last: float) -> bool:
 
 @contextmanager
 def new_directory(
-    target: Path,
-    *,
-    force: bool = False,
-    needed: int | None = None,
-    is_file: bool = False,
-    is_checkpoint: bool = False,
+    target: Path, *, needed: int | None = None, is_file: bool = False, is_checkpoint: bool = False
 ) -> Iterator[Path]:
     """Yield a hidden directory beside ``target``, or its path for a file, which becomes ``target`` if all goes well.
 
-    With ``force`` what lies there is replaced; it stays until the new one is whole. ``needed`` are the bytes that will
-    be written, for messages. A checkpoint has a manifest, without which nothing appears whole on object storage.
+    ``needed`` are the bytes that will be written, for messages. A checkpoint has a manifest, without which nothing
+    appears whole on object storage.
 
     Raises:
         CheckpointError: Something lies there already, another process writes it, or it cannot be written.
     """
     with telling_why(target, needed):
         has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
-        temporary = begin(target, force=force, is_file=has_no_manifest)
+        temporary = begin(target, is_file=has_no_manifest)
         try:
             yield temporary
             for path in () if is_remote(target) else temporary.rglob("*"):
                 sync(path)
-            commit(temporary, target, force=force)
+            commit(temporary, target)
         finally:
             discard(temporary)
 
@@ -232,33 +201,26 @@ def remove(path: Path) -> None:
         _log.log(level, "%s: cannot be removed: %s", path, error)
 
 
-def _begin_folder(target: RemotePath, force: bool | None, is_file: bool) -> Any:
+def _begin_folder(target: RemotePath, is_file: bool) -> Any:
     """Remove what killed jobs have left here and beside, and begin a folder."""
-    if is_file or force:
+    if is_file:
         raise CheckpointError(
-            f"{target}: cannot be {'replaced' if force else 'written'} on object storage",
-            expected="a checkpoint of te_fsdp, at a path where nothing lies",
-            got="--force" if force else "files without a manifest",
+            f"{target}: cannot be written on object storage",
+            expected="a checkpoint of te_fsdp",
+            got="files without a manifest",
             why="Without renaming only a manifest makes files appear in one step",
-            fix="choose another path" if force else "write to a local path, and copy that",
+            fix="write to a local path, and copy that",
         )
     begun = (p for p in target.parent.iterdir() if p.name != target.name and not (p / FILE_NAME).exists())
     for place in (*begun, target):
         if place is target and not all(map(_owner_of_folder, target.iterdir())):
-            raise _exists(target, _FREE)
+            raise _exists(target)
         for folder in place.iterdir():
             owner = _owner_of_folder(folder)
-            if owner is None:
-                continue
             # One save runs at a time: another one of this process has failed, and could not clean up.
-            if owner.is_here or _has_gone(owner, folder.touched() or math.inf):
+            if owner and (owner.is_here or _has_gone(owner, folder.touched() or math.inf)):
                 _log.info("%s was left by a job that was killed", folder)
                 remove(cast(Any, folder))
-            elif place is target and owner.is_alive():
-                raise paths.written_by(target, owner)
-            elif place is target:
-                who = owner.describe()
-                _log.warning("%s: begun by another job as well, %s; the first to end has it", target, who)
     folder = target / f"{_DATA}{Owner.new()}"
     (folder / _BEGUN).write_bytes(b"")
     return folder
@@ -331,48 +293,24 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
     """
     beside = in_order(path for path in visible(newest.parent) if path != newest)
     older = [path for path, other in beside if other.number < manifest.number]
-    gone = [*filter(None, map(_hide, older[: max(0, len(older) + 1 - keep_last)]))]
+    gone = []
+    for path in older[: max(0, len(older) + 1 - keep_last)]:
+        try:
+            if is_remote(path):
+                (path / FILE_NAME).unlink()
+                gone.append(path)
+            else:
+                hidden = _hidden_name(path, _REMOVING, Owner.new())
+                os.rename(path, hidden)
+                gone.append(hidden)
+        except FileNotFoundError:
+            pass  # another job has removed it
+        except OSError as error:
+            _log.warning("%s should be removed and cannot be: %s", path, error)
     if gone and not is_remote(newest):
         # The new names must be on disk before the first file goes: a partial directory must not reappear.
         sync(newest.parent)
     return gone
-
-
-def _hide(path: Path) -> Path | None:
-    """Make a checkpoint that nobody reads none; what is to be removed, or ``None`` if it stays."""
-    try:
-        if is_remote(path):
-            (path / FILE_NAME).unlink()
-            return path
-        with (path / FILE_NAME).open("r+b") as manifest:
-            try:
-                fcntl.flock(manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.info("%s is being loaded, a later save will remove it", path)
-                return None
-            except OSError:
-                _log.debug("%s: this file system has no locks", path)
-            hidden = _hidden_name(path, _REMOVING, Owner.new())
-            os.rename(path, hidden)
-            return hidden
-    except FileNotFoundError:
-        return None  # another job has removed it
-    except OSError as error:
-        _log.warning("%s should be removed and cannot be: %s", path, error)
-        return None
-
-
-@contextmanager
-def in_use(path: Path) -> Iterator[None]:
-    """Keep a checkpoint from being removed by ``keep_last``, by any process, if its manifest can be locked. Local."""
-    with ExitStack() as opened:
-        try:
-            if not is_remote(path) and (path / FILE_NAME).is_file():  # a pipe would be waited for
-                manifest = opened.enter_context((path / FILE_NAME).open("rb"))
-                fcntl.flock(manifest, fcntl.LOCK_SH)
-        except OSError as error:
-            _log.debug("%s: no lock of this file system: %s", path, error)
-        yield
 
 
 def visible(directory: Path) -> list[Path]:
@@ -421,20 +359,14 @@ def _nothing_there(path: Path) -> CheckpointError:
             fix="load an earlier checkpoint or copy this one again; if torch.distributed.checkpoint wrote it without "
             "flattening, read it with te-fsdp ckpt convert",
         )
-    inside, beside = visible(path), [p.name for p in visible(path.parent)]
-    if inside:
-        got = f"{', '.join(p.name for p in inside[-5:])} inside"
-        fix = f"load one of them: te_fsdp.checkpoint.latest({str(path)!r}) finds the newest"
-        return CheckpointError(
-            f"{path}: a directory of checkpoints", expected="one of them", got=got, fix=fix
-        )
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
-    fix = "check the path; no checkpoint lies near it"
+    fix, inside = "check the path; no checkpoint lies near it", visible(path)
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
     elif path.is_file():
         fix = f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of a torch.save or safetensors file"
-    elif close := difflib.get_close_matches(path.name, beside, n=3, cutoff=0.4) or beside[-3:]:
-        fix = f"in {path.parent} there is {', '.join(close)}"
-    expected = f"a directory with {FILE_NAME}"
-    return CheckpointError(f"{path}: no such checkpoint", expected=expected, got=got, fix=fix)
+    elif near := inside or visible(path.parent):
+        names = ", ".join(checkpoint.name for checkpoint in near[-5:])
+        fix = f"in {near[0].parent} there is {names}; te_fsdp.checkpoint.latest(directory) finds the newest"
+    what = "a directory of checkpoints" if inside else "no such checkpoint"
+    return CheckpointError(f"{path}: {what}", expected=f"a directory with {FILE_NAME}", got=got, fix=fix)

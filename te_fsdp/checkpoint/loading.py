@@ -28,7 +28,6 @@ from te_fsdp.checkpoint.compare import (
     settle_scaling,
     take_own_part,
 )
-from te_fsdp.checkpoint.directory import in_use
 from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -135,7 +134,7 @@ def load(
     source, model = absolute(path), as_one(model, optimizer)
     # Of a stage another name, lest ranks with and without one wait.
     call = "checkpoint.load" + (" (a stage)" if stage_of(model) else "")
-    with collective_call(call), in_use(source), without_collector():
+    with collective_call(call), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, optimizer, verify=verify, read=read)
         take_own_part(opened, model)

@@ -13,9 +13,8 @@ renaming the file, which of several can be done by one; given back by removing t
 Each is one step for every file system with directories, those without ``fcntl`` locks included, and whoever is killed
 between two steps leaves a name that tells who it was.
 
-A process on this machine is known to live or to be dead, by its id and the time of its start. One elsewhere gives signs
-of life: it touches its file every few seconds. Who finds such a lock looks for :data:`SILENCE` seconds whether that
-happens. Clocks are not compared.
+A process on this machine is known to live or to be dead, by its id and the time of its start. One elsewhere touches its
+file every few seconds; who finds such a lock looks whether that happens. Clocks are not compared.
 """
 
 from __future__ import annotations
@@ -355,7 +354,7 @@ def _has_taken(target: Path, owner: Owner, lock: Path, own: Path) -> bool:
     known = Owner.parse(holder.name)
     alive = known.is_alive()
     if alive or (alive is None and not _is_silent(holder)):
-        raise written_by(target, known, "; or end that job, whose lock is then taken over")
+        raise _written_by(target, known)
     try:
         os.rename(holder, lock / str(owner))
     except FileNotFoundError:
@@ -364,14 +363,13 @@ def _has_taken(target: Path, owner: Owner, lock: Path, own: Path) -> bool:
     return True
 
 
-def written_by(target: Any, owner: Owner, more: str = "") -> CheckpointError:
-    """The error of two writers, with what else may be done about it."""
+def _written_by(target: Any, owner: Owner, why: str = "Nothing was written") -> CheckpointError:
     return CheckpointError(
         f"{target}: another job is writing it",
         expected="one writer for a path",
         got=owner.describe(),
-        why="Nothing was written",
-        fix=f"save under another name, such as a directory per run{more}",
+        why=why,
+        fix="save under another name, such as a directory per run; or end that job",
     )
 
 
@@ -394,13 +392,8 @@ def check(target: Path, owner: Owner) -> None:
     if (lock / str(owner)).exists():
         return
     holder = _holder(lock)
-    raise CheckpointError(
-        f"{target}: another job has taken over, since this one gave no sign of life for {SILENCE:.0f} s",
-        expected=f"the lock of {owner.describe()}",
-        got=Owner.parse(holder.name).describe() if holder is not None else "none",
-        why="Nothing of this save has appeared",
-        fix="save under another name; find out what held this process up",
-    )
+    why = f"It has taken over, since this one gave no sign of life for {SILENCE:.0f} s: nothing of it has appeared"
+    raise _written_by(target, Owner.parse("it has ended" if holder is None else holder.name), why)
 
 
 def release(target: Path, owner: Owner) -> None:

@@ -104,7 +104,7 @@ def save(
             training may change everything at once. A save begins after the one before has ended; the interpreter
             waits for a running one before it ends, for silent ranks as :func:`te_fsdp.set_collective_timeout` says.
         keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
-            included. What is being loaded stays.
+            included.
         progress: Draw a progress bar on rank 0.
         shared: Names, as shell patterns, of parameters that several stages may hold, bit for bit equal; stored once.
 

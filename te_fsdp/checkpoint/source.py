@@ -22,7 +22,7 @@ from te_fsdp.agree import Ranks, all_agree, from_rank_0, gather_if_any, own_rank
 from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents
-from te_fsdp.checkpoint.directory import damaged, in_use, open_checkpoint
+from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry
 from te_fsdp.checkpoint.index import Index, check_index, read_index, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Stack
@@ -242,10 +242,9 @@ def verify(path: str | os.PathLike[str]) -> None:
         CheckpointError: No checkpoint there, or a damaged one; names the files.
     """
     source = absolute(path)
-    with in_use(source):
-        manifest = open_checkpoint(source)
-        damaged(source, check_files(source, manifest, checksums=True))
-        check_index(source, manifest)
+    manifest = open_checkpoint(source)
+    damaged(source, check_files(source, manifest, checksums=True))
+    check_index(source, manifest)
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:

@@ -50,7 +50,6 @@ _Key = Annotated[
 _Check = Annotated[
     Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
 ]
-_Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
 _Size = Annotated[
     str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
 ]
@@ -85,7 +84,6 @@ class Target:
     path: Path  #: The file or directory
     kind: str | None  #: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix
     shard_bytes: int  #: Largest safetensors file
-    force: bool  #: Replace what lies there
     like: Path | None = None  #: A Hugging Face model's folder that the target shall be like
 
     def settle(self, default: str | None) -> str:
@@ -133,7 +131,6 @@ def convert(
         arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
     ] = None,
     te: Model = _AS_USUAL,
-    force: _Force = False,
     as_json: _Json = False,
 ) -> int:
     """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
@@ -143,7 +140,7 @@ def convert(
     """
     if from_ is None and te != _AS_USUAL:
         raise UsageError("--te... describes the model for --from huggingface, which is not given")
-    place = Target(place_of(target), to, _bytes(max_shard_size), force)
+    place = Target(place_of(target), to, _bytes(max_shard_size))
     kind = place.settle(None)
     if from_ is None:
         contents = open_any(source, Choices(key, extra_state))
@@ -176,7 +173,6 @@ def export(
         arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
     ] = None,
     te: Model = _AS_USUAL,
-    force: _Force = False,
     as_json: _Json = False,
 ) -> int:
     """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
@@ -186,7 +182,7 @@ def export(
     """
     if like is None and te != _AS_USUAL:
         raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
-    place = Target(place_of(target), None, _bytes(max_shard_size), force, like)
+    place = Target(place_of(target), None, _bytes(max_shard_size), like)
     place.settle("safetensors")
     values = {"dtype": getattr(torch, dtype), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
@@ -237,7 +233,7 @@ def _carry_out(
     **form: Any,
 ) -> int:
     """Check, transform as ``form`` says (options of :func:`transformed`), write and tell; exit code 0."""
-    path, force, shards = target.path, target.force, {"shard_bytes": target.shard_bytes}
+    path, shards = target.path, {"shard_bytes": target.shard_bytes}
     for read in filter(None, (source.source, target.like)):
         check_apart(read, path)
     if check == "checksums":  # lest a copy give damage new sums
@@ -248,13 +244,13 @@ def _carry_out(
     with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick:
         if target.like is not None:
             values = values_for_huggingface(into, target.like, te.layers, te.names)
-            files = write_huggingface(path, values, target.like, tick, force=force, **shards)
+            files = write_huggingface(path, values, target.like, tick, **shards)
         elif target.kind == "checkpoint":
-            files = write_checkpoint(path, into, tick, force=force)
+            files = write_checkpoint(path, into, tick)
         elif target.kind == "safetensors":
-            files = write_safetensors(path, into, tick, force=force, **shards)
+            files = write_safetensors(path, into, tick, **shards)
         else:
-            files = write_pt(path, into, tick, everything=everything, force=force)
+            files = write_pt(path, into, tick, everything=everything)
     columns = ("name", "from", "dtype")
     rows = [(name, origin, _described(into, name)["dtype"]) for name, origin in sources.items()]
     if as_json:

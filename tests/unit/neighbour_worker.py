@@ -110,11 +110,11 @@ def value_of(path: Path) -> float:
     return float(result.weight[0, 0].detach())
 
 
-def put(target: Path, text: str, *, force: bool = False) -> Callable[[], None]:
+def put(target: Path, text: str) -> Callable[[], None]:
     """A job that writes a directory with one file, as conversions do."""
 
     def work() -> None:
-        with directory.new_directory(target, force=force) as folder:
+        with directory.new_directory(target) as folder:
             (folder / "text").write_text(text)
 
     return work
@@ -167,22 +167,6 @@ def killed(where: Path) -> Iterator[dict[str, object]]:
             "value": value_of(here / "step-3"),
             "names": names(here),
         }
-        if ended:
-            break
-
-
-def replaced(where: Path) -> Iterator[dict[str, object]]:
-    """A job is killed at each touch while it puts something in the place of what lies there."""
-    for at in range(MANY):
-        here = where / str(at)
-        put(here / "x", "old")()
-        ended = Job(here, put(here / "x", "new", force=True), at, "kill").end()
-        try:
-            put(here / "x", "no")()
-            told = "done"
-        except CheckpointError as error:
-            told = str(error)
-        yield {"at": at, "told": told, "text": (here / "x" / "text").read_text(), "names": names(here)}
         if ended:
             break
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from te_fsdp import checkpoint
@@ -43,7 +44,7 @@ def names(where: Path) -> list[str]:
 def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list[dict[str, Any]]]:
     """What came of jobs that met, by plan."""
     where = tmp_path_factory.mktemp("met")
-    plans = ("stopped", "killed", "replaced", "slow")
+    plans = ("stopped", "killed", "slow")
     (where / "stopped").mkdir()
     command = [python, str(SCRIPT), str(where), *plans]
     ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
@@ -110,14 +111,6 @@ def test_a_job_killed_anywhere_holds_up_nobody(met: dict[str, list[dict[str, Any
         assert outcome["seconds"] < paths.SILENCE / 4, "nobody is waited for"
         told.add(whole)
     assert told == {True, False} and len(met["killed"]) > 20
-
-
-def test_what_is_replaced_is_there_before_and_after(met: dict[str, list[dict[str, Any]]]) -> None:
-    texts = []
-    for outcome in met["replaced"]:
-        assert "exists already" in outcome["told"] and outcome["names"] == ["x"], outcome
-        texts.append(outcome["text"])
-    assert texts == sorted(texts, reverse=True) and set(texts) == {"old", "new"}
 
 
 # ------------------------------------------------------------------------------------------------ who holds a lock
@@ -196,7 +189,8 @@ def test_a_job_that_was_taken_for_dead(tmp_path: Path, monkeypatch: pytest.Monke
         (folder / "text").write_text("new")
         assert not late.exists(), "its lock was taken over, so what it wrote is nobody's"
         with pytest.raises(
-            CheckpointError, match="another job has taken over.*gave no sign of life.*got process"
+            CheckpointError,
+            match="another job is writing it.*got process.*has taken over.*gave no sign of life",
         ):
             directory.commit(late, target)
         directory.discard(late)
@@ -236,7 +230,6 @@ def test_what_killed_jobs_left(tmp_path: Path) -> None:
         ".step-5.te_fsdp-saving.other-host.1.00000000": False,  # of an earlier version
         ".step-6.te_fsdp-saving.other-host.1.00000000": True,
         ".notes.te_fsdp-things": True,
-        f".step-8.te_fsdp-replaced.{dead}": True,  # the only copy, until somebody holds its lock
     }
     for name in left:
         (tmp_path / name).mkdir()
@@ -334,16 +327,41 @@ def test_two_jobs_that_remove_the_same(
 ) -> None:
     for step in (1, 2, 3):
         checkpoint.save(tmp_path / f"step-{step}", model())
-    hide = directory._hide
+    hidden_name = directory._hidden_name
 
-    def other_was_quicker(path: Path) -> Path | None:
-        shutil.rmtree(path)
-        return hide(path)
+    def other_was_quicker(path: Path, mark: str, owner: Owner) -> Path:
+        if mark == directory._REMOVING:
+            shutil.rmtree(path)
+        return hidden_name(path, mark, owner)
 
-    monkeypatch.setattr(directory, "_hide", other_was_quicker)
+    monkeypatch.setattr(directory, "_hidden_name", other_was_quicker)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         checkpoint.save(tmp_path / "step-4", model(), keep_last=2)
     assert names(tmp_path) == ["step-3", "step-4"] and not caplog.records
+
+
+def test_a_load_of_what_a_neighbour_removes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each touch of its files it either has read all, or says so and has changed nothing."""
+    told = set()
+    for at in range(20):
+        (tmp_path / "a").exists() or checkpoint.save(tmp_path / "a", model())
+        target, touched = model(), iter(range(at))
+        before, opened = target.weight.clone(), Path.open
+
+        def late(path: Path, *how: Any, touched: Any = touched, opened: Any = opened, **options: Any) -> Any:
+            if path.is_relative_to(tmp_path) and next(touched, None) is None:
+                shutil.rmtree(tmp_path / "a", ignore_errors=True)
+            return opened(path, *how, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", late)
+            try:
+                checkpoint.load(tmp_path / "a", target)
+                told.add("loaded")
+            except CheckpointError:
+                assert torch.equal(target.weight, before)
+                told.add("refused")
+    assert told == {"loaded", "refused"}
 
 
 def test_what_this_user_may_not_enter_is_passed_over(
@@ -435,25 +453,6 @@ def test_a_full_disk_says_so(
     assert names(tmp_path) == ["a"] and checkpoint.latest(tmp_path) == tmp_path / "a"
     checkpoint.verify(tmp_path / "a")
     checkpoint.save(tmp_path / "b", model())
-
-
-def test_what_cannot_be_replaced_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, rename = tmp_path / "x", os.rename
-    with directory.new_directory(target) as folder:
-        (folder / "text").write_text("old")
-
-    def full(old: Path, new: Path) -> None:
-        if ".te_fsdp-saving" in Path(old).name:
-            _always(errno.ENOSPC)()
-        rename(old, new)
-
-    monkeypatch.setattr(os, "rename", full)
-    with (
-        pytest.raises(CheckpointError, match="x: the disk is full"),
-        directory.new_directory(target, force=True),
-    ):
-        pass
-    assert (target / "text").read_text() == "old" and names(tmp_path) == ["x"]
 
 
 LIMIT = """

@@ -56,32 +56,39 @@ def test_what_the_system_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert listing(tmp_path) == {"a", "file"}
 
 
-def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
     for name, way in (("x.pt", []), ("x.safetensors", []), ("x", ["--to", "checkpoint"])):
         target = tmp_path / name
         assert main(["ckpt", "convert", str(source), str(target), *way]) == 0
         assert "exists already" in refuse(capsys, "convert", other, target, *way)
         assert main(["ckpt", "diff", str(source), str(target)]) == 0
-        assert main(["ckpt", "convert", str(other), str(target), *way, "--force"]) == 0
-        assert main(["ckpt", "diff", str(other), str(target)]) == 0
     assert listing(tmp_path) == {"a", "b", "x", "x.pt", "x.safetensors"}, "nothing hidden is left"
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
     for is_file, target in ((True, tmp_path / "f"), (False, tmp_path / "d")):
-        for _ in range(2):
-            with (
-                pytest.raises(RuntimeError, match="half"),
-                new_directory(target, force=True, is_file=is_file) as temporary,
-            ):
-                (temporary / "x" if temporary.is_dir() else temporary).write_text("half")
-                raise RuntimeError("half")
-            if not target.exists():
-                with new_directory(target, is_file=is_file) as temporary:
-                    (temporary / "x" if temporary.is_dir() else temporary).write_text("whole")
-        assert (target / "x" if target.is_dir() else target).read_text() == "whole"
-    assert listing(tmp_path) == {"f", "d"}
+        with (
+            pytest.raises(RuntimeError, match="half"),
+            new_directory(target, is_file=is_file) as temporary,
+        ):
+            (temporary if is_file else temporary / "x").write_text("half")
+            raise RuntimeError("half")
+        assert listing(tmp_path) == set()
+
+
+def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
+    """But a file does not take its place."""
+    for name in "df":
+        (tmp_path / name).mkdir()
+    with new_directory(tmp_path / "d") as temporary:
+        (temporary / "x").write_text("whole")
+    with (
+        pytest.raises(CheckpointError, match="f: cannot be written"),
+        new_directory(tmp_path / "f", is_file=True) as temporary,
+    ):
+        temporary.write_text("whole")
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")} == {"d", "d/x", "f"}
 
 
 def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -322,7 +329,7 @@ for source in ("small", "big"):
     ways = (files[:2], [*files[1:3], "--to", "checkpoint", "--dtype", "float16"], files[2:])
     grown = [convert(*words) for words in ways]
 lazy.Lazy.blocks = lambda self: iter([(0, self.height)])
-grown.append(convert(files[0], files[1], "--force"))
+grown.append(convert(files[0], f"{folder}/control.pt"))
 print("grown", *grown, file=sys.stderr)
 """
 

@@ -181,35 +181,31 @@ def weights_only(contents: Contents) -> Contents:
     return replace(contents, manifest=bare, tensors=tensors, notes=notes)
 
 
-def write_checkpoint(target: Path, contents: Contents, tick: Tick, *, force: bool = False) -> list[str]:
+def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
     """Write a checkpoint of te_fsdp, loadable on any mesh; it appears when it is whole. Returns its files.
 
     Raises:
         CheckpointError: Something lies at the target, or a tensor cannot be read or written.
     """
-    with new_directory(target, force=force, needed=contents.bytes, is_checkpoint=True) as folder:
+    with new_directory(target, needed=contents.bytes, is_checkpoint=True) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
         write_manifest(folder, manifest)
     return sorted(manifest.files)
 
 
-def write_safetensors(
-    target: Path, contents: Contents, tick: Tick, *, shard_bytes: int, force: bool = False
-) -> list[str]:
+def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_bytes: int) -> list[str]:
     """Write a ``.safetensors`` file, or a folder with shards and their index. As :func:`write_checkpoint`."""
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
     metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
     is_file = target.suffix == ".safetensors"
-    with new_directory(target, force=force, needed=contents.bytes, is_file=is_file) as place:
+    with new_directory(target, needed=contents.bytes, is_file=is_file) as place:
         if not is_file:
             return write_folder(place, tensors, metadata, tick, shard_bytes)
         write_file(place, tensors, metadata, tick)
     return [target.name]
 
 
-def write_pt(
-    target: Path, contents: Contents, tick: Tick, *, everything: bool, force: bool = False
-) -> list[str]:
+def write_pt(target: Path, contents: Contents, tick: Tick, *, everything: bool) -> list[str]:
     """Write a file with ``torch.save``: a state dict, or a dict with it, the optimizer's, and the rest.
 
     The state dict has the entries ``_extra_state`` that stock modules want, empty, and a weight for each expert.
@@ -232,7 +228,7 @@ def write_pt(
         objects = {"model": objects, MANIFEST_KEY: own}
         if contents.manifest.optimizer is not None:
             objects["optimizer"] = _optimizer_state_dict(contents, contents.manifest.optimizer)
-    with new_directory(target, force=force, needed=contents.bytes, is_file=True) as file:
+    with new_directory(target, needed=contents.bytes, is_file=True) as file:
         write_torch(file, objects, tick)
     return [target.name]
 

@@ -164,13 +164,12 @@ def write_huggingface(
     tick: Tick | None = None,
     *,
     shard_bytes: int,
-    force: bool = False,
 ) -> list[str]:
     """Write a Hugging Face model's folder, whole or not at all. Returns its files. Local operation.
 
     ``config`` is the model's description, or a folder with it and with a tokenizer, which is copied.
     """
-    with new_directory(target, force=force, needed=total_bytes(tensors)) as temporary:
+    with new_directory(target, needed=total_bytes(tensors)) as temporary:
         names = write_folder(temporary, tensors, {}, tick or silent, shard_bytes)
         return names + write_config(temporary, config, tensors)
 

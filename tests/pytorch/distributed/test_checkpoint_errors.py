@@ -116,7 +116,7 @@ def test_an_optimizer_built_before_sharding(pool, tmp_path, only_rank):
     ("kind", "words"),
     [
         ("no path", ["step-11: no such checkpoint", "got nothing at that path", "there is step-1"]),
-        ("parent", ["a directory of checkpoints", "got step-1 inside", "latest("]),
+        ("parent", ["a directory of checkpoints", "there is step-1", "latest("]),
         ("truncated", ["damaged checkpoint: __0_0.distcp: expected ", " bytes, got ", "Nothing was loaded"]),
         ("missing file", ["damaged checkpoint: __0_0.distcp is missing"]),
         ("manifest", ["te_fsdp.json: unreadable manifest (JSONDecodeError"]),
