@@ -19,11 +19,10 @@ import datetime
 import functools
 import hashlib
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -31,13 +30,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
+from te_fsdp.all_ranks import collective_timeout
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
 T = TypeVar("T")
 U = TypeVar("U")
 
-#: Seconds that a rank waits for another that is alive but silent: longer than any write may take.
-_PATIENCE = datetime.timedelta(hours=2)
 # Odd multiplier of a linear congruential generator (Knuth): mixes positions for checksums.
 _MULTIPLIER = 6364136223846793005
 # Words at a time: each takes 24 bytes while its checksum is computed, and embeddings have a thousand million.
@@ -269,7 +267,7 @@ def own_ranks() -> Ranks:
         return Ranks(0, 1, None)
     world, groups = dist.group.WORLD, _groups()
     if world not in groups:
-        groups[world] = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        groups[world] = dist.new_group(backend="gloo")
     return Ranks(rank(), world_size(), groups[world])
 
 
@@ -284,16 +282,13 @@ class Ranks:
     rank: int  #: This one
     size: int  #: How many there are
     group: Any  #: A gloo group of them; ``None`` for one rank
-    #: The rank that a message is awaited from, and since when (``time.monotonic``), for whoever watches from
-    #: another thread; empty while nothing is awaited.
-    waits: dict[int, float] = field(default_factory=dict, compare=False)
 
     def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
         """Run a function on every rank, then another on rank 0, given all results; each rank gets its reply.
 
         Collective over the ranks: point to point, to rank 0 and back. An error anywhere is raised everywhere: the
         first failing rank's, with the ranks named if not all failed. What is no ``TeFsdpError``, and a rank that has
-        died, come as ``CheckpointError``.
+        died or is silent for :func:`te_fsdp.set_collective_timeout`, come as ``CheckpointError``.
         """
         result, error = _attempt(mine)
         try:
@@ -320,7 +315,8 @@ class Ranks:
                 value, problem = self._receive(other)
             except RuntimeError as lost:
                 dead.add(other)
-                value, problem = None, (CheckpointError, f"the rank has ended: {lost}")
+                text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
+                value, problem = None, (CheckpointError, text)
             results.append(value)
             told.append(problem)
         replies, worst = None, _worst(told)
@@ -335,16 +331,15 @@ class Ranks:
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        self.group.send([torch.tensor([data.numel()], device="cpu")], to, 0).wait()
-        self.group.send([data], to, 0).wait()
+        self._wait(self.group.send([torch.tensor([data.numel()], device="cpu")], to, 0))
+        self._wait(self.group.send([data], to, 0))
 
     def _receive(self, source: int) -> Any:
         size = torch.empty(1, dtype=torch.int64, device="cpu")
-        self.waits[source] = time.monotonic()
-        try:
-            self.group.recv([size], source, 0).wait()
-            data = bytearray(int(size))
-            self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0).wait()
-        finally:
-            del self.waits[source]
+        self._wait(self.group.recv([size], source, 0))
+        data = bytearray(int(size))
+        self._wait(self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0))
         return pickle.loads(data)
+
+    def _wait(self, work: dist.Work) -> None:
+        work.wait(datetime.timedelta(seconds=collective_timeout()))

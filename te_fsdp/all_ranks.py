@@ -80,7 +80,7 @@ def set_collective_timeout(seconds: float) -> None:
     It holds for the calls of te_fsdp outside the training step (``Meshes.build``, ``fully_shard``, ``materialize``,
     ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...), in this process, from now on; the
     shortest timeout among the ranks decides. Gathers by ``transport="copy_engine"`` wait as long too, each rank by its
-    own, and so does the end of a program for a rank that is silent in an asynchronous save. Local operation.
+    own, and so do the ranks of a checkpoint for one that still writes when they have written. Local operation.
 
     Args:
         seconds: More than 0; 1800 (half an hour) by default. A rank may come so much later than the first: make it

@@ -20,8 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -30,8 +29,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from te_fsdp.agree import rank
-from te_fsdp.all_ranks import REPORT_AFTER, collective_timeout
-from te_fsdp.errors import CheckpointError, TeFsdpError, message
+from te_fsdp.errors import CheckpointError, TeFsdpError
 
 K = TypeVar("K")
 _log = logging.getLogger("te_fsdp")
@@ -41,12 +39,8 @@ _SLAB = 1 << 28
 _ALIGNMENT = 64
 #: Bytes of a tensor that is stacked with others, and of a stack.
 _SMALL, _STACK = 1 << 16, 1 << 23
-#: Bytes from which memory comes in large pages: at least one lies in it, wherever it begins.
-_LARGE = 1 << 22
-#: Bytes of memory of which several tensors get a part.
-_STRETCH = 1 << 25
-#: Bytes of a large tensor on the host that a thread copies at a time, and threads beyond which memory is the limit.
-_PART, _MOST_THREADS = 1 << 24, 8
+#: Bytes from which memory comes in large pages; maps of memory that follow one another share them.
+_LARGE = 1 << 21
 #: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
 _HEAD_START = 0.005
 #: Seconds between two drawings of a bar.
@@ -79,14 +73,6 @@ class Block(Generic[K]):
         """The tensors as rows of one, where they are; a view if it is one alone."""
         return self.tensors[0].unsqueeze(0) if len(self.tensors) == 1 else torch.stack(self.tensors)
 
-    def parts(self, rows: torch.Tensor) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
-        """What is to be copied into which part of the rows: several threads may share a large tensor."""
-        first = self.tensors[0]
-        if len(self.tensors) > 1 or first.nbytes <= _PART:
-            return iter([(self.tensors, rows)])
-        step = max(1, _PART * len(first) // first.nbytes)
-        return (([part], into) for part, into in zip(first.split(step), rows.split(step, 1), strict=True))
-
 
 def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
     """Put tensors together that can be copied and written as one. Local operation, moves nothing."""
@@ -112,12 +98,12 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
     return flat.clone(memory_format=torch.contiguous_format)
 
 
-def aligned(count: int) -> int:
+def _aligned(count: int) -> int:
     """So many bytes, rounded up to where the next tensor of any dtype may begin."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
-def _host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
+def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
     """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
 
     The system gives fresh memory away page by page when it is first written, 0.4 s of CPU time per GiB in pages of
@@ -129,21 +115,6 @@ def _host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
     with suppress(OSError):  # a system that has none gives small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
-
-
-class HostMemory:
-    """New memory on the host for tensors that are kept together, as parts of stretches that come in large pages."""
-
-    def __init__(self) -> None:
-        self._rest = _host_memory(0)
-
-    def take(self, count: int) -> torch.Tensor:
-        """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
-        room = aligned(count)
-        if room > self._rest.numel():
-            self._rest = _host_memory(max(room, _STRETCH))
-        taken, self._rest = self._rest[:count], self._rest[room:]
-        return taken
 
 
 def threads_here(most: int) -> int:
@@ -160,11 +131,6 @@ class Staging:
         self._slabs: list[torch.Tensor] = []
         self._pinned = False
 
-    @property
-    def bytes(self) -> int:
-        """Memory that is held."""
-        return sum(slab.numel() for slab in self._slabs)
-
     def copy(self, blocks: list[Block[K]]) -> list[torch.Tensor]:
         """Each block as rows on the host, complete when this returns; what an earlier call returned is overwritten.
 
@@ -173,29 +139,22 @@ class Staging:
         devices = {block.device for block in blocks if not block.is_here}
         if self._pinned != bool(devices):
             self._slabs, self._pinned = [], bool(devices)
-        copies, here, count = [], [], 0
+        copies, count = [], 0
         for count, some in enumerate(_by_slab(blocks), 1):
-            rest = self._slab(count - 1, sum(aligned(block.bytes) for block in some))
+            size = sum(_aligned(block.bytes) for block in some)
+            if len(self._slabs) < count or len(self._slabs[count - 1]) < size:
+                del self._slabs[count - 1 : count]  # freed before the larger one is made
+                self._slabs.insert(count - 1, host_memory(size, pinned=self._pinned))
+            rest = self._slabs[count - 1]
             for block in some:
-                memory, rest = rest[: block.bytes], rest[aligned(block.bytes) :]
-                first = block.tensors[0]
-                copies.append(memory.view(first.dtype).view(len(block.tensors), *first.shape))
-                if block.is_here:
-                    here += block.parts(copies[-1])
-                else:
-                    copies[-1].copy_(block.rows(), non_blocking=True)
+                rows = block.rows()
+                copies.append(rest[: block.bytes].view(rows.dtype).view(rows.shape))
+                copies[-1].copy_(rows, non_blocking=True)
+                rest = rest[_aligned(block.bytes) :]
         del self._slabs[count:]
-        _copy_on_host(here)
         for device in devices:
             torch.get_device_module(device.type).current_stream(device).synchronize()
         return copies
-
-    def _slab(self, number: int, size: int) -> torch.Tensor:
-        """One of the slabs: that of the last time, if it is large enough."""
-        if number == len(self._slabs) or len(self._slabs[number]) < size:
-            del self._slabs[number : number + 1]  # freed before the larger one is made
-            self._slabs.insert(number, _host_memory(size, pinned=self._pinned))
-        return self._slabs[number]
 
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
         """Blocks, in their order, with their rows on the host until the next is asked for; at most a slab is copied."""
@@ -208,32 +167,13 @@ def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
     """Blocks, in their order, that fit into a slab together; a larger one alone."""
     some, size = list[Block[K]](), 0
     for block in blocks:
-        if some and size + aligned(block.bytes) > _SLAB:
+        if some and size + _aligned(block.bytes) > _SLAB:
             yield some
             some, size = [], 0
         some.append(block)
-        size += aligned(block.bytes)
+        size += _aligned(block.bytes)
     if some:
         yield some
-
-
-def _copy_on_host(parts: list[tuple[list[torch.Tensor], torch.Tensor]]) -> None:
-    """Copy tensors into rows, both on the host, by as many threads as there are cores for each process here.
-
-    One core copies 3 to 5 GiB a second, less than a tenth of what the memory of a server can give.
-    """
-
-    def copy(part: tuple[list[torch.Tensor], torch.Tensor]) -> None:  # releases the interpreter
-        tensors, rows = part
-        if len(tensors) > 1:
-            torch.stack(tensors, out=rows)
-        else:
-            rows.copy_(tensors[0])
-
-    # torch may have threads of its own for each copy.
-    threads = threads_here(_MOST_THREADS * torch.get_num_threads()) // torch.get_num_threads()
-    with ThreadPoolExecutor(threads, "te_fsdp copy") if threads > 1 else nullcontext() as pool:
-        list((pool.map if pool else map)(copy, parts))  # raises what went wrong
 
 
 class SaveHandle:
@@ -291,16 +231,12 @@ class Background:
         self.plans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
-        self._waits: dict[int, float] = {}
-        self._watch: threading.Thread | None = None
         atexit.register(self._report)
 
-    def wait(self) -> float:
-        """Wait for the running save, if there is one; the seconds that it took. Local operation."""
-        began = time.perf_counter()
+    def wait(self) -> None:
+        """Wait for the running save, if there is one. Local operation."""
         if self._thread is not None:
             self._thread.join()
-        return time.perf_counter() - began
 
     def raise_unasked(self) -> None:
         """Raise what made the last save fail, unless its handle was asked, or this has been told before."""
@@ -320,39 +256,8 @@ class Background:
             # Not through the logger, which may have no handler.
             sys.stderr.write(f"te_fsdp: {error}\n")
 
-    def _watch_the_end(self) -> None:
-        """When the interpreter ends: say for whom the save that runs waits, and end without it if nothing comes.
-
-        Its thread cannot look up from a message that it waits for. What this rank writes itself takes what it takes.
-        """
-        threading.main_thread().join()
-        began, path = time.monotonic(), None if self._last is None else self._last.path
-        while self._thread is not None and self._thread.is_alive():
-            source, since = next(iter(dict(self._waits).items()), (None, math.inf))
-            silent = time.monotonic() - max(began, since)  # -inf while nobody is waited for
-            left = collective_timeout() - silent
-            if left <= 0:
-                text = message(
-                    f"{path}: given up when the program ended",
-                    expected=f"an answer of rank {source}",
-                    got=f"none for {silent:.0f} s",
-                    why="The checkpoint is not whole on this rank's word; the process ends with status 1",
-                    fix="end ranks that hang; or give slow ones more time: te_fsdp.set_collective_timeout(seconds)",
-                )
-                sys.stderr.write(f"te_fsdp: {text}\n")
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(1)  # the thread holds up any other end
-            if time.monotonic() - began >= REPORT_AFTER:
-                whom = "it is being written" if source is None else f"waiting for rank {source}"
-                sys.stderr.write(f"te_fsdp: the program ends when {path} is saved: {whom}\n")
-            self._thread.join(min(REPORT_AFTER, left))
-
-    def start(self, handle: SaveHandle, work: Callable[[], None], waits: dict[int, float]) -> None:
-        """Do the rest of a save in a thread, which tells the handle if it fails; the interpreter does not end before.
-
-        ``waits`` are, at any time, those of the ranks that the work waits for (:attr:`te_fsdp.agree.Ranks.waits`).
-        """
+    def start(self, handle: SaveHandle, work: Callable[[], None]) -> None:
+        """Do the rest of a save in a thread, which tells the handle how it ends; the interpreter waits for it."""
 
         def run() -> None:
             time.sleep(_HEAD_START)
@@ -365,10 +270,7 @@ class Background:
                 _log.exception("%s: the save has failed", handle.path)
                 handle.finish(CheckpointError(f"{handle.path}: {type(error).__name__}: {error}"))
 
-        self._last, self._waits = handle, waits
-        if self._watch is None or not self._watch.is_alive():  # in a forked process it is not
-            self._watch = threading.Thread(target=self._watch_the_end, name="te_fsdp end", daemon=True)
-            self._watch.start()
+        self._last = handle
         self._thread = threading.Thread(target=run, name=f"te_fsdp save {handle.path.name}", daemon=False)
         self._thread.start()
 

@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -145,14 +145,11 @@ def _remove_left(left: Path, target: Path) -> None:
     name, mark, text = found.groups()
     if mark == LOCK and text is None:
         return paths.release_dead(left)
-    try:
+    with suppress(OSError):  # somebody else has removed it
         last = 0.0 if (name, mark) == (target.name, _SAVING) else left.stat().st_mtime
-    except OSError:
-        return  # somebody else has removed it
-    if not _has_gone(Owner.parse(text or ""), last):
-        return
-    _log.info("%s was left by a job that was killed", left)
-    remove(left)
+        if _has_gone(Owner.parse(text or ""), last):
+            _log.info("%s was left by a job that was killed", left)
+            remove(left)
 
 
 def _has_gone(owner: Owner, last: float) -> bool:
@@ -211,11 +208,10 @@ def _begin_folder(target: RemotePath, is_file: bool) -> Any:
             why="Without renaming only a manifest makes files appear in one step",
             fix="write to a local path, and copy that",
         )
-    begun = (p for p in target.parent.iterdir() if p.name != target.name and not (p / FILE_NAME).exists())
-    for place in (*begun, target):
-        if place is target and not all(map(_owner_of_folder, target.iterdir())):
-            raise _exists(target)
-        for folder in place.iterdir():
+    if not all(map(_owner_of_folder, target.iterdir())):
+        raise _exists(target)
+    for place in target.parent.iterdir():
+        for folder in () if (place / FILE_NAME).exists() else place.iterdir():
             owner = _owner_of_folder(folder)
             # One save runs at a time: another one of this process has failed, and could not clean up.
             if owner and (owner.is_here or _has_gone(owner, folder.touched() or math.inf)):
@@ -228,9 +224,8 @@ def _begin_folder(target: RemotePath, is_file: bool) -> Any:
 
 def _owner_of_folder(folder: RemotePath) -> Owner | None:
     """Who writes, or wrote, a folder; ``None`` for what is none of ours."""
-    mark, _, text = folder.name.partition(".")
-    owner = Owner.parse(text)
-    return owner if f"{mark}." == _DATA and owner.machine else None
+    owner = Owner.parse(folder.name.removeprefix(_DATA))
+    return owner if folder.name.startswith(_DATA) and owner.machine else None
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:

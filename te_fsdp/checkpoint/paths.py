@@ -330,10 +330,8 @@ def take(target: Path) -> Owner:
 
     def give_signs() -> None:
         while not ended.wait(BEAT):
-            try:
+            with suppress(OSError):  # another has taken it over, or no answer came
                 os.utime(lock / str(owner))
-            except OSError as error:
-                _log.debug("%s: no sign of life: %s", lock, error)
 
     threading.Thread(target=give_signs, name=f"te_fsdp {owner}", daemon=True).start()
     return owner

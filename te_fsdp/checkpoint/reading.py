@@ -27,7 +27,7 @@ import torch
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.background import HostMemory, threads_here
+from te_fsdp.checkpoint.background import host_memory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
@@ -214,10 +214,6 @@ def _read_ahead(
 ) -> Iterator[tuple[list[_Wanted], Future[list[_Read]]]]:
     """Each run with what is kept of it; a few are read in advance, which bounds the memory for what is not wanted."""
     pending: deque[tuple[list[_Wanted], Future[list[_Read]]]] = deque()
-    memory = HostMemory()
-
-    def is_mostly_wanted(piece: torch_files.Piece, parts: list[_Part]) -> bool:
-        return 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
 
     def read(run: list[_Wanted], data: torch.Tensor) -> list[_Read]:
         lengths, found = [piece.window.length for piece, _ in run], []
@@ -230,7 +226,7 @@ def _read_ahead(
             tensor = None if check else elements_of(own, piece.dtype, piece.shape)
             if tensor is None:
                 tensor = piece.within(own, check=check)
-            is_kept = is_mostly_wanted(piece, parts)
+            is_kept = 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
             for part in parts:
                 values = tensor[slices(part.in_piece, part.shape)]
                 # A view keeps all of the piece in memory.
@@ -239,10 +235,7 @@ def _read_ahead(
 
     try:
         for run in runs(pieces, lambda one: (one[0].window.offset, one[0].window.length), _RUN):
-            size = sum(piece.window.length for piece, _ in run)
-            # The rest is let go at once, and its memory is used again.
-            is_kept = len(run) == 1 and size > _RUN and is_mostly_wanted(*run[0])
-            data = memory.take(size) if is_kept else torch.empty(size, dtype=torch.uint8, device="cpu")
+            data = host_memory(sum(piece.window.length for piece, _ in run))
             pending.append((run, pool.submit(read, run, data)))
             if len(pending) > 2 * _MOST_THREADS:
                 yield pending.popleft()

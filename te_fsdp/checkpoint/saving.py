@@ -102,7 +102,7 @@ def save(
             wrapped in :class:`te_fsdp.checkpoint.PerRank`.
         asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a thread:
             training may change everything at once. A save begins after the one before has ended; the interpreter
-            waits for a running one before it ends, for silent ranks as :func:`te_fsdp.set_collective_timeout` says.
+            waits for a running one before it ends.
         keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
             included.
         progress: Draw a progress bar on rank 0.
@@ -113,14 +113,15 @@ def save(
 
     Raises:
         CheckpointError: Something lies at ``path``, ranks disagree on what they must share, something cannot be stored,
-            a rank failed to write, or the save before has and nobody asked: on all ranks, with nothing at ``path``.
+            a rank failed to write or was silent, or the save before has failed and nobody asked: on all ranks, with
+            nothing at ``path``.
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
-        waited = background().wait()
+        background().wait()
         writing = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last, shared)
         handle.bytes = writing.bytes
         complete = partial(_complete, handle, writing, keep_last, progress, began)
@@ -128,11 +129,10 @@ def save(
             writing.copy(background().staging)
         else:
             complete()
-        handle.stall = time.perf_counter() - began
+        handle.stall = stall = time.perf_counter() - began
         if asynchronous:
-            text = "saving %s in the background; its caller was held up for %.3f s, %.3f s of it by the save before"
-            _log.info(text, handle.path, handle.stall, waited)
-            background().start(handle, complete, writing.ranks.waits)
+            _log.info("saving %s in the background; its caller was held up for %.3f s", handle.path, stall)
+            background().start(handle, complete)
         return handle
 
 

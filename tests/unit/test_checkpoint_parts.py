@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorPr
 
 from te_fsdp import checkpoint
 from te_fsdp.agree import _PIECE, row_checksums
-from te_fsdp.checkpoint import background, sums, torch_files, writing
+from te_fsdp.checkpoint import sums, torch_files, writing
 from te_fsdp.checkpoint.background import Staging, blocks_of
 from te_fsdp.checkpoint.entries import for_rank, join_ranks
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
@@ -76,34 +76,10 @@ def test_memory_of_copies_is_kept_and_grows() -> None:
 
     place(1000)
     first = place(500)
-    assert memory.bytes == 4032
+    assert sum(map(len, memory._slabs)) == 4032
     assert place(1000) == first
     place(3000)
-    assert memory.bytes == 12032
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_several_threads_share_large_tensors(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """Each copies some rows, of tensors with any strides, and what goes wrong in one is raised."""
-    monkeypatch.setattr(background, "_PART", 100)
-    monkeypatch.setattr(background.os, "sched_getaffinity", lambda _: range(threads), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    base = torch.arange(4000.0)
-    tensors = [
-        base,
-        base.view(40, 100).t(),
-        base.view(1, 50, 80)[:, ::2],
-        base.to(torch.bfloat16).view(8, 500),
-    ]
-    tensors += [torch.full((3,), float(n)) for n in range(5)]
-    blocks = blocks_of(enumerate(tensors))
-    for block, rows in zip(blocks, Staging().copy(blocks), strict=True):
-        assert torch.equal(rows, torch.stack(block.tensors))
-    assert len(list(blocks[0].parts(torch.empty(1, 4000)))) == 160
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: (_ for _ in ()).throw(MemoryError("none left")))
-    with pytest.raises(MemoryError, match="none left"):
-        Staging().copy(blocks)
+    assert sum(map(len, memory._slabs)) == 12032
 
 
 def test_large_tensors_are_not_stacked() -> None:
@@ -235,8 +211,8 @@ raise SystemExit(3)
     assert names(tmp_path) == ["a"]
 
 
-def test_the_interpreter_does_not_wait_for_ever(tmp_path: Path, python: str) -> None:
-    """Rank 1 is stopped while it writes: rank 0 says for whom it waits, then ends without it."""
+def test_nobody_waits_for_ever(tmp_path: Path, python: str) -> None:
+    """Rank 1 is stopped while it writes: rank 0's save fails, and its interpreter ends."""
     code = """
 import os, signal, sys
 import torch
@@ -248,7 +224,6 @@ child = os.fork()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(not child), world_size=2)
 if not child:
     writing.Writing.blocks = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
-background.REPORT_AFTER = 0.2
 te_fsdp.set_collective_timeout(1.0)
 checkpoint.save(f"{sys.argv[1]}/a", torch.nn.Linear(2, 2), asynchronous=True)
 if child:
@@ -268,10 +243,9 @@ if child:
         finally:
             os.kill(stopped, signal.SIGKILL)
         told = ran.stderr.read()
-    assert status == 1
-    assert "te_fsdp: the program ends when " in told and "/a is saved: waiting for rank 1\n" in told
-    assert "/a: given up when the program ended: expected an answer of rank 1, got none for 1 s. " in told
-    assert "te_fsdp.set_collective_timeout(seconds)" in told
+    assert status == 0
+    text = "a: save failed on rank(s) 1: the rank has ended, or was silent for 1 s: "
+    assert text in told and "Timed out waiting 1000ms" in told, told
     assert checkpoint.latest(tmp_path) is None
 
 
