@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import logging.handlers
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -196,19 +198,6 @@ def _readable(version: int) -> str:
     return f"{version // 10000}.{version // 100 % 100}"
 
 
-class _Lines(logging.Handler):
-    """Keeps what TE logs while it chooses: its reasons."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.DEBUG)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line."""
-        if not record.getMessage().startswith("Running with config"):  # the question, not a reason
-            self.lines.append(record.getMessage())
-
-
 def new_stream() -> Any:
     """A stream of the device that TE computes on: of its own ``torch``, which the emulation stands in for."""
     module = importlib.import_module(
@@ -242,7 +231,7 @@ def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str
         attn_mask_type="causal",
         window_size=(-1, 0),
     )
-    seen, logger = _Lines(), logging.getLogger("DotProductAttention")
+    seen, logger = logging.handlers.BufferingHandler(sys.maxsize), logging.getLogger("DotProductAttention")
     logs = module.AttentionLogging
     level, propagate = logs._log_level, logger.propagate
     logger.addHandler(seen)
@@ -263,4 +252,6 @@ def choice(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str
     }
     taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
     backend = next((name for name, chosen in names.items() if chosen), "none")
-    return {"backend": backend, "reasons": seen.lines, "taken": taken}
+    said = [record.getMessage() for record in seen.buffer]
+    reasons = [line for line in said if not line.startswith("Running with config")]  # that is the question
+    return {"backend": backend, "reasons": reasons, "taken": taken}
