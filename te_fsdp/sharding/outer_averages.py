@@ -1,18 +1,12 @@
-"""Gradients of parameters whose optimizer state is sharded over replicas: averages, and what nobody may read yet.
+"""Gradients of parameters whose optimizer state is sharded over replicas: averages, and what nobody may read.
 
 With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. That over the replicas
 exists in rows, as the gradient of the main parameter that the optimizer will update, once somebody has asked for it: a
 step, or a norm. It is made once, and holds as long as the gradient that it was made of stays as it is.
 
-Whatever reads ``parameter.grad`` before (torch's clipping, a loss scaler, a log) would find another number on each
-replica, and scale each by another factor. Such a gradient is therefore a DTensor that computes nothing, an
-:class:`UnaveragedGradient`:
-
-    works     shape, dtype and the like; zeros; multiplication or division by one number, the same on all ranks; what
-              FSDP2 and te_fsdp do, by way of the local tensor
-    raises    everything else, on each rank that tries it
-
-``te_fsdp.finish_grad_reduce(model, outer=True)`` makes ``.grad`` the average, and an ordinary DTensor.
+Whatever reads ``parameter.grad`` (torch's clipping, a loss scaler, a log) would find another number on each replica,
+and scale each by another factor. Such a gradient is therefore a DTensor that computes nothing but what gives the same
+before and after the average, an :class:`UnaveragedGradient`. FSDP2 and te_fsdp go by its local tensor.
 """
 
 from __future__ import annotations
@@ -27,12 +21,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2_patches, _torch
-from te_fsdp.agree import maximum
 from te_fsdp.errors import OrderError
 from te_fsdp.parameters import facts_of, label_of, plan_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.sharding.outer_reduce import Averaging, EarlyAverages
-from te_fsdp.sharding.outer_shards import OUTER, OptimizerShard, Part, by_kind, gather
+from te_fsdp.sharding.outer_shards import OUTER, OptimizerShard
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import (
     Seen,
@@ -60,8 +53,6 @@ class OuterAverages:
         self._main_parameters = main_parameters
         self.early = EarlyAverages(self._apart)
         self._averaging = Averaging(())  # of those that the last step has averaged
-        # Whether whole averages have ever been given to the parameters: until then nobody asks for them.
-        self._opened = False
         # What averages were multiplied by since they were made; the gradients that they were made of were not.
         self._factor: torch.Tensor | None = None
 
@@ -165,71 +156,22 @@ class OuterAverages:
 
     def _averages(self, cut: list[MainParameter], gradients: list[Any]) -> list[torch.Tensor | None]:
         """This rank's rows of each average; ``None`` of a gradient that is not there to be cut. Collective."""
-        found: dict[int, torch.Tensor | None] = {}
         local = {
             id(own.parameter): None if gradient is None else _torch.local_of(gradient)
             for own, gradient in zip(cut, gradients, strict=True)
         }
-        apart = [own.shard for own in cut if not own.shard.reduced]
-        if not (self._opened and self._are_whole(apart)):
-            found = self.early.finish()
-            late = tuple([shard for shard in apart if id(shard.parameter) not in found])
-            if self._averaging.shards != late:
-                self._averaging = Averaging(late)
-            averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
-            found |= {id(shard.parameter): rows for shard, rows in zip(late, averages, strict=True)}
+        found = self.early.finish()
+        late = tuple([own.shard for own in cut if not own.shard.reduced and id(own.parameter) not in found])
+        if self._averaging.shards != late:
+            self._averaging = Averaging(late)
+        averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
+        found |= {id(shard.parameter): rows for shard, rows in zip(late, averages, strict=True)}
         for own in cut:
             if id(own.parameter) not in found:  # equal on all replicas
                 shard, gradient = own.shard, local[id(own.parameter)]
                 rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
                 found[id(own.parameter)] = None if rows is None else rows.contiguous()
         return [found[id(own.parameter)] for own in cut]
-
-    # --- whole averages
-
-    def gather(self) -> None:
-        """Make ``.grad`` of parameters the average over their replicas, whole.
-
-        Collective over the replicas: the averages, unless that is done, and an all-gather of their rows.
-        """
-        self.make()
-        parts, gradients = [], []
-        for own in self._main_parameters.trained():
-            gradient = gradient_of(own.parameter)
-            if gradient is not None and own.source is not None:  # the same ones on all replicas
-                whole, rows = _torch.local_of(gradient), _torch.local_of(own.main.grad)
-                parts.append(Part(own.shard, rows.to(whole.dtype), whole))
-                if not own.shard.reduced:
-                    gradients.append(gradient)
-        gather(parts)
-        for gradient in gradients:  # everybody may read them now
-            if type(gradient) is UnaveragedGradient:
-                gradient.__class__ = DTensor  # type: ignore[bad-argument-type]
-            setattr(gradient, _AVERAGED, True)
-        self._factor = None  # the gradients are multiplied now as the averages were
-        self.clear()
-        self._opened = True
-
-    def _are_whole(self, apart: list[OptimizerShard]) -> bool:
-        """Whether the gradients of all replicas are whole averages; otherwise none is any more.
-
-        Collective over the replicas: one all-reduce of three integers for each group of them, which is waited for: one
-        replica alone may have run a backward since, or cleared its gradients.
-        """
-        whole = True
-        for members in by_kind(apart, [shard.ranks for shard in apart]):
-            found = [g for g in gradients_of([shard.parameter for shard in members]) if g is not None]
-            # Whether something was added to one since.
-            mine = [any(_AVERAGED not in g.__dict__ for g in found), len(found), -len(found)]
-            seen = torch.tensor(mine, dtype=torch.int32, device=_torch.local_of(members[0].parameter).device)
-            maximum(seen, members[0].group)
-            added, most, fewest = seen.tolist()
-            whole &= not added and most == -fewest
-        for shard in () if whole else apart:
-            gradient = gradient_of(shard.parameter)
-            if gradient is not None:
-                reopen(gradient, shard.size if shard.partial.reduce_op == "sum" else 1)
-        return whole
 
 
 # ------------------------------------------------------------------------------------------------ of several parameters
@@ -299,8 +241,6 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
 
 # --------------------------------------------------------------------------------------- gradients of one replica alone
 
-#: Attribute of a gradient that is the average over all replicas.
-_AVERAGED = "_te_fsdp_averaged"
 #: Attribute of a gradient that was averaged: what the average was multiplied by, and the gradient was not.
 _FACTOR = "_te_fsdp_factor"
 #: Attribute of a gradient: its parameter's label.
@@ -330,8 +270,8 @@ def _refuse(gradient: torch.Tensor | None, what: str, *unused: Any, **more: Any)
         got="one that is averaged over this copy of the model alone, as each backward leaves it with "
         'outer_strategy="optim"',
         why="Each copy would see other numbers",
-        fix="use te_fsdp.clip_grad_norm_ and te_fsdp.scale_gradients; or call te_fsdp.finish_grad_reduce(model, "
-        "outer=True) on all ranks after the last backward, which makes .grad the average",
+        fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; where other code must read "
+        "gradients, shard with outer_strategy='no_shard' (HSDP)",
     )
 
 
@@ -400,36 +340,20 @@ def catch_up(gradient: torch.Tensor | None) -> None:
         local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay, whatever the factor
 
 
-def reopen(gradient: torch.Tensor, divisor: int) -> None:
-    """Make an averaged gradient this replica's again, so that it can be added to and averaged with what was added.
-
-    Local operation. The average of equal values is that value; sums must not be added up again: ``divisor`` is the
-    number of replicas then, else 1.
-    """
-    if gradient.__dict__.pop(_AVERAGED, False):
-        if divisor != 1:
-            _torch.local_of(gradient).div_(divisor)
-        guard(gradient)
-
-
 def watch_reductions(state: ShardingState) -> None:
     """Guard the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation.
 
     Averages of them may begin then (:class:`~te_fsdp.sharding.outer_reduce.EarlyAverages`).
     """
-    replicas = state.meshes.size(OUTER)
-    for name, unit in state.modules.items() if replicas > 1 else ():
-        before = functools.partial(_before, 1 if state.average_gradients else replicas)
+    for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
         after = functools.partial(_after, weakref.ref(state), name)
-        _fsdp2_patches.around_reductions(unit, before, after)
+        _fsdp2_patches.around_reductions(unit, _before, after)
 
 
 @torch.no_grad()
-def _before(divisor: int, parameters: Iterable[torch.Tensor]) -> None:
+def _before(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
-        if parameter.grad is not None:
-            catch_up(parameter.grad)
-            reopen(parameter.grad, divisor)
+        catch_up(parameter.grad)
 
 
 def _after(

@@ -1,4 +1,4 @@
-"""Which rows of a parameter this rank keeps optimizer state for, and new weights on their way from there.
+"""Which rows of a parameter this rank keeps optimizer state for, and how they become new weights.
 
 A parameter may be held by several ranks alike: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each
 holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, as
@@ -14,16 +14,9 @@ holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its lo
 The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
 is none. Main weights and states are DTensors of the parameter's own shape. A large tensor that is cut along its first
 dim is sent by itself, without a copy: its rows lie one after the other already. All others are packed, one collective
-per group and dtype, however many there are. Rows are padded to the same number per replica. New main weights:
-
-    fp32            rows                          all-gathered in place
-    bf16            rows, rounded                 all-gathered in place
-    quantized       rows, quantized with the      all-gathered byte by byte: values, scales, transposes
-                    scale of the whole weight
-    quantized, where rows are no whole blocks     all-gathered in fp32, quantized by each replica
-
-The bytes are the same either way: formats scale blocks of values, or the whole weight, of which the replicas take the
-amax together.
+per group and dtype, however many there are. Rows are padded to the same number per replica. Rows of quantized weights
+that are whole blocks are quantized before they are sent, all others by each replica. The bytes are the same either way:
+formats scale blocks of values, or the whole weight, of which the replicas take the amax together.
 """
 
 from __future__ import annotations

@@ -66,36 +66,27 @@ def start_grad_reduce(model: nn.Module) -> None:
     state.unfinished = True
 
 
-def finish_grad_reduce(model: nn.Module, *, outer: bool = False) -> None:
+def finish_grad_reduce(model: nn.Module) -> None:
     """Complete all gradients: starts what :func:`start_grad_reduce` has not started, and waits on the device.
 
     Collective over data parallel if gradients wait for their reduction. Weights that were kept stay gathered until the
     optimizer's step.
 
     With HFSDP (``outer_strategy="optim"``) gradients are averaged over ``dp_replicate`` by the optimizer's step, each
-    rank getting the rows that it updates; until then ``.grad`` refuses to be read. ``outer=True`` averages them now and
-    makes ``.grad`` that average, for code that reads it, such as torch's clipping. The step does not average again,
-    and takes what ``.grad`` is by then. Without HFSDP ``.grad`` is complete in any case. Collective over
-    ``dp_replicate`` then: the reduce-scatters that the step would have done, and as many all-gathers in the gradients'
-    dtype.
+    rank getting the rows that it updates; ``.grad`` refuses to be read.
 
     Raises:
-        OrderError: As :func:`start_grad_reduce`; with ``outer``, before :func:`te_fsdp.shard_optimizer`.
+        OrderError: As :func:`start_grad_reduce`.
     """
-    require_flags("finish_grad_reduce", outer=outer)
     start_grad_reduce(model)
-    state = required_state(model, "finish_grad_reduce")
-    wait_for_reductions(state)
-    if outer:
-        for averages in _averages(state, "finish_grad_reduce(outer=True) before shard_optimizer"):
-            averages.gather()
+    wait_for_reductions(required_state(model, "finish_grad_reduce"))
 
 
-def _averages(state: ShardingState, where: str = "") -> list[OuterAverages]:
+def _averages(state: ShardingState) -> list[OuterAverages]:
     """Those of the optimizers that keep their state in rows; asked for only where there may be some."""
     if state.outer != "optim" and state.outer_optimizer is None:
         return []
-    return averages_of(state.parameters().values(), where)
+    return averages_of(state.parameters().values())
 
 
 def wait_for_reductions(state: ShardingState) -> None:

@@ -338,41 +338,7 @@ def test_own_gradients_are_not_read(pool, told):
     for found in pool.run(readers.refused, 2, told=told):
         assert found["read"] == found["harmful"] == []
         assert len(found["texts"]) == 2 * 2 * 3 * len(readers.READERS)
-        assert all("te_fsdp.finish_grad_reduce(model, outer=True)" in text for text in found["texts"])
-
-
-#: How, and options of hfsdp/readers.py.
-OPENED: dict[str, tuple[int, dict[str, Any]]] = {
-    "once": (2, {"how": "once"}),
-    "once, 2x2, told": (4, {"how": "once", "told": True}),
-    "once, sums": (2, {"how": "once", "sums": True}),
-    "twice": (2, {"how": "twice"}),
-    "twice, sums, told": (2, {"how": "twice", "sums": True, "told": True}),
-    "a rank alone, sums": (2, {"how": "alone", "sums": True, "axes": {"dp_replicate": 2, "dp_shard": 1}}),
-    "after our clipping": (2, {"how": "ours"}),
-    "loss scaler": (2, {"how": "scaler"}),
-}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [pytest.param(*OPENED[name], marks=pytest.mark.ranks(OPENED[name][0]), id=name) for name in OPENED],
-)
-def test_gradients_opened_for_everybody(pool, ranks, options):
-    """What torch's clipping needs is one call away, and the step does not average again."""
-    for found in pool.run(readers.opened, ranks, **options):
-        finish, step = found["sent"][-2:]
-        assert "all_gather" in finish
-        assert "reduce_scatter" not in step, step
-        if options["how"] == "once":
-            # Told, they have begun during backward. One copy's own norm is another one.
-            assert ("reduce_scatter" in finish) == (not options.get("told")) and found["own"] > 0.01, found
-
-
-@pytest.mark.ranks(2)
-def test_nobody_averages_before_shard_optimizer(pool):
-    for error in pool.run_expect_error(readers.too_early, 2):
-        assert error.type_name == "OrderError" and "shard_optimizer(optimizer)" in error.message
+        assert all("use te_fsdp.clip_grad_norm_" in text for text in found["texts"])
 
 
 @pytest.mark.ranks(4)

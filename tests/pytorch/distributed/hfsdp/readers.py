@@ -9,12 +9,8 @@ from typing import Any
 
 import harness
 import torch
-import torch.distributed as dist
-from harness.collectives import recorded
 
-from hfsdp.early import CLOSE, Pair, inputs
-
-MAX_NORM = 0.01
+from hfsdp.early import CLOSE, Pair
 
 
 def _save(p: torch.Tensor) -> None:
@@ -109,78 +105,3 @@ def _step_and_keep(pair: Pair) -> None:
     pair.other.zero_grad()
     for name, parameter in pair.reference.named_parameters():
         pair.checks.close(name, harness.full(pair.model.get_parameter(name)), parameter, **CLOSE)
-
-
-def opened(how: str, *, told: bool = False, sums: bool = False, **options: Any) -> dict[str, Any]:
-    """torch's own clipping works on gradients that were averaged for everybody, and training is that of one process.
-
-    Args:
-        how: "once"; "twice": after each of two backwards, which add up; "alone": a rank alone has a further backward
-            (``dp_shard`` = 1); "ours": after te_fsdp's own clipping; "scaler": a loss scaler in between.
-        told: Whether the loop tells its last backward.
-        sums: Gradients are sums over the ranks.
-        options: Of fully_shard.
-
-    Returns:
-        ``own``: by how much the norm of one copy's gradients is off, relatively, in the first step; ``sent``: kinds of
-        collectives in the last finish_grad_reduce, and in the step after it.
-    """
-    import te_fsdp
-    from te_fsdp._torch import local_of
-
-    pair = Pair(average_gradients=not sums, **options)
-    rank, size, off, sent = dist.get_rank(), dist.get_world_size(), 0.0, []
-    for seed in (1, 2, 3):
-        pair.backward(seed, told=told)
-        pair.expect(seed)
-        own = [local_of(p.grad).clone() for p in pair.model.parameters()]
-        if how == "ours":
-            te_fsdp.clip_grad_norm_(pair.model, MAX_NORM)
-        if how in ("twice", "alone"):
-            te_fsdp.finish_grad_reduce(pair.model, outer=True)
-            if how == "twice" or rank == 0:
-                pair.backward(seed + 10, told=told)
-        if how == "twice":
-            pair.expect(seed + 10)
-        elif how == "alone":
-            (pair.reference(inputs(seed + 10)[0].detach()).square().mean() / size).backward()
-        for p in pair.reference.parameters() if sums else ():
-            p.grad.mul_(size)
-        if how != "alone" or seed == 3:  # otherwise the step itself has to find out
-            with recorded() as calls:
-                te_fsdp.finish_grad_reduce(pair.model, outer=True)
-            sent = [[call.kind for call in calls]]
-            wanted = [p.grad for p in pair.reference.parameters()]
-            if how == "ours":
-                torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), MAX_NORM)
-            elif how == "scaler":
-                _unscale(list(pair.model.parameters()))
-                torch._foreach_div_(wanted, 65536.0)
-            else:
-                expected = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), MAX_NORM)
-                norm = torch.nn.utils.clip_grad_norm_(pair.model.parameters(), MAX_NORM)
-                pair.checks.close("norm", harness.full(norm), expected, **CLOSE)
-                if seed == 1 and how == "once":
-                    alone = torch.stack([g.norm() for g in own]).norm()
-                    off = abs(float(alone / expected) - 1)
-            for (name, p), other in zip(pair.model.named_parameters(), wanted, strict=True):
-                pair.checks.close(f"gradient {name}", harness.full(p.grad), other, **CLOSE)
-        with recorded() as calls:
-            pair.step()
-        sent += [[call.kind for call in calls]]
-    return {"own": off, "sent": sent, "compared": pair.checks.require(24)}
-
-
-def too_early() -> None:
-    """Nobody averages before there is an optimizer that does."""
-    import te_fsdp
-
-    pair = Pair()
-    model = te_fsdp.fully_shard(
-        torch.nn.Sequential(torch.nn.Linear(8, 8, device=harness.device())),
-        te_fsdp.Meshes.build(dp_replicate=2, device_type=harness.device_type()),
-        outer_strategy="optim",
-    )
-    pair.backward(1)
-    model(torch.ones(2, 8, device=harness.device())).sum().backward()
-    te_fsdp.finish_grad_reduce(model, outer=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 
 import harness
 import torch
@@ -32,22 +33,23 @@ def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, d
 
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
     found = {}
-    for strategy in STRATEGIES:
+    inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
+    # The first one of a model warms up: there HFSDP agrees on the order of units, if its loop tells its last backward.
+    loops = (("plain", "plain", "no_sync"), ("microbatch", "microbatch"))
+    for strategy, kinds in itertools.product(STRATEGIES, loops):
         if outer == "optim" and strategy == "no_shard":
             continue
         model = sharded(meshes, strategy, outer, transport="nccl")
         optimizer = optimizer_of("SGD", model)
         if outer == "optim":
             te_fsdp.shard_optimizer(optimizer)
-        inputs = batch(0, dist.get_world_size(), microbatches)[:, dist.get_rank()]
-        # The first one of a kind warms up; HFSDP knows the order of units once a loop has told its last backward.
-        for loop in ("plain", "plain", "no_sync", "microbatch", "microbatch"):
+        for loop in kinds:
             with recorded() as calls:
                 run(model, inputs, loop)
                 optimizer.step()
             optimizer.zero_grad()
-            kinds = ("integers" if call.dtype.startswith("int") else call.kind for call in calls)
-            found[f"{strategy} {loop}"] = dict(collections.Counter(kinds))
+            seen = ("integers" if call.dtype.startswith("int") else call.kind for call in calls)
+            found[f"{strategy} {loop}"] = dict(collections.Counter(seen))
     return found
 
 
