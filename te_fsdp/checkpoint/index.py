@@ -41,9 +41,8 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 from te_fsdp import _torch
 from te_fsdp.checkpoint.entries import references
-from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, unreadable
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
 from te_fsdp.checkpoint.sums import (
-    DamagedFileError,
     SummedFile,
     crc32,
     open_checked,
@@ -321,9 +320,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     Raises CheckpointError if it is unreadable, has changed, or is of another save.
     """
     with unreadable(path, DCP_METADATA):
-        data = ((path if manifest is None else manifest.at(path)) / DCP_METADATA).read_bytes()
-        if manifest is not None and manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
-            raise DamagedFileError("its contents have changed (CRC-32)")
+        data = (path / DCP_METADATA).read_bytes() if manifest is None else metadata_of(path, manifest)
         metadata = unpickle_metadata(data)
         if manifest is not None:
             manifest.check_identity(getattr(metadata.storage_meta, "save_id", None))

@@ -26,7 +26,7 @@ from te_fsdp.checkpoint.sums import (
     DamagedFileError,
     Listed,
     Tick,
-    checksum,
+    crc32,
     open_checked,
     silent,
     synced,
@@ -49,8 +49,6 @@ _OURS = "te_fsdp-"
 MARK = re.compile(rb"te_fsdp-[0-9a-f]{32}-[0-9a-f]{32}")
 #: Nested levels. Python's own limit on recursion is not far above.
 _DEEPEST = 200
-#: Last bytes of DCP's metadata, among which is its mark.
-_END = 4096
 _DAMAGED = "the checkpoint is damaged, load an earlier one"
 
 
@@ -270,16 +268,8 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
     path = directory / FILE_NAME
     with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options"):
         body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
-        lines = {name: json.dumps(value) for name, value in body.items()}
-        # A line for each entry of each field; ``indent`` is slow, and one line is for no reader.
-        for name, value in body.items():
-            if isinstance(value, dict) and value:
-                entries = ",\n".join(
-                    f"  {json.dumps(key)}: {json.dumps(item)}" for key, item in value.items()
-                )
-                lines[name] = f"{{\n{entries}\n }}"
-        text = ",\n".join(f" {json.dumps(name)}: {line}" for name, line in lines.items())
-        text = f"{{\n{text}\n}}\n".encode("ascii")
+        lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
+        text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
         # Of thousands of tensors enough to have all of the process' objects walked over, at every second save.
         with without_collector():
             body = json.loads(text)
@@ -400,21 +390,26 @@ def problems_shown(path: Path, manifest: Manifest) -> list[str]:
     problems, folder = check_files(path, manifest), manifest.at(path)
     if problems:
         return problems
-    listed, metadata = manifest.files.get(DCP_METADATA), folder / DCP_METADATA
     try:
-        if listed is None or checksum(metadata) != listed[1]:
-            raise DamagedFileError("its contents have changed (CRC-32)")
-        if INDEX in manifest.files:
-            # It is read instead of the metadata, whose mark nobody else looks at. It stands near the end.
-            with metadata.open("rb") as file:
-                file.seek(max(0, listed[0] - _END))
-                mark = MARK.search(file.read())
+        data = metadata_of(path, manifest)
+        if (
+            INDEX in manifest.files
+        ):  # it is read instead, and nobody else looks at the mark, which stands near the end
+            mark = MARK.search(data, max(0, len(data) - 4096))
             manifest.check_identity(mark and mark[0].decode())
         elif (folder / INDEX).is_file():
             return [f"{INDEX}: not listed in the manifest"]
     except (DamagedFileError, OSError) as error:
         return [f"{DCP_METADATA}: {getattr(error, 'strerror', None) or error}"]
     return []
+
+
+def metadata_of(path: Path, manifest: Manifest) -> bytes:
+    """DCP's metadata, a pickle, as it was written; else DamagedFileError or OSError. Local operation."""
+    data = (manifest.at(path) / DCP_METADATA).read_bytes()
+    if manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
+        raise DamagedFileError("its contents have changed (CRC-32)")
+    return data
 
 
 def _digest(text: bytes) -> str:

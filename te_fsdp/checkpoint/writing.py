@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -246,11 +247,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
 def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
     """The error of a save that failed somewhere in its second half."""
     why = "Nothing has appeared there of this save; earlier checkpoints are as they were"
-    try:
+    with suppress(CheckpointError):  # there is none
         if read_manifest(path).save_id == save_id:  # a rank died after it had written
             why = "The checkpoint was whole by then, and lies there"
-    except CheckpointError:
-        pass  # there is none
     return CheckpointError(
         f"{path}: save failed {error}",
         why=why,
