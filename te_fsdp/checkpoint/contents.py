@@ -89,10 +89,8 @@ class Contents:
     def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
         """A parameter's or buffer's value, and where it came from: ``"main"``, ``"dequantized"`` or ``"stored"``.
 
-        With ``weights`` of ``"auto"`` the optimizer's main weight where there is one, of ``"compute"`` never.
-
-        Raises:
-            CheckpointError: ``"main"`` for a quantized weight that has none.
+        With ``weights`` of ``"auto"`` the optimizer's main weight where there is one, of ``"compute"`` never; with
+        ``"main"`` CheckpointError for a quantized weight that has none.
         """
         states = (self.manifest.optimizer or {"state": {}})["state"].get(name, {})
         quantized = self.components(name) is not None

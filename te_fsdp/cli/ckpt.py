@@ -17,6 +17,7 @@ from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.contents import CHECKPOINT, DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import decode
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.paths import place_of
@@ -203,12 +204,7 @@ def _check_good(contents: Contents, as_json: bool) -> None:
     files, path = contents.manifest.files, contents.source
     with bytes_bar(f"verifying {path.name}", _sum(files), _show_bar(as_json)) as tick:
         problems = check_files(path, contents.manifest, sorted(files), checksums=True, tick=tick)
-    if problems:
-        raise CheckpointError(
-            f"{path}: damaged checkpoint: {'; '.join(problems)}",
-            why="Nothing was written",
-            fix="take an earlier one, or copy this one again",
-        )
+    damaged(path, problems)
 
 
 def _sum(files: Mapping[str, Sequence[int]]) -> int:

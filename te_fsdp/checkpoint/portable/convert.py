@@ -109,21 +109,14 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
 
 def check_apart(source: Path, target: Path) -> None:
     """CheckpointError where a target would be written into its source, or replace it; links are followed. Local."""
-    if is_remote(source) or is_remote(target):
-        where = "the source itself" if source == target else None
-    else:
-        one, other = (Path(os.path.realpath(path)) for path in (source, target))
-        if one == other or (other.exists() and os.path.samefile(one, other)):
-            where = "the source itself"
-        elif other.is_relative_to(one):
-            where = "inside of it"
-        else:
-            where = "around it" if one.is_relative_to(other) else None
-    if where is not None:
+    places = (source, target)
+    one, other = (Path(str(path)) if is_remote(path) else Path(os.path.realpath(path)) for path in places)
+    is_link = one.exists() and other.exists() and os.path.samefile(one, other)
+    if is_link or other.is_relative_to(one) or one.is_relative_to(other):
         raise CheckpointError(
             f"{target}: cannot be written",
             expected=f"a path outside of the source {source}",
-            got=where,
+            got="the source itself, or one inside of it or around it",
             why="The source would be changed while it is read, and be another checkpoint afterwards",
             fix="choose another target",
         )
@@ -136,10 +129,7 @@ def transformed(
 
     Sources: ``"main"``, ``"dequantized"``, ``"stored"``, and ``"quantized"`` for what stays so. ``dtype`` is that of
     floating-point parameters in high precision (``None``: as they are), ``weights`` as for :meth:`Contents.best_value`;
-    ``"auto"`` and ``"main"`` need ``dequantize``. Buffers stay as they are.
-
-    Raises:
-        CheckpointError: A weight that is not there in the wanted form.
+    ``"auto"`` and ``"main"`` need ``dequantize``. Buffers stay as they are. CheckpointError: not there in that form.
     """
     manifest = replace(contents.manifest, parameters=dict(contents.manifest.parameters), files={})
     tensors = {k: t for k, t in contents.tensors.items() if not k.startswith("model.")}
