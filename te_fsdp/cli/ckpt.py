@@ -35,7 +35,6 @@ from te_fsdp.checkpoint.portable.convert import (
 from te_fsdp.checkpoint.portable.huggingface import (
     TeBlocks,
     TeNames,
-    open_huggingface,
     values_for_huggingface,
     write_huggingface,
 )
@@ -67,12 +66,10 @@ _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 @dataclass(frozen=True)
 class Model:
-    """The TransformerEngine model whose weights a Hugging Face model's are, or become."""
+    """The TransformerEngine model whose weights become a Hugging Face model's."""
 
     layers: TeBlocks = field(default_factory=TeBlocks)
     names: TeNames = field(default_factory=TeNames)
-    untie: bool = False
-    """Give a head that the Hugging Face model ties to the embedding values of its own."""
 
 
 _AS_USUAL = Model()
@@ -127,32 +124,21 @@ def convert(
     key: _Key = None,
     extra_state: _ExtraState = "read",
     check: _Check = "checksums",
-    from_: Annotated[
-        Literal["huggingface"] | None,
-        arg(name="from", help="The source is a Hugging Face model's folder, for a model as --te says."),
-    ] = None,
-    te: Model = _AS_USUAL,
     as_json: _Json = False,
 ) -> int:
     """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
 
-    Canonical names and rows: what the unsharded module's state_dict() holds. --from huggingface: the weights of a
-    Hugging Face model onto the names of one built of te.TransformerLayer.
+    Canonical names and rows: what the unsharded module's state_dict() holds.
     """
-    if from_ is None and te != _AS_USUAL:
-        raise UsageError("--te... describes the model for --from huggingface, which is not given")
     place = Target(place_of(target), to, _bytes(max_shard_size))
     kind = place.settle(None)
-    if from_ is None:
-        contents = open_any(source, Choices(key, extra_state))
-    else:
-        contents = open_huggingface(source, te.layers, te.names, untie=te.untie)
+    contents = open_any(source, Choices(key, extra_state))
     if contents.kind not in _NESTED and key is not None:
         raise UsageError(f"{source}: --key is for {' or '.join(_NESTED)}, not for a {contents.kind}")
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
-    return _carry_out(contents, place, te, **options, **values)
+    return _carry_out(contents, place, _AS_USUAL, **options, **values)
 
 
 def export(

@@ -279,10 +279,10 @@ class Decoder(_Shapes):
         cut = {**meshes.te_kwargs(), "set_parallel_mode": tp > 1, "sequence_parallel": split}
         self.layers = nn.ModuleList()
         for number in range(about.layers):
-            if about.branch_norms or (about.experts is not None and number in about.experts.layers):
+            if about.experts is not None:
                 self.layers.append(Layer(about, number, meshes, cut, options))
             else:
-                kwargs = {"fuse_qkv_params": True, **about.te_kwargs(number), **cut, **options}
+                kwargs = {"fuse_qkv_params": True, **about.te_kwargs(), **cut, **options}
                 self.layers.append(te.TransformerLayer(**kwargs))
         self.norm = _norm(about, split)
         if not about.tied:
@@ -303,7 +303,7 @@ class Gating(_Shapes):
 
 
 class Layer(_Shapes):
-    """A decoder layer that is no ``te.TransformerLayer``: with experts, or with norms after its branches."""
+    """A decoder layer with experts, which ``te.TransformerLayer`` has none of."""
 
     def __init__(
         self,
@@ -315,33 +315,22 @@ class Layer(_Shapes):
     ) -> None:
         super().__init__()
         te, split = _te.te(), bool(cut["sequence_parallel"])
-        kwargs = {"fuse_qkv_params": True, **about.te_attention_kwargs(number), **cut, **options}
+        kwargs = {"fuse_qkv_params": True, **about.te_attention_kwargs(), **cut, **options}
         self.attention = te.MultiheadAttention(**kwargs)
-        if about.branch_norms:
-            self.attention_out_norm = _norm(about, split)
-        if about.experts is None or number not in about.experts.layers:
-            mlp = {name: kwargs[name] for name in ("normalization", "bias")} | {
-                "activation": about.activation
-            }
-            self.mlp = te.LayerNormMLP(about.hidden, about.ffn, eps=about.norm_eps, **mlp, **cut, **options)
-        else:
-            experts, plain = about.experts, {"bias": False, **options}
-            mine = len(meshes.experts(experts.count))
-            self.mlp_norm = _norm(about, split)
-            self.router = nn.Linear(
-                about.hidden, experts.count, bias=False, dtype=torch.bfloat16, device="meta"
-            )
-            self.router.weight.sequence_parallel = split  # type: ignore[assignment]
-            # Gate above up: tp must not cut the rows. Its ranks have a part of the tokens, and all of these experts.
-            self.experts_fc1 = te.GroupedLinear(mine, about.hidden, 2 * experts.ffn, **plain)
-            self.experts_gating = Gating(experts.ffn, about.hidden)
-            self.experts_fc2 = te.GroupedLinear(mine, experts.ffn, about.hidden, **plain)
-            if experts.shared_ffn:
-                self.shared_fc1 = te.Linear(about.hidden, 2 * experts.shared_ffn, **plain)
-                self.shared_gating = Gating(experts.shared_ffn)
-                self.shared_fc2 = te.Linear(experts.shared_ffn, about.hidden, **plain)
-        if about.branch_norms:
-            self.mlp_out_norm = _norm(about, split)
+        experts, plain = about.experts, {"bias": False, **options}
+        assert experts is not None
+        mine = len(meshes.experts(experts.count))
+        self.mlp_norm = _norm(about, split)
+        self.router = nn.Linear(about.hidden, experts.count, bias=False, dtype=torch.bfloat16, device="meta")
+        self.router.weight.sequence_parallel = split  # type: ignore[assignment]
+        # Gate above up: tp must not cut the rows. Its ranks have a part of the tokens, and all of these experts.
+        self.experts_fc1 = te.GroupedLinear(mine, about.hidden, 2 * experts.ffn, **plain)
+        self.experts_gating = Gating(experts.ffn, about.hidden)
+        self.experts_fc2 = te.GroupedLinear(mine, experts.ffn, about.hidden, **plain)
+        if experts.shared_ffn:
+            self.shared_fc1 = te.Linear(about.hidden, 2 * experts.shared_ffn, **plain)
+            self.shared_gating = Gating(experts.shared_ffn)
+            self.shared_fc2 = te.Linear(experts.shared_ffn, about.hidden, **plain)
 
 
 def _norm(about: Architecture, split: bool) -> nn.Module:

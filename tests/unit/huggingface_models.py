@@ -33,36 +33,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", {**SIZES, "head_dim": 16}),
     # Norms' weights minus one, embeddings scaled.
     "gemma": ("GemmaConfig", {**SIZES, "rms_norm_eps": 1e-5}),
-    # Norms after the branches, logits with a cap, windows in some layers.
-    "gemma2": (
-        "Gemma2Config",
-        {
-            **SIZES,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": 2.0,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 3,
-        },
-    ),
-    # Two rotary embeddings, too, and norms of query and key.
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            **SIZES,
-            "query_pre_attn_scalar": 8,
-            "sliding_window": 3,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
-            },
-        },
-    ),
     "mixtral": ("MixtralConfig", {**SIZES, **EAGER, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    # A shared expert with a gate, and a layer without experts.
+    # A shared expert with a gate.
     "qwen2-moe": (
         "Qwen2MoeConfig",
-        {**SIZES, **MOE, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+        {**SIZES, **MOE, "shared_expert_intermediate_size": 40},
     ),
     "qwen3-moe": ("Qwen3MoeConfig", {**SIZES, **MOE, "head_dim": 16, "norm_topk_prob": True}),
     "gpt2": ("GPT2Config", GPT2),
@@ -128,14 +103,14 @@ class SharedExpert(nn.Module):
 
 
 class OwnLayer(nn.Module):
-    """A layer that ``te.TransformerLayer`` is not: with experts, or with norms after its branches."""
+    """A layer with experts, which ``te.TransformerLayer`` has none of."""
 
     def __init__(self, te: Any, a: hf.Architecture, layer: int, config: Any, **kwargs: Any) -> None:
         super().__init__()
         own = {key: kwargs.pop(key) for key in ("fuse_qkv_params", "qkv_weight_interleaved") if key in kwargs}
         gamma = {"zero_centered_gamma": kwargs.pop("zero_centered_gamma", False)}
         self.own_experts = kwargs.pop("own_experts", None)
-        attention = {**a.te_attention_kwargs(layer), "attention_dropout": 0.0, **own, **gamma, **kwargs}
+        attention = {**a.te_attention_kwargs(), "attention_dropout": 0.0, **own, **gamma, **kwargs}
         self.self_attention = te.MultiheadAttention(**attention, qkv_format="bshd")
         plain = {key: kwargs[key] for key in ("device", "params_dtype") if key in kwargs}
 
@@ -143,13 +118,7 @@ class OwnLayer(nn.Module):
             dtype = {"dtype": plain["params_dtype"]} if "params_dtype" in plain else {}
             return te.RMSNorm(a.hidden, eps=a.norm_eps, device=plain["device"], **dtype, **gamma)
 
-        self.attention_out_norm = norm() if a.branch_norms else nn.Identity()
-        self.mlp_out_norm = norm() if a.branch_norms else nn.Identity()
-        self.experts = self.shared_expert = None
-        if a.experts is None:
-            mlp = {"eps": a.norm_eps, "normalization": "RMSNorm", "activation": a.activation, "bias": False}
-            self.layernorm_mlp = te.LayerNormMLP(a.hidden, a.ffn, **mlp, **gamma, **kwargs)
-            return
+        self.shared_expert = None
         self.mlp_norm = norm()
         self.router = nn.Linear(a.hidden, a.experts.count, bias=False, device=plain["device"])
         self.top, self.normalised = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
@@ -160,9 +129,7 @@ class OwnLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, rotary_pos_emb: torch.Tensor) -> torch.Tensor:
         """(b, s, hidden) -> the same."""
-        x = x + self.attention_out_norm(self.self_attention(x, rotary_pos_emb=rotary_pos_emb))
-        if self.experts is None:
-            return x + self.mlp_out_norm(self.layernorm_mlp(x))
+        x = x + self.self_attention(x, rotary_pos_emb=rotary_pos_emb)
         rows = self.mlp_norm(x).flatten(0, 1)
         out = self.routed(rows)
         if self.shared_expert is not None:
@@ -204,16 +171,15 @@ class TeModel(nn.Module):
         if a.style == "llama":
             from transformer_engine.pytorch.attention import RotaryPositionEmbedding
 
-            rotary = [RotaryPositionEmbedding(**a.te_rotary_kwargs(n)) for n in range(a.layers)]
-            self.rotary = nn.ModuleList(rotary if a.window_rope_theta else rotary[:1])
+            self.rotary = RotaryPositionEmbedding(**a.te_rotary_kwargs())
 
     def layer(self, te: Any, n: int, config: Any, options: dict[str, Any]) -> nn.Module:
         """A layer, stock where TransformerEngine has it."""
         a = self.a
-        if a.branch_norms or (a.experts is not None and n in a.experts.layers):
+        if a.experts is not None:
             return OwnLayer(te, a, n, config, **options)
         options.pop("own_experts", None)
-        kwargs = {**a.te_kwargs(n), "hidden_dropout": 0.0, "attention_dropout": 0.0, **options}
+        kwargs = {**a.te_kwargs(), "hidden_dropout": 0.0, "attention_dropout": 0.0, **options}
         return te.TransformerLayer(**kwargs, attn_input_format="bshd")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -221,13 +187,10 @@ class TeModel(nn.Module):
         x, length = self.embedding(tokens) * self.a.embedding_scale, tokens.shape[1]
         if self.positions is not None:
             x = x + self.positions.weight[:length]
-        for n, layer in enumerate(self.layers):
-            angles = None if self.positions is not None else self.rotary[n % len(self.rotary)](length)
+        angles = None if self.positions is not None else self.rotary(length)
+        for layer in self.layers:
             x = layer(x, rotary_pos_emb=angles)
-        logits = self.head(self.norm(x))
-        return (
-            logits if self.a.logit_cap is None else self.a.logit_cap * torch.tanh(logits / self.a.logit_cap)
-        )
+        return self.head(self.norm(x))
 
 
 def to_te(weights: hf.WeightMap, source: Any, **options: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -38,7 +38,7 @@ LAYERS: dict[str, dict[str, Any]] = {
 CASES = [(model, layer) for model in ("llama", "gpt2") for layer in LAYERS]
 CASES += [("llama-tied-biased", "interleaved"), ("llama-attention-bias", "stacked"), ("mistral", "split")]
 CASES += [("qwen2", "interleaved"), ("qwen3", "zero-centered"), ("gpt2-untied", "interleaved")]
-CASES += [("gemma", "zero-centered"), ("gemma", "stacked"), ("gemma2", "interleaved"), ("gemma3", "split")]
+CASES += [("gemma", "zero-centered"), ("gemma", "stacked"), ("gemma", "split")]
 CASES += [("mixtral", "stacked"), ("qwen2-moe", "interleaved"), ("qwen3-moe", "zero-centered")]
 TOKENS = torch.randint(0, 40, (3, 11), generator=torch.Generator().manual_seed(1))
 
@@ -104,7 +104,7 @@ def test_same_logits_there_and_back(
         )
 
     hf.save_huggingface(back, model, config=folder, max_file_bytes=20_000)
-    hf.export_huggingface(model.state_dict(), tmp_path / "state", like=folder, blocks=blocks)
+    hf.export_huggingface(model.state_dict(), tmp_path / "state", config=folder, blocks=blocks)
     assert json.loads((back / "config.json").read_text()) == json.loads((folder / "config.json").read_text())
     exported, info = type(original).from_pretrained(
         back, output_loading_info=True, attn_implementation="eager"
@@ -193,14 +193,14 @@ def test_a_layer_with_another_option_differs(
 @pytest.mark.parametrize(
     ("name", "option", "text"),
     [
-        ("llama", {"rotary_pos_interleaved": True}, "rotary_pos_interleaved is True, not False"),
-        ("llama", {"layernorm_epsilon": 1e-2}, "eps is 0.01, not 1e-05"),
-        ("llama", {"activation": "geglu"}, "activation is geglu, not swiglu"),
-        ("llama", {"num_attention_heads": 8, "num_gqa_groups": 4, "kv_channels": 4}, "heads is 8, not 4"),
-        ("mistral", {"window_size": (3, 0)}, r"window_size is \[3, 0\], not \[2, 0\]"),
-        ("llama", {"parallel_attention_mlp": True}, "parallel_attention_mlp is True, not False"),
-        ("qwen3", {"qk_norm_before_rope": False}, "qk_norm_before_rope is False, not True"),
-        ("gpt2", {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type is no_mask, not causal"),
+        ("llama", {"rotary_pos_interleaved": True}, "rotary_pos_interleaved: True, not False"),
+        ("llama", {"layernorm_epsilon": 1e-2}, "eps: 0.01, not 1e-05"),
+        ("llama", {"activation": "geglu"}, "activation: geglu, not swiglu"),
+        ("llama", {"num_attention_heads": 8, "num_gqa_groups": 4, "kv_channels": 4}, "heads: 8, not 4"),
+        ("mistral", {"window_size": (3, 0)}, r"window_size: \[3, 0\], not \[2, 0\]"),
+        ("llama", {"parallel_attention_mlp": True}, "parallel_attention_mlp: True, not False"),
+        ("qwen3", {"qk_norm_before_rope": False}, "qk_norm_before_rope: False, not True"),
+        ("gpt2", {"self_attn_mask_type": "no_mask"}, "self_attn_mask_type: no_mask, not causal"),
     ],
     ids=str,
 )
@@ -209,9 +209,9 @@ def test_such_a_layer_is_refused(
 ) -> None:
     config = originals[name].config
     model = TeModel(te, hf.read_config(config), **option)
-    with pytest.raises(CheckpointError, match=rf"something else: layers\.0.*: .*{text}"):
+    with pytest.raises(CheckpointError, match=rf"something else: .*{text} \(layers\.0"):
         hf.load_huggingface(originals[name].state_dict(), model, config=config)
-    with pytest.raises(CheckpointError, match=rf"something else: layers\.0.*: .*{text}"):
+    with pytest.raises(CheckpointError, match=rf"something else: .*{text} \(layers\.0"):
         hf.save_huggingface("nowhere", model, config=config)
 
 
@@ -221,17 +221,6 @@ def test_its_own_layers_are_not(te: Any, originals: dict[str, nn.Module], tmp_pa
     model, _ = build(te, originals[name], "interleaved")
     originals[name].save_pretrained(tmp_path)
     hf.load_huggingface(tmp_path, model)
-    assert difference(model, exact) <= bound
-
-
-def test_names_of_the_hubs_gpt2(te: Any, originals: dict[str, nn.Module]) -> None:
-    # The hub's files are those of a GPT2Model, with the causal masks of old.
-    bare = {key.removeprefix("transformer."): value for key, value in originals["gpt2"].state_dict().items()}
-    del bare["lm_head.weight"]
-    bare["h.0.attn.bias"] = torch.ones(1, 1, 16, 16).tril().bool()
-    model, blocks = build(te, originals["gpt2"], "split")
-    exact, bound = rounding(originals["gpt2"])
-    fill(model, hf.import_huggingface(bare, config=originals["gpt2"].config, blocks=blocks))
     assert difference(model, exact) <= bound
 
 
@@ -248,8 +237,11 @@ def test_load_into_a_model(te: Any, originals: dict[str, nn.Module], tmp_path: P
     other = TeModel(te, replace(hf.read_config(tmp_path), ffn=40, tied=False))
     with pytest.raises(CheckpointError) as error:
         hf.load_huggingface(tmp_path, other)
-    assert "fc1_weight ([80, 32], not [128, 32])" in str(error.value)
-    with pytest.raises(CheckpointError, match=r"the model has no: out\.weight.*nothing for: head\.weight"):
+    assert "fc1_weight: saved (128, 32), model has (80, 32)" in str(error.value)
+    with pytest.raises(
+        CheckpointError,
+        match=r"only in the checkpoint \(out\.weight\)",
+    ):
         hf.load_huggingface(tmp_path, model, names=hf.TeNames(head="out.weight"))
     broken = original.state_dict()
     broken["model.norm.weight"] = torch.zeros(3)
@@ -293,9 +285,11 @@ def test_a_state_dict_does_not_tell_its_layers(
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     sharded["norm.weight"] = DTensor.from_local(sharded["norm.weight"], mesh, run_check=False)
     with pytest.raises(
-        CheckpointError, match=r"DTensors. Fix: te_fsdp\.checkpoint\.save_huggingface\(path, model"
+        CheckpointError, match=r"nothing tells.*Fix: te_fsdp\.checkpoint\.save_huggingface\(path, model"
     ):
         hf.export_huggingface(sharded, tmp_path / "x", config=config)
+    with pytest.raises(CheckpointError, match=r"norm.weight is a DTensor.*save_huggingface\(path, model"):
+        hf.export_huggingface(sharded, tmp_path / "x", config=config, blocks=hf.TeBlocks.of(model))
     assert not list(tmp_path.iterdir())
 
 
@@ -429,11 +423,6 @@ def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.M
     with pytest.raises(CheckpointError, match=r"lm_head\.weight: differs from"):
         hf.load_huggingface(broken, model, config=originals["llama-tied-biased"].config)
     assert all(torch.equal(before[key], value) for key, value in model.named_parameters()), "nothing changed"
-    with pytest.raises(CheckpointError, match=r"several dtypes"):  # before anything is read
-        state = originals["llama"].state_dict()
-        state["model.layers.1.mlp.up_proj.weight"] = state["model.layers.1.mlp.up_proj.weight"].bfloat16()
-        config = originals["llama"].config
-        hf.load_huggingface(state, TeModel(te, hf.read_config(config)), config=config)
 
 
 def test_main_weights_follow_what_is_loaded(te: Any, originals: dict[str, nn.Module]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 
 from te_fsdp.checkpoint.lazy import InMemory
 from te_fsdp.checkpoint.portable import huggingface as hf
-from te_fsdp.checkpoint.portable.huggingface_config import _KINDS
+from te_fsdp.checkpoint.portable import huggingface_config
+from te_fsdp.checkpoint.portable.huggingface_config import FAMILIES
 from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
 from te_fsdp.checkpoint.portable.huggingface_model import layer_differences
 from te_fsdp.errors import CheckpointError
@@ -32,8 +34,6 @@ LLAMA = {
     "num_key_value_heads": 2,
     "hidden_act": "silu",
 }
-GEMMA = {**LLAMA, "model_type": "gemma3_text", "head_dim": 2, "query_pre_attn_scalar": 2}
-GEMMA["hidden_activation"] = "gelu_pytorch_tanh"
 GPT2 = {"model_type": "gpt2", "vocab_size": 10, "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 6}
 
 
@@ -141,14 +141,18 @@ def test_lazy_tensors_are_read_once_and_a_group_at_a_time():
 def test_dtype():
     weights = hf.WeightMap.build({**LLAMA, "attention_bias": True})
     source = tensors(weights, te=False, dtype=torch.bfloat16)
-    assert {t.dtype for t in dict(to_te(weights, source)).values()} == {torch.bfloat16}, "zeros too"
+    there = dict(to_te(weights, source))
+    assert {t.dtype for t in there.values()} == {torch.bfloat16}, "zeros too"
     assert {t.dtype for t in dict(to_te(weights, source, dtype=torch.float32)).values()} == {torch.float32}
     lazy = weights.lazily({k: InMemory(v) for k, v in source.items()}, to_te=True)
     assert {t.dtype for t in lazy.values()} == {t.whole().dtype for t in lazy.values()} == {torch.bfloat16}
     source["model.layers.1.mlp.up_proj.weight"] = source["model.layers.1.mlp.up_proj.weight"].float()
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp.*several dtypes"):
-        dict(to_te(weights, source))
-    assert dict(to_te(weights, source, dtype=torch.float32))
+    both = dict(to_te(weights, source))
+    assert both["layers.1.layernorm_mlp.fc1_weight"].dtype == torch.float32, "that holds both"
+    assert torch.equal(
+        both["layers.1.layernorm_mlp.fc1_weight"], there["layers.1.layernorm_mlp.fc1_weight"].float()
+    )
+    assert {t.dtype for t in dict(to_te(weights, source, dtype=torch.float32)).values()} == {torch.float32}
     for lossy in (torch.int8, torch.float8_e4m3fn, torch.bool, "bfloat16"):
         with pytest.raises(
             CheckpointError, match=r"dtype: expected None, or a floating-point dtype of 16 bits"
@@ -263,11 +267,12 @@ def test_tied_weights_that_differ():
         ({**LLAMA, "hidden_act": "gelu"}, None, None, "hidden_act is 'gelu', supported: silu"),
         ({**GPT2, "activation_function": "gelu", "scale_attn_weights": False}, None, None, "'gelu'.*; scale_attn"),
         ({**LLAMA, "quantization_config": {"quant_method": "fp8"}}, None, None, "quantization_config is"),
-        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, None, None, "without layer_types"),
-        ({**LLAMA, "layer_types": ["full_attention"]}, None, None, "layer_types names 1 layers"),
-        ({**GEMMA, "model_type": "gemma2"}, None, None, "attn_logit_softcapping is 50.0, supported: None"),
-        ({**GEMMA, "query_pre_attn_scalar": 168}, None, None, "query_pre_attn_scalar is 168, supported: 2"),
-        ({**GEMMA, "use_bidirectional_attention": True}, None, None, "use_bidirectional_attention is True"),
+        ({**LLAMA, "model_type": "qwen2", "use_sliding_window": True}, None, None, "use_sliding_window is True"),
+        ({**LLAMA, "layer_types": ["full_attention"]}, None, None, "of another number of layers"),
+        ({**LLAMA, "layer_types": ["full_attention", "sliding_attention"]}, None, None, "others than full_attention"),
+        ({**LLAMA, "decoder_sparse_step": 2}, None, None, "decoder_sparse_step is 2, supported: None, 1"),
+        ({**LLAMA, "mlp_only_layers": [0]}, None, None, r"mlp_only_layers is \[0\], supported"),
+        ({**LLAMA, "use_bidirectional_attention": True}, None, None, "use_bidirectional_attention is True"),
         ({**LLAMA, "num_key_value_heads": 3}, None, None, "4 query heads for 3 key heads"),
         ({k: v for k, v in LLAMA.items() if k != "hidden_size"}, None, None, "hidden_size is missing"),
     ],
@@ -285,7 +290,7 @@ def test_config(tmp_path):
     with pytest.raises(CheckpointError, match="model without a description"):
         hf.read_config(None)
     plain = hf.read_config(LLAMA)
-    assert (plain.head_dim, plain.tied, plain.norm_eps, plain.windows) == (2, False, 1e-6, (None, None))
+    assert (plain.head_dim, plain.tied, plain.norm_eps, plain.window) == (2, False, 1e-6, None)
     assert plain.te_rotary_kwargs() == {"dim": 2, "rotary_base": 10000.0, "interleaved": False}
     for rope in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}):
         assert hf.read_config({**LLAMA, **rope}).te_rotary_kwargs()["rotary_base"] == 5e5
@@ -296,13 +301,13 @@ def test_config(tmp_path):
         hf.read_config(GPT2).te_rotary_kwargs()
     mistral = hf.read_config({**LLAMA, "model_type": "mistral", "sliding_window": 4})
     assert mistral.te_kwargs()["window_size"] == (3, 0)
+    assert hf.read_config({**LLAMA, "model_type": "qwen2", "sliding_window": 4}).window is None
     both = {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
     both["rope_scaling"] = {"rope_theta": 7.0, "rope_type": "linear", "factor": 2.0}
     told = hf.read_config({**LLAMA, **both})  # transformers takes the older key
     assert (told.rope_theta, told.rope_scaling) == (7.0, {"rope_type": "linear", "factor": 2.0})
-    both["rope_parameters"] = {kind: {"rope_theta": 50.0} for kind in ("full_attention", "sliding_attention")}
-    told = hf.read_config({**GEMMA, **both})
-    assert (told.rope_theta, told.window_rope_theta, told.rope_scaling["factor"]) == (7.0, 50.0, 2.0)
+    by_layer = {kind: {"rope_theta": 50.0} for kind in ("full_attention", "sliding_attention")}
+    assert hf.read_config({**LLAMA, "rope_parameters": by_layer}).rope_scaling == by_layer, "not plain"
     qwen3 = hf.read_config({**LLAMA, "model_type": "qwen3"})
     assert (qwen3.head_dim, qwen3.qk_norm, qwen3.qkv_bias) == (128, True, False)
 
@@ -324,8 +329,8 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
         "n_head",
         "n_positions",
     ]
-    whole = stock.to_dict() | {"attn_logit_softcapping": None}
-    bare = {key: whole[key] for key in [*sizes, "model_type", "attn_logit_softcapping"] if key in whole}
+    whole = stock.to_dict()
+    bare = {key: whole[key] for key in [*sizes, "model_type"] if key in whole}
     assert len(bare) < len(whole) / 2, "most is left out"
     assert hf.read_config(bare) == hf.read_config(whole)
 
@@ -334,30 +339,36 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
     ("settings", "text"),
     [
         ({}, None),
-        ({"rotary_base": 5e5}, "rotary: rotary_base is 500000.0, not 10000.0"),
-        ({"interleaved": True}, "rotary: interleaved is True, not False"),
-        ({"seq_len_interpolation_factor": 2}, "rotary: seq_len_interpolation_factor is 2, not None"),
+        ({"rotary_base": 5e5}, "rotary_base: 500000.0, not 10000.0 (rotary)"),
+        ({"interleaved": True}, "interleaved: True, not False (rotary)"),
+        ({"seq_len_interpolation_factor": 2}, "seq_len_interpolation_factor: 2, not None (rotary)"),
     ],
     ids=str,
 )
 def test_rotary_embeddings_are_compared(settings, text):
     here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **settings})}
-    wrong = layer_differences(here, hf.read_config(LLAMA), hf.TeNames(), hf.TeBlocks())
+    wrong = layer_differences(here, hf.read_config(LLAMA), hf.TeNames())
     assert wrong == ([] if text is None else [text])
-    gemma = hf.read_config({**GEMMA, "rope_parameters": {"sliding_attention": {"rope_theta": 5e5}}})
-    of_windows = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 5e5})}
-    assert layer_differences(of_windows, gemma, hf.TeNames(), hf.TeBlocks()) == []
 
 
 STRANGE = ("x", [1], {}, {"rope_theta": "x"}, -1, 0, 1e300, None, float("nan"), True, 2.5, [["a"]], 10**30)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-moe", "gemma3", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2-moe", "gemma", "mixtral", "gpt2"])
 def test_whatever_stands_in_a_config(name: str) -> None:
     """A description of the model, or an error of ours; and what is read off it is one or the other, too."""
     kind, told = MODELS[name]
     config = {"model_type": hf_name(kind), "intermediate_size": 64, "num_experts": 4, **told}
-    names = {*_KINDS, "model_type", "hidden_act", "rope_type"}
+    keys = re.findall(r'get\("(\w+)"', inspect.getsource(huggingface_config))
+    names = {
+        *keys,
+        *FAMILIES["gpt2"].keys.values(),
+        "model_type",
+        "hidden_act",
+        "rope_type",
+        "rope_parameters",
+    }
+    assert len(names) > 20
     refused = 0
     for key in sorted(names):
         for value in STRANGE:
@@ -374,8 +385,8 @@ def test_whatever_stands_in_a_config(name: str) -> None:
         CheckpointError, match=r"num_hidden_layers is 'x', expected a whole number from 1 to 100000"
     ):
         hf.read_config({**LLAMA, "num_hidden_layers": "x"})
-    with pytest.raises(CheckpointError, match=r"full_attention\.rope_theta is '7', expected a number"):
-        hf.read_config({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": "7"}}})
+    with pytest.raises(CheckpointError, match=r"rope_theta is '7', expected a number"):
+        hf.read_config({**LLAMA, "rope_parameters": {"rope_theta": "7"}})
 
 
 def hf_name(kind: str) -> str:
@@ -390,5 +401,5 @@ def test_scaled_frequencies_are_asked_for(caplog: pytest.LogCaptureFixture) -> N
         settings = {"rotary_base": 10000.0, "seq_len_interpolation_factor": factor}
         here = {"rotary": Semantics("RotaryPositionEmbedding", "te", settings)}
         caplog.clear()
-        layer_differences(here, scaled, hf.TeNames(), hf.TeBlocks())
+        layer_differences(here, scaled, hf.TeNames())
         assert sum("rotary does not: does the model itself?" in text for text in caplog.messages) == asked

@@ -8,24 +8,22 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.checkpoint.compare import Differences, check_whole_job
+from te_fsdp.checkpoint.compare import Differences, check_whole_job, compare_model
 from te_fsdp.checkpoint.contents import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy import (
     Lazy,
     deal,
-    is_safetensors,
     open_safetensors,
     total_bytes,
     write_file,
@@ -47,14 +45,13 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     arrivals,
     describe_shares,
     plan_exchange,
-    semantics_of_config,
     shares_of,
     told_by,
 )
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.sums import silent, sync
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.modules.semantics import from_json, to_json
+from te_fsdp.modules.semantics import from_json
 from te_fsdp.sharding.main_weights import check_optimizer
 
 if TYPE_CHECKING:
@@ -69,7 +66,6 @@ __all__ = [
     "export_huggingface",
     "import_huggingface",
     "load_huggingface",
-    "open_huggingface",
     "read_config",
     "save_huggingface",
     "values_for_huggingface",
@@ -104,7 +100,7 @@ def import_huggingface(
         CheckpointError: A model that is not supported; missing, unexpected or wrongly shaped tensors.
     """
     tensors, described, _ = _opened(source, config)
-    weights = WeightMap.build(described, blocks, names, tensors)
+    weights = WeightMap.build(described, blocks, names)
     converted = weights.lazily(tensors, to_te=True, dtype=dtype)
     return ((name, tensor.whole()) for name, tensor in converted.items())
 
@@ -113,55 +109,40 @@ def export_huggingface(
     source: Tensors,
     target: str | os.PathLike[str],
     *,
-    like: str | os.PathLike[str] | None = None,
-    config: Any = None,
+    config: Any,
     blocks: TeBlocks | None = None,
     names: TeNames | None = None,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
-    tick: Tick | None = None,
 ) -> None:
     """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
 
     Of a model that is there, :func:`save_huggingface` does it without options. Holds one group of tensors at a time
-    besides ``source``. The folder, where nothing may lie yet but an empty directory, appears when it is whole.
+    besides ``source``.
 
     Args:
         source: The model's state dict, or tensors yet to be read: plain tensors of the unsharded model.
-        target: The folder to make.
-        like: A Hugging Face folder of the same model: its ``config.json``, tokenizer and the like are copied, and
-            names begin as in its files.
-        config: The model's description, where there is no such folder.
+        target: The folder to make; this and what follows as for :func:`save_huggingface`.
+        config: The model's description.
         blocks: Options of the layers, ``TeBlocks.of(model)``: a state dict does not tell them.
         names: Names of the model's parts.
         dtype: Of the files; ``None`` keeps each tensor's.
         max_file_bytes: Beyond which another file is begun.
-        tick: Told the bytes of each block that is written.
 
     Raises:
         CheckpointError: Something lies at ``target``; no description; options that are not known; tensors that do not
             fit it.
     """
-    described = config if like is None else like
-    if any(isinstance(tensor, DTensor) for tensor in source.values()):
-        raise CheckpointError(
-            "export_huggingface of a sharded model's state dict",
-            expected="whole tensors of the unsharded model",
-            got="DTensors",
-            fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...) writes it from all ranks",
-        )
-    weights = WeightMap.build(
-        read_config(described), blocks, names, _names_in(described), Told(source.keys(), {})
-    )
+    weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}))
     tensors = weights.lazily(source, to_te=False, dtype=dtype)
-    write_huggingface(Path(os.path.abspath(target)), tensors, described, tick, shard_bytes=max_file_bytes)
+    write_huggingface(Path(os.path.abspath(target)), tensors, config, silent, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
     target: Path,
     tensors: Mapping[str, Lazy],
     config: Any,
-    tick: Tick | None = None,
+    tick: Tick,
     *,
     shard_bytes: int,
 ) -> list[str]:
@@ -170,7 +151,7 @@ def write_huggingface(
     ``config`` is the model's description, or a folder with it and with a tokenizer, which is copied.
     """
     with new_directory(target, needed=total_bytes(tensors)) as temporary:
-        names = write_folder(temporary, tensors, {}, tick or silent, shard_bytes)
+        names = write_folder(temporary, tensors, {}, tick, shard_bytes)
         return names + write_config(temporary, config, tensors)
 
 
@@ -185,9 +166,9 @@ def load_huggingface(
 ) -> None:
     """Load a Hugging Face model's weights into a model of TransformerEngine's modules, on any mesh, in place.
 
-    The layers' options are read off the model. Each rank reads what it has pieces of, and keeps these in the CPU's
-    memory until all ranks have theirs; then they are converted to the parameter's dtype, or quantized once, with the
-    scale of the whole weight. Buffers are left alone. Main weights of optimizers follow.
+    The layers' options are read off the model. Each rank reads what it has pieces of, into the CPU's memory; when all
+    have theirs they are converted to the parameter's dtype, or quantized once, with the scale of the whole weight.
+    Buffers are left alone. Main weights of optimizers follow.
     Collective over the world: call on all ranks.
 
     Args:
@@ -225,40 +206,41 @@ def _filling(
         check_optimizer(model, optimizer)
     check_whole_job(model, None)
     (tensors, described, folder), state = _opened(source, config), model_state(model, may_cut_blocks=True)
-    weights = WeightMap.build(described, blocks, names, tensors, told_by(model))
-    contents = _contents(folder, weights, tensors)
-    shapes = {name: about["shape"] for name, about in state.described.items()}
-    theirs = {name: about["shape"] for name, about in contents.manifest.parameters.items()}
-    ours = {*shapes, *tied_names(model)}
-    other = {name: shape for name, shape in theirs.items() if shapes.get(name, shape) != shape}
-    found = {
-        "the model has no": [name for name in theirs if name not in ours],
-        "the Hugging Face model has nothing for": [name for name in ours if name not in theirs],
-        "other shapes": [f"{name} ({shapes[name]}, not {shape})" for name, shape in other.items()],
-    }
-    _check_fits("load_huggingface", model, weights, found)
+    weights = WeightMap.build(described, blocks, names, told_by(model))
+    converted, layouts, manifest = weights.lazily(tensors, to_te=True), weights.layouts(), empty_manifest()
+    manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in converted.items()}
+    keys = {f"model.{name}": tensor for name, tensor in converted.items()}
+    contents = Contents(folder, "Hugging Face model", manifest, keys)
+    stack_experts(contents)
+    for name in tied_names(model):  # which a checkpoint does not have
+        manifest.parameters.pop(name, None)
+    found = compare_model(manifest, state).without([*state.buffers], strict=True)
+    _check_fits("load_huggingface", model, weights, found.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
-    opened = Source(contents.source, contents.manifest, contents.tensors)
+    opened = Source(folder, manifest, contents.tensors)
     return Filling(opened, model, optimizer, state, Differences(converted=quantized))
 
 
-def _check_fits(call: str, model: nn.Module, weights: WeightMap, found: dict[str, list[str]]) -> None:
+def _check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
     """Raise what does not fit, if anything. Local operation.
 
-    To what was found, names by kind of difference, parameters are added whose rows are two blocks, but not where tensor
-    parallelism has cut them: each rank then takes other rows for gate and up than the unsharded model does.
+    To ``problems`` those are added where tensor parallelism has cut two blocks as one: each rank then takes other rows
+    for gate and up than the unsharded model does.
     """
     forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
     gated = {name for form in forms if form.groups == 1 for name in form.names}
-    found["layers that would compute something else"] = [*weights.differences]
-    found["gate above up, cut by tensor parallelism as one block (use expert parallelism)"] = [
+    cut = [
         owned.fqn
         for owned in owned_parameters(model)
         if (owned.fqn in gated or f"{owned.fqn}0" in gated)
         and owned.info.rule.shard_dim == int(owned.is_grouped)
         and owned.info.at.tp_size > 1
     ]
-    problems = [f"{what}: {shorten(names, 20)}" for what, names in found.items() if names]
+    if weights.differences:
+        problems.append(f"layers that would compute something else: {shorten([*weights.differences], 20)}")
+    if cut:
+        what = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
+        problems.append(f"{what}: {shorten(cut, 20)}")
     if problems:
         raise CheckpointError(
             f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
@@ -281,14 +263,12 @@ def save_huggingface(
 ) -> None:
     """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
 
-    Norms, heads, activation and how weights lie are read off the model; settings that ``config`` contradicts are
-    errors. Each tensor is put together on the one rank that writes its file, a group of tensors at a time (query, key
-    and value of a layer; gate and up; one expert): besides the model a rank has in the CPU's memory at most five times
-    the bytes of the largest group, and on its device the pieces of one parameter. The folder, where nothing may lie
-    yet but an empty directory, appears when it is whole and on disk; training goes on as if nothing had been.
-
-    Collective over the world: call on all ranks, between steps. Small messages and the weights go over a gloo group of
-    te_fsdp's own (each piece from a rank that has it to the one that writes it). All ranks must reach the folder.
+    Norms, heads, activation and how weights lie are read off the model. Each tensor is put together on the one rank
+    that writes its file, a group of tensors at a time (query, key and value of a layer; gate and up; one expert):
+    besides the model a rank has in the CPU's memory at most five times the bytes of the largest group, and on its
+    device the pieces of one parameter. The folder, where nothing may lie yet but an empty directory, appears when it is
+    whole and on disk. Collective over the world: call on all ranks, between steps; all must reach the folder. Weights
+    and small messages go over a gloo group of te_fsdp's own.
 
     Args:
         path: The folder to make.
@@ -332,8 +312,8 @@ def _look(
     check_whole_job(model, None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    weights = WeightMap.build(config, blocks, names, _names_in(config), told_by(model))
-    _check_fits("save_huggingface", model, weights, {})
+    weights = WeightMap.build(config, blocks, names, told_by(model))
+    _check_fits("save_huggingface", model, weights, [])
     shares, known = shares_of(model, optimizer), weights.shapes(te=True)
     for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
         if first in shares and first not in known and name in known:
@@ -400,38 +380,6 @@ class _Saving(NamedTuple):
         return tensors, {file: names for file, (_, names) in files.items()}
 
 
-# --- for the command line
-
-
-def open_huggingface(path: Path, blocks: TeBlocks, names: TeNames, *, untie: bool = False) -> Contents:
-    """Contents of a folder with ``config.json`` and safetensors files, under TransformerEngine's names.
-
-    With ``untie`` a head that the Hugging Face model ties to the embedding gets values of its own. Local operation.
-    """
-    source, described, _ = _opened(path, None)
-    weights = WeightMap.build(described, blocks, names, source)
-    contents, architecture = _contents(path, weights, source), weights.architecture
-    contents.notes.insert(0, f"{architecture.model_type} model of {architecture.layers} layers")
-    if architecture.tied and names.head in contents.manifest.parameters and not untie:
-        # A checkpoint has a shared parameter once, under its first name.
-        del contents.manifest.parameters[names.head], contents.tensors[f"model.{names.head}"]
-        contents.notes.append(f"{names.head}: tied to {names.embedding}, stored there")
-    semantics = to_json(semantics_of_config(architecture, names, blocks))
-    contents.manifest.semantics = {"recipes": []} | semantics
-    return contents
-
-
-def _contents(path: Path, weights: WeightMap, source: Tensors) -> Contents:
-    """A Hugging Face model's tensors as contents of a checkpoint, converted when read."""
-    tensors, layouts = weights.lazily(source, to_te=True), weights.layouts()
-    manifest = empty_manifest()
-    manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in tensors.items()}
-    keys = {f"model.{name}": tensor for name, tensor in tensors.items()}
-    contents = Contents(path, "Hugging Face model", manifest, keys)
-    stack_experts(contents)
-    return contents
-
-
 def values_for_huggingface(
     contents: Contents, like: Path, blocks: TeBlocks, names: TeNames
 ) -> dict[str, Lazy]:
@@ -443,7 +391,7 @@ def values_for_huggingface(
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
-    weights = WeightMap.build(read_config(like), blocks, names, _names_in(like), Told(saved, recorded))
+    weights = WeightMap.build(like, blocks, names, Told(saved, recorded))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
     wrong = [*weights.differences] + [
@@ -465,9 +413,3 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
     if isinstance(source, (str, os.PathLike)):
         return open_safetensors(Path(source))[0], source if config is None else config, Path(source)
     return source, config, Path("tensors in memory")
-
-
-def _names_in(folder: Any) -> Collection[str]:
-    """Names of the tensors in a folder, if it is one with weights."""
-    is_folder = isinstance(folder, (str, os.PathLike)) and is_safetensors(Path(folder))
-    return open_safetensors(Path(folder))[0] if is_folder else ()

@@ -17,9 +17,9 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from itertools import cycle
 from typing import Any
 
@@ -178,21 +178,16 @@ class _Tables:
         if a.positions:
             yield _one((a.positions, a.hidden), f"{style.prefix}wpe.weight", names.positions)
         for n in range(a.layers):
-            yield from self.layer(n, style.prefix + style.layer.format(n), names.layer.format(layer=n))
+            yield from self.layer(style.prefix + style.layer.format(n), names.layer.format(layer=n))
         yield from self.norm(style.prefix + style.final_norm, names.final_norm)
         if not a.tied:
             assert names.head is not None
             yield _one(wide, "lm_head.weight", names.head)
 
-    def layer(self, n: int, theirs: str, ours: str) -> Iterator[Group]:
+    def layer(self, theirs: str, ours: str) -> Iterator[Group]:
         a, names, style, mlp = self.a, self.names, self.style, ours + self.names.mlp
         yield from self.attention(theirs, ours + names.attention)
-        if a.branch_norms:
-            for after, norm in zip(
-                style.out_norms, (names.attention_out_norm, names.mlp_out_norm), strict=True
-            ):
-                yield from self.norm(theirs + after, ours + norm)
-        if a.is_sparse(n):
+        if a.experts is not None:
             yield from self.norm(theirs + style.mlp_norm, ours + names.mlp_norm)
             yield from self.experts(theirs + style.experts, ours)
             return
@@ -217,34 +212,25 @@ class _Tables:
         proj, shape = Form((f"{ours}proj.*",)), (a.hidden, a.heads * a.head_dim)
         yield from self.linear(theirs, (style.proj,), proj, [shape], (a.proj_bias, bias))
         for part in "qk" if a.qk_norm else "":
-            norm = Form((f"{theirs}self_attn.{part}_norm.weight",), zero_centered=a.zero_centered)
-            yield Group(((a.head_dim,),), norm, Form((f"{ours}{part}_norm.weight",)))
+            yield _one((a.head_dim,), f"{theirs}self_attn.{part}_norm.weight", f"{ours}{part}_norm.weight")
 
     def experts(self, block: str, ours: str) -> Iterator[Group]:
         """Router, each expert by itself, and the shared expert."""
-        a, e, names, gated, down = (
-            self.a,
-            self.a.experts,
-            self.names,
-            self.style.expert_fc1,
-            self.style.expert_fc2,
-        )
+        a, e, names = self.a, self.a.experts, self.names
         assert e is not None
         yield _one((e.count, a.hidden), f"{block}gate.weight", ours + names.router)
+
+        def mlp(theirs: str, fc1: str, fc2: str, ffn: int, layout: Layout) -> Iterator[Group]:
+            up, down = (Form((ours + name,), layout=layout) for name in (fc1, fc2))
+            yield from self.linear(theirs, self.style.expert_fc1, up, [(ffn, a.hidden)] * 2)
+            yield from self.linear(theirs, (self.style.expert_fc2,), down, [(a.hidden, ffn)])
+
         for n in range(e.count):
-            fc1, fc2 = (
-                Form((f"{ours}{fc}*{n}",), layout=GROUPED) for fc in (names.experts_fc1, names.experts_fc2)
-            )
-            yield from self.linear(f"{block}experts.{n}.", gated, fc1, [(e.ffn, a.hidden)] * 2)
-            yield from self.linear(f"{block}experts.{n}.", (down,), fc2, [(a.hidden, e.ffn)])
+            fc1, fc2 = f"{names.experts_fc1}*{n}", f"{names.experts_fc2}*{n}"
+            yield from mlp(f"{block}experts.{n}.", fc1, fc2, e.ffn, GROUPED)
         if e.shared_ffn:
-            shared, fc1, fc2 = (
-                f"{block}shared_expert.",
-                f"{ours}{names.shared_fc1}*",
-                f"{ours}{names.shared_fc2}*",
-            )
-            yield from self.linear(shared, gated, Form((fc1,)), [(e.shared_ffn, a.hidden)] * 2)
-            yield from self.linear(shared, (down,), Form((fc2,)), [(a.hidden, e.shared_ffn)])
+            fc1, fc2 = f"{names.shared_fc1}*", f"{names.shared_fc2}*"
+            yield from mlp(f"{block}shared_expert.", fc1, fc2, e.shared_ffn, PLAIN)
             yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", ours + names.shared_gate)
 
     def norm(self, theirs: str, ours: str) -> Iterator[Group]:
@@ -291,9 +277,8 @@ class WeightMap:
     architecture: Architecture
     groups: tuple[Group, ...]
     ignored_te: str = _IGNORED_TE  #: A pattern: what is no weight in the TransformerEngine model's state dict
-    differences: tuple[
-        str, ...
-    ] = ()  #: What layers of the model compute otherwise than Hugging Face's, in words
+    #: What layers of the model compute otherwise than Hugging Face's, in words
+    differences: tuple[str, ...] = ()
 
     @classmethod
     def build(
@@ -301,14 +286,12 @@ class WeightMap:
         config: Any,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
-        files: Collection[str] = (),
         told: Told | None = None,
     ) -> WeightMap:
         """Make the map of a model from what :func:`read_config` takes, or an :class:`Architecture`.
 
         What a model that exists tells of itself comes before ``blocks``, which must tell the rest; without one, their
-        default is TransformerEngine's. Hugging Face's names lack their prefix where those in ``files`` do: files of a
-        model without head, as the hub's of GPT-2.
+        default is TransformerEngine's.
         """
         blocks, names = blocks or TeBlocks(), names or TeNames()
         if told is not None:
@@ -328,13 +311,9 @@ class WeightMap:
                 expected="a name for lm_head.weight, since config.json does not tie it to the embedding",
                 fix="give the model a head and pass TeNames(head=...)",
             )
-        embedding = f"{style.embedding}.weight"
-        if embedding in files and style.prefix + embedding not in files:
-            style = style._replace(prefix="")
         tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, recorded)
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        others = layer_differences(recorded, a, names, blocks) if recorded else []
-        return cls(a, tuple(tables.model()), ignored, tuple(others))
+        return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(recorded, a, names)))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""
@@ -348,12 +327,13 @@ class WeightMap:
         """The other side's tensors as ones that are converted when read. Local operation.
 
         Reading them in order holds one group at a time, and reads each source tensor once. A tied head becomes none of
-        Hugging Face's: their own files have it under the embedding's name alone. ``dtype=None`` keeps each tensor's.
+        Hugging Face's: their own files have it under the embedding's name alone. ``dtype=None`` keeps each tensor's; of
+        several in one group the result has the one that holds them all.
 
         Raises:
             CheckpointError: Missing, unexpected or wrongly shaped tensors, and such that are not plain, all named in
-                one error before anything is read; several dtypes in one group; a ``dtype`` that loses values. When
-                read: copies of a tied weight that differ, values that the Hugging Face model has no place for.
+                one error before anything is read; a ``dtype`` that loses values. When read: copies of a tied weight
+                that differ, values that the Hugging Face model has no place for.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_high(dtype)):
             raise CheckpointError(
@@ -384,22 +364,11 @@ class WeightMap:
         for group in self.groups:
             present = {name: source[name] for name in group.names(te=not to_te, tied=True) if name in source}
             tensors = {name: t if isinstance(t, Lazy) else InMemory(t) for name, t in present.items()}
-            kind, shapes = dtype or _common_dtype(tensors, group), group.shapes(te=to_te)
+            kinds = [tensor.dtype for name, tensor in tensors.items() if name not in group.zeros]
+            kind, shapes = dtype or reduce(torch.promote_types, kinds), group.shapes(te=to_te)
             for name in group.names(te=to_te, tied=to_te):
                 found[name] = Lazy(shapes[name], kind, partial(rows, group, tensors, kind, name))
         return found
-
-
-def _common_dtype(tensors: Mapping[str, Lazy], group: Group) -> torch.dtype:
-    kinds = {tensor.dtype for name, tensor in tensors.items() if name not in group.zeros}
-    if len(kinds) > 1:
-        raise CheckpointError(
-            f"{', '.join(tensors)}: of several dtypes",
-            expected="one dtype, or dtype=...",
-            got=", ".join(sorted(map(str, kinds))),
-            fix="pass dtype=torch.bfloat16 (or another) to convert all tensors",
-        )
-    return kinds.pop()
 
 
 def _check(
@@ -411,9 +380,14 @@ def _check(
     problems = [f"missing: {shorten(missing, 20)}"] if missing else []
     problems += [f"unexpected: {shorten(unexpected, 20)}"] if unexpected else []
     for name in source.keys() & shapes.keys():
-        shape, kind = tuple(source[name].shape), _unusable(source[name])
-        if kind is not None:
-            problems.append(f"{name} is {kind}, not a plain tensor of high precision")
+        tensor, shape = source[name], tuple(source[name].shape)
+        if isinstance(tensor, torch.Tensor) and (tensor.is_meta or _te.is_quantized(tensor)):
+            problems.append(
+                f"{name} is a {'meta' if tensor.is_meta else 'quantized'} tensor, not a plain one"
+            )
+        elif isinstance(tensor, DTensor) or not _is_high(tensor.dtype):
+            kind = type(tensor).__name__
+            problems.append(f"{name} is a {kind} of {tensor.dtype}, not a plain one of high precision")
         elif shape != shapes[name]:
             problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
     if problems:
@@ -423,15 +397,6 @@ def _check(
             fix="compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the "
             "model; a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)",
         )
-
-
-def _unusable(tensor: torch.Tensor | Lazy) -> str | None:
-    """What a tensor is, if its values cannot be taken as they are."""
-    if isinstance(tensor, DTensor):
-        return "a DTensor"
-    if isinstance(tensor, torch.Tensor) and (_te.is_quantized(tensor) or tensor.is_meta):
-        return "a quantized tensor" if _te.is_quantized(tensor) else "a meta tensor"
-    return None if _is_high(tensor.dtype) else f"of {tensor.dtype}"
 
 
 def _is_high(dtype: torch.dtype) -> bool:

@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import Box, slices
-from te_fsdp.modules.semantics import Semantics, differences, semantics_of
+from te_fsdp.modules.semantics import Semantics, differences, in_words, semantics_of
 from te_fsdp.sharding.main_weights import main_weight
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ Recorded = Mapping[str, Semantics]
 #: What ``te.MultiheadAttention`` records of its arguments.
 _OF_ATTENTION = ("num_attention_heads", "num_gqa_groups", "kv_channels")
 _OF_ATTENTION += ("qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
-_PLAIN_LAYER = {"layer_type": "encoder", "output_layernorm": False, "parallel_attention_mlp": False}
+_PLAIN_LAYER = {"layer_type": "encoder", "output_layernorm": False}
 _PLAIN_LAYER["apply_residual_connection_post_layernorm"] = False
 
 
@@ -60,8 +60,6 @@ class TeNames:
     ignored: tuple[str, ...] = ()  #: Patterns (``fnmatch``) of names in the state dict that are no weights
     attention: str = "self_attention."  #: Prefix of ``te.MultiheadAttention(input_layernorm=True)``
     mlp: str = "layernorm_mlp."  #: Prefix of ``te.LayerNormMLP`` in a layer
-    attention_out_norm: str = "attention_out_norm."  #: Prefix of the norm after attention (Gemma 2 and 3)
-    mlp_out_norm: str = "mlp_out_norm."  #: Prefix of the norm after the MLP (Gemma 2 and 3)
     mlp_norm: str = "mlp_norm."  #: Prefix of the norm before a layer's experts
     router: str = "router.weight"  #: The router's weight, shape (experts, hidden)
     experts_fc1: str = "experts.fc1."  #: Prefix of ``te.GroupedLinear``, gate above up
@@ -121,10 +119,8 @@ def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
         "zero_centered_gamma": centering(recorded, qkv),
         "final_norm_zero_centered": centering(recorded, names.final_norm.removesuffix(".")),
     }
-    if not seen["fuse_qkv_params"]:
-        seen["qkv_weight_interleaved"] = True  # has no effect
-    elif here is not None:
-        seen["qkv_weight_interleaved"] = here["qkv_weight_interleaved"]
+    if here is not None or not seen["fuse_qkv_params"]:  # without which it has no effect
+        seen["qkv_weight_interleaved"] = here is None or here["qkv_weight_interleaved"]
     blocks = replace(blocks, **{name: value for name, value in seen.items() if value is not None})
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
@@ -132,7 +128,8 @@ def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
             f"options of the layers that nothing tells: {', '.join(unknown)}",
             why="Other options are other weights under the same names and shapes. A state dict does not have them, "
             "nor has a checkpoint that was saved without its modules' semantics, or with other names of modules",
-            fix="blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
+            fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...), which reads them off the model; or "
+            "blocks=TeBlocks.of(model), or TeBlocks(...) with each of them; on the command line "
             + " ".join(f"--te.layers.{name.replace('_', '-')} True|False" for name in unknown),
         )
     return blocks
@@ -143,75 +140,42 @@ def centering(recorded: Recorded, module: str) -> bool | None:
     return recorded[module]["zero_centered_gamma"] if module in recorded else None
 
 
-def layer_differences(recorded: Recorded, a: Architecture, names: TeNames, blocks: TeBlocks) -> list[str]:
+def layer_differences(recorded: Recorded, a: Architecture, names: TeNames) -> list[str]:
     """Settings of modules with which the same weights would compute something else, in words. Local operation.
 
-    A setting that several layers share is named once, with the first layer. Not compared: dropout, centering of norms
-    (which is converted), modules of a user's own classes, and scaled frequencies, for which a warning asks.
+    What is not wanted here must be as in a module without it. Not compared: dropout, centering of norms (which is
+    converted), modules of a user's own classes, and scaled frequencies, for which a warning asks.
     """
-    wanted = semantics_of_config(a, names, blocks, recorded)
+    wanted: dict[str, Semantics] = {}
+
+    def want(name: str, kind: str, **settings: Any) -> None:
+        wanted[name.removesuffix(".")] = Semantics(kind, "te", settings)
+
+    kind = "RMSNorm" if a.style == "llama" else "LayerNorm"
+    kwargs, norm = a.te_attention_kwargs(), {"eps": a.norm_eps, "normalization": kind}
+    attention = {"attention_type": "self"} | {key: kwargs[key] for key in _OF_ATTENTION if key in kwargs}
+    window = [*kwargs.get("window_size", (-1, 0))]
+    for layer in (names.layer.format(layer=n) for n in range(a.layers)):
+        mask: dict[str, Any] = {"window_size": window, "attn_mask_type": "causal"}
+        here = recorded.get(layer.removesuffix("."))
+        if here is not None and here.kind == "TransformerLayer":
+            # It tells its attention both in each call.
+            want(layer, "TransformerLayer", **_PLAIN_LAYER, window_size=window, self_attn_mask_type="causal")
+            mask = {}
+        want(layer + names.attention, "MultiheadAttention", **attention, **mask)
+        want(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", **norm)
+        want(layer + names.mlp, "LayerNormMLP", **norm, activation=a.activation)
+        want(layer + names.mlp_norm, kind, eps=a.norm_eps)
+    want(names.final_norm, kind, eps=a.norm_eps)
     rotaries = {name: one for name, one in recorded.items() if one.kind == "RotaryPositionEmbedding"}
     plain = [name for name, one in rotaries.items() if one["seq_len_interpolation_factor"] is None]
-    for name, one in rotaries.items() if a.rope_scaling is None else ():
-        here = one["rotary_base"]  # of layers with a window, or of the others
-        base = here if here in (a.rope_theta, a.window_rope_theta) else a.rope_theta
-        wanted[name] = Semantics(one.kind, "te", {"rotary_base": base, "interleaved": False})
+    for name in rotaries if a.rope_scaling is None else ():
+        want(name, "RotaryPositionEmbedding", rotary_base=a.rope_theta)
     if a.rope_scaling is not None and plain and not rank():
         text = "config.json scales rotary frequencies (%s), %s does not: does the model itself?"
         _log.warning(text, dict(a.rope_scaling), shorten(plain, 3))
-    found: dict[tuple[str, str, str], str] = {}
-    for one in differences(wanted, recorded):
-        module, _, setting = one.name.rpartition(".")
-        if one.effect == "error" and setting != "zero_centered_gamma":
-            text = f"{module}: {setting} is {one.now}, not {one.then}"
-            found.setdefault((setting, str(one.now), str(one.then)), text)
-    return list(found.values())
-
-
-def semantics_of_config(
-    a: Architecture, names: TeNames, blocks: TeBlocks, recorded: Recorded | None = None
-) -> dict[str, Semantics]:
-    """Semantics of the TransformerEngine model that computes what a Hugging Face model does.
-
-    ``recorded`` are those of a model to compare with; ``None``: where one is possible a layer is a
-    ``te.TransformerLayer``.
-    """
-    kind = "RMSNorm" if a.style == "llama" else "LayerNorm"
-    norm = {"eps": a.norm_eps, "zero_centered_gamma": bool(blocks.zero_centered_gamma)}
-    fused = {**norm, "normalization": kind}
-    found: dict[str, Semantics] = {}
-
-    def add(name: str, kind: str, settings: dict[str, Any]) -> None:
-        found[name.removesuffix(".")] = Semantics(kind, "te", settings)
-
-    for n in range(a.layers):
-        layer, sparse, kwargs = names.layer.format(layer=n), a.is_sparse(n), a.te_attention_kwargs(n)
-        attention: dict[str, Any] = {"attention_type": "self", "softmax_type": "vanilla"}
-        attention |= {"qk_norm_type": None, "qk_norm_eps": None}
-        attention |= {key: value for key, value in kwargs.items() if key in _OF_ATTENTION}
-        if blocks.fuse_qkv_params:
-            attention["qkv_weight_interleaved"] = blocks.qkv_weight_interleaved is not False
-        if a.style == "llama":
-            attention["rotary_pos_interleaved"] = False
-        window = {"window_size": [*kwargs.get("window_size", (-1, 0))]}
-        whole = not (sparse or a.branch_norms)
-        if recorded is not None:
-            here = recorded.get(layer.removesuffix("."))
-            whole = here is not None and here.kind == "TransformerLayer"
-        if whole:  # which tells its attention mask and window in each call
-            add(layer, "TransformerLayer", {**_PLAIN_LAYER, **window, "self_attn_mask_type": "causal"})
-        else:
-            attention |= {**window, "attn_mask_type": "causal"}
-        add(layer + names.attention, "MultiheadAttention", attention)
-        add(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", fused)
-        if not sparse:
-            mlp = {"activation": a.activation, "activation_params": None}
-            add(layer + names.mlp, "LayerNormMLP", fused | mlp)
-        norms = [names.mlp_norm] if sparse else []
-        for name in norms + ([names.attention_out_norm, names.mlp_out_norm] if a.branch_norms else []):
-            add(layer + name, kind, norm)
-    add(names.final_norm, kind, norm | {"zero_centered_gamma": bool(blocks.final_norm_zero_centered)})
-    return found
+    found = (one for one in differences(wanted, recorded) if one.effect == "error")
+    return in_words((one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}")
 
 
 # ------------------------------------------- the model's tensors, each put together on the one rank that needs it
@@ -290,11 +254,12 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
 def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
     """Every tensor of the unsharded model, without shares, from what the ranks tell, which must agree."""
     found: dict[str, Description] = {}
-    told = [(number, name, about) for number, every in enumerate(seen) for name, about in every.items()]
-    # Of what it has nothing of, a rank may have no main weight either: it is asked last.
-    for number, name, about in sorted(told, key=lambda one: not one[2].places):
+    for number, name, about in (
+        (n, name, one) for n, every in enumerate(seen) for name, one in every.items()
+    ):
         one = about._replace(places=())
-        if found.setdefault(name, one) != one and about.places:
+        # Of what it has nothing of, a rank may have no main weight either: it is not asked.
+        if about.places and found.setdefault(name, one) != one:
             raise CheckpointError(
                 f"{name}: of another kind on rank {number}",
                 expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
