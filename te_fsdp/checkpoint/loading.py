@@ -47,7 +47,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     restore_groups,
 )
 from te_fsdp.checkpoint.paths import absolute
-from te_fsdp.checkpoint.reading import MAIN_WEIGHTS, Conversion, Rectangle
+from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.source import Source, open_source
 from te_fsdp.checkpoint.sums import without_collector
 from te_fsdp.errors import CheckpointError, require_flags, shorten
@@ -217,7 +217,7 @@ class Filling:
         taken = optimizer is not None and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (state.members.keys() - set(self.names))
-        self.mains: dict[str, torch.Tensor | None] = {}
+        self.mains: set[str] = set()  #: Parameters whose main weight is loaded
         self.others = keeping_main_weights((o.parameter for o in state.owned.values()), optimizer)
 
     def run(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class Filling:
             )
             entries |= states
         planned = [one for named in conversions.values() for one in named]
-        return entries, [place for one in planned if self._live(one) is None for place in one.reads()]
+        return entries, [place for one in planned for place in one.reads()]
 
     def _shared_numbers(self) -> dict[Rectangle, list[int]]:
         """Numbers that each of some experts has of its own in the files, and all share here."""
@@ -366,20 +366,19 @@ class Filling:
                 foreign.append(name)
                 continue
             taken[name] = recipe
-            for key in (key for key in have if key.startswith(f"delayed.{name}:")):
-                shape, dtype = have[key]
-                state, _, what = key.rpartition(".")
-                scales = have.get(f"{state}.scale", ((), None))[0]
-                steps = (recipe["amax_history_len"],) if what == "amax_history" else ()
-                if len(scales) != 1 or tuple(shape) != (*steps, *scales):
+            for state in (f"delayed.{name}:scaling_fwd", f"delayed.{name}:scaling_bwd"):
+                keys = f"{state}.scale", f"{state}.amax_history"
+                (scales, _), (history, _) = told = [have.get(key, ((), torch.float32)) for key in keys]
+                if len(scales) != 1 or tuple(history) != (recipe["amax_history_len"], *scales):
                     raise CheckpointError(
-                        f"{self.source.path}: {key}",
+                        f"{self.source.path}: {keys[1]}",
                         expected=f"a history of {recipe['amax_history_len']} steps of as many tensors as have a scale",
-                        got=f"shape {shape}",
+                        got=f"shape {history}",
                         why="Nothing was loaded",
                         fix="the checkpoint is damaged, load an earlier one",
                     )
-                slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
+                for key, (shape, dtype) in zip(keys, told, strict=True):
+                    slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
                 f"delayed-scaling state of {len(foreign)} module(s) not taken: their weights have another format here"
@@ -413,21 +412,12 @@ class Filling:
         if self.stage is not None:  # stages convert other weights
             weights += [[]] * (max(gather(len(weights))) - len(weights))
         for members in weights:
-
-            def values(
-                members: list[Conversion] = members,
-            ) -> list[torch.Tensor]:  # a rank may lack the memory
-                live = ((one, self._live(one)) for one in members)
-                return [one.value(self.source.staged) if main is None else main for one, main in live]
-
-            for conversion, value in zip(members, all_agree(values), strict=True):
+            # A rank may lack the memory.
+            values = all_agree(lambda members=members: [one.value(self.source.staged) for one in members])
+            for conversion, value in zip(members, values, strict=True):
                 owned = conversion.owned
                 conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
                 self._refresh_main_weights(owned, value)
-
-    def _live(self, conversion: Conversion) -> torch.Tensor | None:
-        """The optimizer's main weight that is read into its place and gives the values, if there is one."""
-        return self.mains.get(conversion.owned.fqn) if conversion.source == MAIN_WEIGHTS else None
 
     def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
         """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""

@@ -264,16 +264,15 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
 
 def prepare_loading(
     optimizer: Optimizer, manifest: Manifest, owned: dict[int, Owned], leave: set[str]
-) -> tuple[dict[str, Entry], dict[str, torch.Tensor | None]]:
+) -> tuple[dict[str, Entry], set[str]]:
     """Make the state of an optimizer that was compared as saved: allocate what is missing, drop what was not there.
 
     Local operation; no step is made. The state of the tensors to ``leave`` stays as it is. Gives entries of the live
-    state tensors, still to be filled; and by the names of parameters with a main weight among them its local tensor, if
-    that is in fp32, and of all that the parameter holds.
+    state tensors, still to be filled; and the names of the parameters with a main weight among them.
     """
     assert manifest.optimizer is not None
     entries: dict[str, Entry] = {}
-    mains: dict[str, torch.Tensor | None] = {}
+    mains: set[str] = set()
     for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
         one = owned[id(parameter)]
         if one.key in leave:
@@ -286,10 +285,7 @@ def prepare_loading(
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
         fresh = _fresh_state(optimizer, one, states, manifest.parameters[one.key]["dtype"])
-        if MAIN in fresh:
-            main = _torch.local_of(fresh[MAIN])
-            is_whole = optimizer_shard_in(optimizer, parameter) is None
-            mains[one.fqn] = main if is_whole and main.dtype == torch.float32 else None
+        mains |= {one.fqn} if MAIN in fresh else set()
         for key, value in fresh.items():
             label = f"optimizer.state.{one.key}.{key}"
             entry = describe_state(label, value, one)[1]

@@ -13,8 +13,8 @@ goes between the ranks. All is read, and right, on all ranks before: a rank that
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
@@ -58,10 +58,6 @@ _MOST_RANKS = 64
 _COMMON = ("model.", "optimizer.", "delayed.")
 
 
-#: Where a conversion's values come from that are those of the saved optimizer's main weight.
-MAIN_WEIGHTS = "main weights"
-
-
 def rectangle(key: str, piece: Piece) -> Rectangle:
     """What of a tensor of the files a piece holds."""
     return key, tuple(piece.offsets), tuple(piece.tensor.shape)
@@ -69,28 +65,14 @@ def rectangle(key: str, piece: Piece) -> Rectangle:
 
 @dataclass
 class Staged:
-    """What was read for a load, on the host, until it has been copied to where it belongs."""
+    """What was read for a load, on the host, until all has been copied to where it belongs."""
 
     #: By rectangle: where each part of it begins, and its values.
     parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
-    #: How often each rectangle is still wanted. With the last copy its memory is freed.
-    uses: Counter[Rectangle] = field(default_factory=Counter)
-
-    def expect(self, places: Iterable[Rectangle]) -> list[Rectangle]:
-        """Note what :meth:`copy` will be called with, each time; what of it is still to be read. Local operation."""
-        wanted = []
-        for place in places:
-            self.uses[place] += 1
-            if math.prod(place[2]) and place not in self.parts:
-                self.parts[place] = []
-                wanted.append(place)
-        return wanted
 
     def copy(self, place: Rectangle, into: torch.Tensor) -> None:
         """Copy what was read of a rectangle into memory of its shape. Local operation."""
-        self.uses[place] -= 1
-        parts = self.parts.get(place, []) if self.uses[place] else self.parts.pop(place, [])
-        for offsets, values in parts:
+        for offsets, values in self.parts.get(place, []):
             into[slices(offsets, values.shape)].copy_(values)
 
     def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
@@ -293,7 +275,6 @@ class Share:
             mine = places[self.me]
             sent: list[torch.Tensor] = []
             if mine is not None and count > 1:
-                staged.expect([mine])  # once more: to be sent
                 sent.append(_bytes(staged.new(mine, torch.device("cpu"))))
             for turn in range(1, count):
                 to, source = ((self.me + step) % count for step in (turn, -turn))
@@ -341,10 +322,9 @@ class Conversion:
 
     owned: Owned
     source: str  #: Where the values come from, in words
-    format: str = ""  #: Of the saved parameter
-    key: str = ""  #: File key of the values; empty for components
-    #: Components that give the values, with their blocks.
-    needed: dict[str, Block] = field(default_factory=dict)
+    key: str  #: File key of the values, or what those of components begin with
+    needed: dict[str, Block]  #: Components that give the values, with their blocks; "": the values themselves
+    format: str = ""  #: Of the components
 
     @classmethod
     def of(cls, owned: Owned, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
@@ -352,33 +332,27 @@ class Conversion:
         main = states.get(MAIN, {})
         has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
         if has_main and per_expert(main, owned.expert) is not None:
-            return cls(owned, MAIN_WEIGHTS, key=f"optimizer.state.{owned.key}.{MAIN}")
+            return cls(owned, "main weights", f"optimizer.state.{owned.key}.{MAIN}", {"": (1, 1)})
         if saved["format"] is None:
-            return cls(owned, "saved values", key=f"model.{owned.key}")
+            return cls(owned, "saved values", f"model.{owned.key}", {"": (1, 1)})
         needed = needed_components(saved["format"], saved["components"], owned.fqn)
-        return cls(owned, "dequantized values", saved["format"], needed=needed)
+        return cls(owned, "dequantized values", f"model.{owned.key}:", needed, saved["format"])
 
     def reads(self) -> list[Rectangle]:
         """What of the files' tensors gives the values. Local operation."""
-        if self.key:
-            pieces = self.owned.entry(torch.empty(self.owned.local.shape, device="meta")).pieces
-            return [rectangle(self.key, piece) for piece in pieces]
         return [place for _, _, places in self._boxes() for place in places.values()]
 
     def value(self, staged: Staged) -> torch.Tensor:
         """The values, float32 of the local shape, of what was read. Local operation."""
         value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
-        if self.key:
-            staged.fill({self.key: self.owned.entry(value)})
-            return value
         for part, box, places in self._boxes():
             read = {name: staged.new(place, value.device) for name, place in places.items()}
             if part.place is not None:
                 read = {name: own[0] for name, own in read.items()}
             weight = value if part.index is None else value[part.index]
-            weight[box.local_slices()] = dequantize_box(
-                self.format, read, self.needed, box.original, box.sizes
-            )
+            if self.format:
+                read[""] = dequantize_box(self.format, read, self.needed, box.original, box.sizes)
+            weight[box.local_slices()] = read[""]
         return value
 
     def _boxes(self) -> Iterator[tuple[Part, Box, dict[str, Rectangle]]]:
@@ -390,7 +364,7 @@ class Conversion:
                     start, size = covering(box.original, box.sizes, block)
                     if part.place is not None:
                         start, size = (part.place.index, *start), (1, *size)
-                    places[name] = f"model.{self.owned.key}:{name}", start, size
+                    places[name] = self.key + name, start, size
                 yield part, box, places
 
     def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:

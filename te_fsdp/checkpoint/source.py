@@ -9,6 +9,7 @@ refused.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -88,7 +89,8 @@ class Source:
         reads more than the stored pieces that its own rows lie in.
         """
         places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
-        wanted = self.staged.expect([*places, *more])
+        wanted = [place for place in dict.fromkeys([*places, *more]) if math.prod(place[2])]
+        self.staged.parts.update({place: [] for place in wanted})
         if self.ranks is None:
             all_agree(lambda: self._read(wanted))
             return
