@@ -406,7 +406,6 @@ def take_own_part(source: Source, model: nn.Module) -> None:
         return
 
     def held() -> set[str]:
-        source.check_index()  # by the whole manifest, which the mark in the index is of
         # Modules' names as well: in the whole model no tensor has the name of a module.
         tensors = [*owned_parameters(model), *owned_tensors(model, "_buffers")]
         return {owned.key for owned in tensors} | modules_of(model).keys()

@@ -150,8 +150,6 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     """Everything that one rank can find out; changes nothing."""
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
-    if stage is None:  # else it was compared with the manifest of the whole model
-        source.check_index()
     state = model_state(model, may_cut_blocks=True)
     if source.tensors is not None:
         settle_scaling(source, state.described)

@@ -45,7 +45,9 @@ States = dict[str, dict[str, Any]]
 class OptimizerState:
     """What an optimizer contributes to a checkpoint."""
 
-    described: dict[str, Any]  #: The manifest's ``optimizer``, without the states in ``experts``
+    described: dict[
+        str, Any
+    ]  #: The manifest's ``optimizer``, without its groups, and the states in ``experts``
     entries: dict[str, Entry]  #: Tensors by key
     #: States of parameters of single experts, by the name of the tensor of all. Each rank has its own experts, and some
     #: of these may have no state.
@@ -79,7 +81,7 @@ def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
 def optimizer_state(optimizer: Optimizer, owned: dict[int, Owned]) -> OptimizerState:
     """Entries and description of an optimizer's state, given the model's parameters. Local operation.
 
-    CheckpointError for state without a place in the original parameter, and options that cannot be stored.
+    CheckpointError for state without a place in the original parameter.
     """
     found = OptimizerState({}, {})
     states: dict[str, States] = {}
@@ -105,8 +107,7 @@ def optimizer_state(optimizer: Optimizer, owned: dict[int, Owned]) -> OptimizerS
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
                 add_entry(found.entries, label, lifted(entry, one.expert))
-    groups = describe_groups(optimizer, {number: one.key for number, one in owned.items()})
-    found.described = {"class": type(optimizer).__name__, "groups": groups, "state": states}
+    found.described = {"class": type(optimizer).__name__, "state": states}
     return found
 
 

@@ -13,9 +13,8 @@ goes between the ranks. All is read, and right, on all ranks before: a rank that
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, zip_longest
 from pathlib import Path
@@ -102,8 +101,6 @@ class _Part(NamedTuple):
 
 #: A stored piece, and what is wanted of it.
 _Wanted = tuple[torch_files.Piece, list[_Part]]
-#: What was read of a rectangle: where it begins there, and its values.
-_Read = tuple[Rectangle, tuple[int, ...], torch.Tensor]
 
 
 def read_stored(
@@ -123,18 +120,19 @@ def read_stored(
     path = manifest.at(path)
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
-            taken: list[_Wanted] = []
             try:
                 # Sizes of a plain directory's files were compared with its metadata when it was opened.
                 listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
                 with open_checked(path / name, listed, manifest.save_id) as file:
-                    for run, found in _read_ahead(pool, file, pieces):
-                        taken = run
-                        for place, begin, values in found.result():
-                            into.parts[place].append((begin, values))
+                    reads = [pool.submit(_read, file, run, into) for run in runs(pieces, _span, _RUN)]
+                    try:
+                        for read in reads:
+                            read.result()
+                    finally:
+                        wait(read for read in reads if not read.cancel())
             except (OSError, DamagedFileError) as error:
                 begin = getattr(error, "begin", None)
-                keys = [f", of {piece.window.key}" for piece, _ in taken if piece.window.offset == begin]
+                keys = [f", of {piece.window.key}" for piece, _ in pieces if piece.window.offset == begin]
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
 
 
@@ -191,40 +189,28 @@ def _overlapping(
             yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
 
 
-def _read_ahead(
-    pool: ThreadPoolExecutor, file: CheckedFile, pieces: list[_Wanted]
-) -> Iterator[tuple[list[_Wanted], Future[list[_Read]]]]:
-    """Each run with what is kept of it; a few are read in advance, which bounds the memory for what is not wanted."""
-    pending: deque[tuple[list[_Wanted], Future[list[_Read]]]] = deque()
+def _span(wanted: _Wanted) -> tuple[int, int]:
+    return wanted[0].window.offset, wanted[0].window.length
 
-    def read(run: list[_Wanted], data: torch.Tensor) -> list[_Read]:
-        lengths, found = [piece.window.length for piece, _ in run], []
-        file.read(run[0][0].window.offset, lengths, data)
-        # Where there is no table, there may be checksums that torch.save wrote.
-        check = file.pieces is None
-        for (piece, parts), own in zip(run, data.split(lengths), strict=True):
-            # Neighbours begin anywhere, where elements of several bytes cannot.
-            own = own if len(run) == 1 else own.clone()
-            tensor = None if check else elements_of(own, piece.dtype, piece.shape)
-            if tensor is None:
-                tensor = piece.within(own, check=check)
-            is_kept = 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
-            for part in parts:
-                values = tensor[slices(part.in_piece, part.shape)]
-                # A view keeps all of the piece in memory.
-                found.append((part.place, part.in_place, values if is_kept else values.clone()))
-        return found
 
-    try:
-        for run in runs(pieces, lambda one: (one[0].window.offset, one[0].window.length), _RUN):
-            data = host_memory(sum(piece.window.length for piece, _ in run))
-            pending.append((run, pool.submit(read, run, data)))
-            if len(pending) > 2 * _MOST_THREADS:
-                yield pending.popleft()
-        while pending:
-            yield pending.popleft()
-    finally:
-        wait(found for _, found in pending if not found.cancel())
+def _read(file: CheckedFile, run: list[_Wanted], into: Staged) -> None:
+    """Read and check neighbouring pieces, and keep what is wanted of them."""
+    lengths = [piece.window.length for piece, _ in run]
+    data = host_memory(sum(lengths))
+    file.read(run[0][0].window.offset, lengths, data)
+    # Where there is no table, there may be checksums that torch.save wrote.
+    check = file.pieces is None
+    for (piece, parts), own in zip(run, data.split(lengths), strict=True):
+        # Neighbours begin anywhere, where elements of several bytes cannot.
+        own = own if len(run) == 1 else own.clone()
+        tensor = None if check else elements_of(own, piece.dtype, piece.shape)
+        if tensor is None:
+            tensor = piece.within(own, check=check)
+        is_kept = 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
+        for part in parts:
+            values = tensor[slices(part.in_piece, part.shape)]
+            # A view keeps all of the piece in memory.
+            into.parts[part.place].append((part.in_place, values if is_kept else values.clone()))
 
 
 # --- from other ranks

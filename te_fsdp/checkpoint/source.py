@@ -13,7 +13,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +24,7 @@ from te_fsdp.checkpoint.background import background
 from te_fsdp.checkpoint.contents import DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.entries import Entry
-from te_fsdp.checkpoint.index import Index, check_index, read_index, read_metadata
+from te_fsdp.checkpoint.index import Index, check_index, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
@@ -65,16 +64,7 @@ class Source:
     staged: Staged = field(default_factory=Staged, repr=False)  #: What was read and has not been copied yet
     #: The world, if what several ranks want is read once; else each reads what it wants.
     ranks: Ranks | None = None
-
-    @cached_property
-    def index(self) -> Index:
-        """What lies where; read when it is first asked for. Local operation."""
-        return read_index(self.path, self.manifest)
-
-    def check_index(self) -> None:
-        """Raise if the index lacks what the manifest lists; of other kinds of files there is none. Local operation."""
-        if self.tensors is None:
-            self.index = check_index(self.path, self.manifest)
+    index: Index = field(default_factory=lambda: Index({}, [], lambda keys: iter(())))  #: What lies where
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor in the files, by key. Local operation."""
@@ -185,7 +175,7 @@ def open_source(
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
             text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
             _log.info(text, path)
-        source = Source(path, manifest)
+        source = Source(path, manifest, index=all_agree(lambda: check_index(path, manifest)))
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
         background().wait()  # a running save talks over the same group
         source.ranks = own_ranks()
@@ -215,9 +205,7 @@ def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, v
         contents.notes.append("optimizer: left, since none was given to load")
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
     told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    source = Source(path, contents.manifest, contents.tensors, told)
-    source.index = plain.index
-    return source
+    return Source(path, contents.manifest, contents.tensors, told, index=plain.index)
 
 
 def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
