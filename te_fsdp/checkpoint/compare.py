@@ -106,10 +106,8 @@ class Differences:
         # A list, since differences that are allowed make this object false.
         held = [self] if any(vars(self).values()) else []
         for other in chain.from_iterable(gather_if_any(held)):
-            union.tensors.update(other.tensors)
-            union.optimizer.update(other.optimizer)
-            union.converted.update(other.converted)
-            union.settings.update(other.settings)
+            for name, found in vars(other).items():
+                getattr(union, name).update(found)
         if not convert:
             union.tensors.update({("that would be converted", n): how for n, how in union.converted.items()})
             union.converted = {}
@@ -138,6 +136,19 @@ class Differences:
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
+
+
+def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
+    """Differences between a checkpoint and a model, whose ``state`` is given. Local operation."""
+    manifest = source.manifest
+    if source.tensors is not None:
+        _settle_scaling(manifest, state.described)
+    found = compare_model(manifest, state)
+    if source.tensors is not None:
+        compare_stacked(found, source, state.described)
+    _compare_semantics(found, manifest, model, state)
+    _compare_delayed(found, model, manifest.delayed)
+    return found
 
 
 def compare_model(manifest: Manifest, state: ModelState) -> Differences:
@@ -170,8 +181,8 @@ def _saved_and_here(old: Any, new: Any) -> str:
     return f"saved {old or 'high precision'}, model has {new or 'high precision'}"
 
 
-def compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
-    """Differences in what modules compute beside their weights, or that nobody recorded that. Local operation."""
+def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
+    """What modules compute beside their weights, or that nobody recorded that."""
     here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
     known = from_json(recorded) if recorded else {}
     if recorded and rank() == 0:
@@ -209,8 +220,8 @@ def _compare_contents(
     found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
 
 
-def compare_delayed(found: Differences, model: nn.Module, described: dict[str, Any]) -> None:
-    """Differences in delayed scaling's state. Local operation.
+def _compare_delayed(found: Differences, model: nn.Module, described: dict[str, Any]) -> None:
+    """Delayed scaling's state.
 
     A recipe is known here once the module has run under it; margin and history may change in training, the number
     of GEMMs and the FP8 formats may not.
@@ -227,9 +238,9 @@ def compare_delayed(found: Differences, model: nn.Module, described: dict[str, A
                 found.add("with another recipe", name, f"{key}: saved {then[key]}, model has {now[key]}")
 
 
-def settle_scaling(source: Source, described: dict[str, dict[str, Any]]) -> None:
-    """TE's float8 tensors do not tell where their scales came from: without state, as in the model here. Local."""
-    for name, then in source.manifest.parameters.items():
+def _settle_scaling(manifest: Manifest, described: dict[str, dict[str, Any]]) -> None:
+    """TE's float8 tensors do not tell where their scales came from: without state, as in the model here."""
+    for name, then in manifest.parameters.items():
         now = described.get(name, {}).get("format") or ""
         if then["format"] and then["format"].replace(" current ", " delayed ") == now:
             then["format"] = now

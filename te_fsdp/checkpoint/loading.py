@@ -21,11 +21,7 @@ from te_fsdp.checkpoint.compare import (
     WHOLE_OPTIMIZER,
     Differences,
     check_whole_job,
-    compare_delayed,
-    compare_model,
-    compare_semantics,
-    compare_stacked,
-    settle_scaling,
+    compare,
     take_own_part,
 )
 from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
@@ -151,13 +147,7 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
     state = model_state(model, may_cut_blocks=True)
-    if source.tensors is not None:
-        settle_scaling(source, state.described)
-    found = compare_model(manifest, state)
-    if source.tensors is not None:
-        compare_stacked(found, source, state.described)
-    compare_semantics(found, manifest, model, state)
-    compare_delayed(found, model, manifest.delayed)
+    found = compare(source, model, state)
     for name in found.converted.keys() & state.members.keys():
         for owned in state.members[name]:
             Conversion.of(owned, manifest.tensor(name), {})  # raises where there are no values
@@ -230,7 +220,7 @@ class Filling:
         delayed, delayed_slots = self._delayed()
         slots = {**tensor_slots(extra), **delayed_slots}
         states = {} if self.optimizer is None else self.optimizer.state
-        before = [(parameter, state, dict(state)) for parameter, state in states.items()]
+        before = {parameter: dict(state) for parameter, state in states.items()}
         try:
             # A rank may lack the memory for what the optimizer is to get.
             entries, more = all_agree(lambda: self._entries(direct, conversions))
@@ -239,10 +229,7 @@ class Filling:
         except BaseException:
             # State was made or dropped, but none was written to.
             states.clear()
-            for parameter, state, values in before:
-                state.clear()
-                state.update(values)
-                states[parameter] = state
+            states.update(before)
             raise
         # All has been read and is right. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
@@ -276,12 +263,11 @@ class Filling:
         """:meth:`run`, and what a load gives back; what was not simply copied also goes to the log."""
         extra = self.run()
         harmless = in_words(one for one in self.found.settings.values() if one.effect == "note")
-        converted, loaded_names = {}, set(self.names)
-        for name, how in self.found.converted.items():
-            parameter = name.removeprefix("optimizer.state.").rpartition(".")[0]
-            is_state = name.startswith("optimizer.state.") and self.saved_optimizer is not None
-            if name in loaded_names or (is_state and parameter not in self.left_states):
-                converted[name] = how
+        taken = {*self.names}
+        if self.saved_optimizer is not None:
+            taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
+        told = self.found.converted.items()
+        converted = {name: how for name, how in told if {name, name.rpartition(".")[0]} & taken}
         notes, path = [*self.notes, *harmless], self.source.path
         loaded = Loaded(extra, self.found.left(), converted, notes)
         if loaded.left:

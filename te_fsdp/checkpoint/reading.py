@@ -6,8 +6,7 @@ The index says what lies where (:mod:`te_fsdp.checkpoint.index`). Reading is our
 file once for each rectangle, checks nothing, and writes into the model as it goes.
 
 Ranks that hold copies of one shard (HSDP's replicas, all ranks without sharding) ask for the same. Where storage is the
-limit, each of them reads a part of that, and sends it to the others: what comes from storage counts then, and not what
-goes between the ranks. All is read, and right, on all ranks before: a rank that meets damage leaves nobody waiting.
+limit, each of them reads a part of that, and sends it to the others, once all is read, and right, on all ranks.
 """
 
 from __future__ import annotations

@@ -212,11 +212,10 @@ def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
     """Further names of the model's tied tensors under which the files hold equal values."""
     have, equal = contents.manifest.parameters, {}
     for name, first in tied_names(model).items():
-        a, b = (contents.tensors.get(f"model.{n}") if n in have else None for n in (name, first))
-        if a is None or b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
-            continue
-        if all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks()):
-            equal[name] = first
+        if {name, first} <= have.keys() and have[name] == have[first] and have[name]["format"] is None:
+            a, b = (contents.tensors[f"model.{n}"] for n in (name, first))
+            if all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks()):
+                equal[name] = first
     return equal
 
 
