@@ -133,7 +133,7 @@ def _exists(target: Any) -> CheckpointError:
         f"{target}: exists already",
         expected="a path where nothing lies, or an empty directory",
         why="What lies there is replaced by nobody, so that a crash can never damage it",
-        fix="choose another path, such as step-<number>, or remove what lies there first",
+        fix="choose another path, such as step-<number>, or remove what lies there first (te-fsdp ckpt: --force)",
     )
 
 
@@ -180,6 +180,33 @@ def new_directory(
             commit(temporary, target)
         finally:
             discard(temporary)
+
+
+@contextmanager
+def in_place_of(target: Path) -> Iterator[Path]:
+    """Yield the path for what shall replace ``target``, which stays until that is whole; one process calls this.
+
+    A process that is killed in between leaves it whole, in the directory ``NAME.new``.
+
+    Raises:
+        CheckpointError: It cannot take its place: on object storage, or for what the system says.
+    """
+    if is_remote(target):
+        raise CheckpointError(
+            f"{target}: cannot be replaced on object storage",
+            expected="a path where nothing lies",
+            fix="choose another path",
+        )
+    beside = target.with_name(f"{target.name}.new")
+    with telling_why(target):
+        try:
+            yield beside / target.name
+            remove(target)
+            os.rename(beside / target.name, target)
+            sync(target.parent)
+        finally:
+            with suppress(OSError):  # it is not empty, or was never made
+                beside.rmdir()
 
 
 def remove(path: Path) -> None:

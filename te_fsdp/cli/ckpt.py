@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +18,7 @@ from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.background import bytes_bar
 from te_fsdp.checkpoint.contents import CHECKPOINT, DCP_KIND, Choices, Contents
-from te_fsdp.checkpoint.directory import damaged
+from te_fsdp.checkpoint.directory import damaged, in_place_of
 from te_fsdp.checkpoint.entries import decode
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.paths import place_of
@@ -49,6 +50,10 @@ _Key = Annotated[
 ]
 _Check = Annotated[
     Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+]
+_Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
+_Optimizer = Annotated[
+    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not tell it.")
 ]
 _Size = Annotated[
     str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
@@ -82,6 +87,7 @@ class Target:
     path: Path  #: The file or directory
     kind: str | None  #: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix
     shard_bytes: int  #: Largest safetensors file
+    force: bool  #: Replace what lies there
     like: Path | None = None  #: A Hugging Face model's folder that the target shall be like
 
     def settle(self, default: str | None) -> str:
@@ -122,19 +128,22 @@ def convert(
     ] = None,
     max_shard_size: _Size = _SHARD,
     key: _Key = None,
+    optimizer_class: _Optimizer = None,
     extra_state: _ExtraState = "read",
     check: _Check = "checksums",
+    force: _Force = False,
     as_json: _Json = False,
 ) -> int:
     """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
 
     Canonical names and rows: what the unsharded module's state_dict() holds.
     """
-    place = Target(place_of(target), to, _bytes(max_shard_size))
+    place = Target(place_of(target), to, _bytes(max_shard_size), force)
     kind = place.settle(None)
-    contents = open_any(source, Choices(key, extra_state))
-    if contents.kind not in _NESTED and key is not None:
-        raise UsageError(f"{source}: --key is for {' or '.join(_NESTED)}, not for a {contents.kind}")
+    contents = open_any(source, Choices(key, extra_state, optimizer_class))
+    if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
+        option = "--optimizer-class" if key is None else "--key"
+        raise UsageError(f"{source}: {option} is for {' or '.join(_NESTED)}, not for a {contents.kind}")
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
@@ -160,6 +169,7 @@ def export(
         arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
     ] = None,
     te: Model = _AS_USUAL,
+    force: _Force = False,
     as_json: _Json = False,
 ) -> int:
     """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
@@ -169,7 +179,7 @@ def export(
     """
     if like is None and te != _AS_USUAL:
         raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
-    place = Target(place_of(target), None, _bytes(max_shard_size), like)
+    place = Target(place_of(target), None, _bytes(max_shard_size), force, like)
     place.settle("safetensors")
     values = {"dtype": getattr(torch, dtype), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
@@ -223,16 +233,17 @@ def _carry_out(
     into, sources = transformed(source, **form)
     if target.kind != "checkpoint" and not everything:
         into = weights_only(into)
-    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick:
+    replacing = in_place_of(path) if target.force and path.exists() else nullcontext(path)
+    with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as place:
         if target.like is not None:
             values = values_for_huggingface(into, target.like, te.layers, te.names)
-            files = write_huggingface(path, values, target.like, tick, **shards)
+            files = write_huggingface(place, values, target.like, tick, **shards)
         elif target.kind == "checkpoint":
-            files = write_checkpoint(path, into, tick)
+            files = write_checkpoint(place, into, tick)
         elif target.kind == "safetensors":
-            files = write_safetensors(path, into, tick, **shards)
+            files = write_safetensors(place, into, tick, **shards)
         else:
-            files = write_pt(path, into, tick, everything=everything)
+            files = write_pt(place, into, tick, everything=everything)
     columns = ("name", "from", "dtype")
     rows = [(name, origin, _described(into, name)["dtype"]) for name, origin in sources.items()]
     if as_json:

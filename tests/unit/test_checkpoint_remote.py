@@ -132,6 +132,7 @@ def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
     place_of(f"{memory}/d.pt").write_bytes(Path(file).read_bytes())
     for command, text in (
         (["export", local, f"{memory}/e"], "got files without a manifest"),
+        (["convert", local, back, "--to", "checkpoint", "--force"], "cannot be replaced on object storage"),
         (["convert", local, f"{memory}/a", "--to", "checkpoint"], "exists already"),
         (["convert", back, back, "--to", "checkpoint"], "got the source itself"),
         (["inspect", f"{memory}/d.pt"], "cannot be read on object storage"),

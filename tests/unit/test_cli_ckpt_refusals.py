@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
+from te_fsdp.checkpoint import directory, lazy
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy import Chunked, InMemory, Record, Stored
 from te_fsdp.checkpoint.portable.convert import open_any
@@ -56,14 +57,41 @@ def test_what_the_system_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert listing(tmp_path) == {"a", "file"}
 
 
-def test_nothing_is_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_replaced_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
     for name, way in (("x.pt", []), ("x.safetensors", []), ("x", ["--to", "checkpoint"])):
         target = tmp_path / name
         assert main(["ckpt", "convert", str(source), str(target), *way]) == 0
         assert "exists already" in refuse(capsys, "convert", other, target, *way)
         assert main(["ckpt", "diff", str(source), str(target)]) == 0
+        assert main(["ckpt", "convert", str(other), str(target), *way, "--force"]) == 0
+        assert main(["ckpt", "diff", str(other), str(target)]) == 0
     assert listing(tmp_path) == {"a", "b", "x", "x.pt", "x.safetensors"}, "nothing hidden is left"
+
+
+def test_what_is_replaced_stays_until_the_new_one_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, other = saved(tmp_path / "a"), saved(tmp_path / "b", seed=1)
+    target, words = tmp_path / "x", ["--to", "checkpoint"]
+    for before in ("nothing", "something"):
+        assert main(["ckpt", "convert", str(source), str(target), *words, "--force"]) == 0, before
+    with monkeypatch.context() as patch:
+        patch.setattr(lazy.Lazy, "blocks", lambda self: iter([(0, self.height + 1)]))
+        refuse(capsys, "convert", other, target, *words, "--force")
+    assert main(["ckpt", "diff", str(source), str(target)]) == 0
+    assert listing(tmp_path) == {"a", "b", "x"}, "nothing is left of what failed"
+
+    def killed(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(directory, "remove", killed)
+        with directory.in_place_of(target) as place, directory.new_directory(place) as folder:
+            (folder / "text").write_text("new")
+            patch.setattr(directory, "discard", lambda temporary: None)
+    assert (tmp_path / "x.new" / "x" / "text").read_text() == "new"
+    assert main(["ckpt", "diff", str(source), str(target)]) == 0
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

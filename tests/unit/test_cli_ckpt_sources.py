@@ -315,7 +315,7 @@ def test_names_of_any_script(tmp_path: Path) -> None:
 def test_no_source_is_written_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as itself, inside of it or around it; by relative paths, links and hard links."""
+    """Not as itself, inside of it or around it; by relative paths, links and hard links; with --force or without."""
     folder = tmp_path / "around" / "a"
     torch.save(state(), tmp_path / "s.pt")
     assert main(["ckpt", "convert", str(tmp_path / "s.pt"), str(folder), "--to", "checkpoint"]) == 0
@@ -344,10 +344,11 @@ def test_no_source_is_written_to(
     for source, names in targets:
         for target in names:
             kind = "torch" if str(target).endswith(".pt") else "safetensors"
-            for words in (["convert", source, target, "--to", kind], ["export", source, target]):
-                capsys.readouterr()
-                assert main(["ckpt", *map(str, words)]) == 1, (source, target)
-                assert "a path outside of the source" in capsys.readouterr().err, (source, target)
+            for way in ([], ["--force"]):
+                for words in (["convert", source, target, "--to", kind], ["export", source, target]):
+                    capsys.readouterr()
+                    assert main(["ckpt", *map(str, words), *way]) == 1, (source, target)
+                    assert "a path outside of the source" in capsys.readouterr().err, (source, target)
     assert digest() == before
     assert main(["ckpt", "export", str(folder), str(tmp_path / "around" / "b")]) == 0, (
         "the control: beside it"
