@@ -120,10 +120,7 @@ class CopiedGathers:
     """
 
     def __init__(
-        self,
-        meeting: Memory,
-        make: Callable[[int], Memory],
-        sent_of: Callable[[torch.Tensor], Sequence[str]],
+        self, meeting: Memory, make: Callable[[int], Memory], sent_of: Callable[[torch.Tensor], Sequence[str]]
     ) -> None:
         self.meeting, self.make, self.sent_of = meeting, make, sent_of
         self.staged = 0

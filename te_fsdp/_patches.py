@@ -255,10 +255,7 @@ PATCHES: dict[str, Patch] = {
         "test_main_weights.py",
     ),
     "load": Patch(
-        "`FusedAdam` with main weights of te_fsdp's",
-        "load_state_dict",
-        "does so too",
-        "test_main_weights.py",
+        "`FusedAdam` with main weights of te_fsdp's", "load_state_dict", "does so too", "test_main_weights.py"
     ),
 }
 

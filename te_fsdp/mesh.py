@@ -134,11 +134,7 @@ class Meshes:
 
     @classmethod
     def from_device_mesh(
-        cls,
-        mesh: DeviceMesh,
-        *,
-        names: Mapping[str, str | None] | None = None,
-        pp: DeviceMesh | None = None,
+        cls, mesh: DeviceMesh, *, names: Mapping[str, str | None] | None = None, pp: DeviceMesh | None = None
     ) -> Meshes:
         """Adopt a mesh that exists already; its axes are found by name, in any order.
 

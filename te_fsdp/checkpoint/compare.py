@@ -70,14 +70,6 @@ class Differences:
     #: Of modules, by name (``<module>.<setting>``), harmless ones included.
     settings: dict[str, Difference] = field(default_factory=dict)
 
-    def add(self, kind: str, name: str, detail: str = "") -> None:
-        """Note one tensor."""
-        self.tensors[kind, name] = detail
-
-    def add_optimizer(self, text: str, name: str = WHOLE_OPTIMIZER) -> None:
-        """Note one parameter of the optimizer, or all of it."""
-        self.optimizer[text, name] = None
-
     def names(self) -> set[str]:
         """Tensors that differ."""
         return {name for _, name in self.tensors}
@@ -97,7 +89,7 @@ class Differences:
         left.tensors = {of: detail for of, detail in self.tensors.items() if is_open(of[1])}
         for text, name in self.optimizer:
             if is_open(name, f"optimizer.state.{name}", WHOLE_OPTIMIZER):
-                left.add_optimizer(text, name)
+                left.optimizer[text, name] = None
         return left
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
@@ -157,9 +149,9 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
     saved = {**manifest.parameters, **manifest.buffers}
     here: dict[str, dict[str, Any]] = {**state.described, **state.buffers}
     for name in sorted(here.keys() - saved.keys()):
-        found.add("missing in the checkpoint", name)
+        found.tensors["missing in the checkpoint", name] = ""
     for name in sorted(saved.keys() - here.keys()):
-        found.add("only in the checkpoint", name)
+        found.tensors["only in the checkpoint", name] = ""
     for name in sorted(here.keys() & saved.keys()):
         then, now = saved[name], here[name]
         # Converted files and foreign modules may not know their layouts.
@@ -169,9 +161,9 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
             for index, one in enumerate((then, now)):
                 if one.get("layout") == GROUPED and one["shape"]:
                     shapes[index] += f" of {one['shape'][0]} experts"
-            found.add("with another shape", name, _saved_and_here(*shapes))
+            found.tensors["with another shape", name] = _saved_and_here(*shapes)
         elif layouts[0] != layouts[1] and None not in layouts:
-            found.add("with another layout", name, _saved_and_here(*layouts))
+            found.tensors["with another layout", name] = _saved_and_here(*layouts)
         else:
             _compare_contents(found, name, then, now, name in state.cut_blocks)
     return found
@@ -212,7 +204,7 @@ def _compare_contents(
     plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
     if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
         what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
-        found.add(f"with another {what}", name, _saved_and_here(*both))
+        found.tensors[f"with another {what}", name] = _saved_and_here(*both)
         return
     why = ""
     if formats[0] is not None and formats[0] == formats[1]:
@@ -229,13 +221,13 @@ def _compare_delayed(found: Differences, model: nn.Module, described: dict[str, 
     modules, live = modules_of(model), delayed_modules(model)
     for name, then in described.items():
         if not _te_modules.has_recipe_state(modules.get(name)):
-            found.add("with delayed-scaling state for a module that the model lacks", name)
+            found.tensors["with delayed-scaling state for a module that the model lacks", name] = ""
             continue
         module = modules[name]
         now = of_all_gemms(module, _te_modules.describe_delayed_recipe(module) if name in live else then)
         for key in ("num_gemms", "fp8_format"):
             if then[key] != now[key]:
-                found.add("with another recipe", name, f"{key}: saved {then[key]}, model has {now[key]}")
+                found.tensors["with another recipe", name] = f"{key}: saved {then[key]}, model has {now[key]}"
 
 
 def _settle_scaling(manifest: Manifest, described: dict[str, dict[str, Any]]) -> None:
@@ -257,7 +249,7 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
         if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
             continue
         if f"model.{name}" in cut:
-            found.add("whose rows tensor parallelism has put in another order", name)
+            found.tensors["whose rows tensor parallelism has put in another order", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:
             asked.append(name)
     if asked:

@@ -14,13 +14,7 @@ import torch
 
 import te_fsdp
 from te_fsdp.checkpoint.directory import open_checkpoint
-from te_fsdp.checkpoint.entries import (
-    GROUPED,
-    ExpertPlace,
-    join_experts,
-    of_all_experts,
-    stacked_name,
-)
+from te_fsdp.checkpoint.entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
 from te_fsdp.checkpoint.index import check_index, stored_tensors
 from te_fsdp.checkpoint.lazy import (
     Chunked,
@@ -296,8 +290,7 @@ def _stacked_states(
 def split_experts(contents: Contents) -> Contents:
     """The same contents with weights for each expert, under TransformerEngine's names. Changes nothing.
 
-    Raises:
-        CheckpointError: An optimizer's state of all experts, which has no place under these names.
+    CheckpointError for an optimizer's state of all experts, which has no place under these names.
     """
     totals = {n: d["shape"][0] for n, d in contents.manifest.parameters.items() if d.get("layout") == GROUPED}
     if not totals:

@@ -165,10 +165,7 @@ def new_directory(
     """Yield a hidden directory beside ``target``, or its path for a file, which becomes ``target`` if all goes well.
 
     ``needed`` are the bytes that will be written, for messages. A checkpoint has a manifest, without which nothing
-    appears whole on object storage.
-
-    Raises:
-        CheckpointError: Something lies there already, another process writes it, or it cannot be written.
+    appears whole on object storage. CheckpointError: as :func:`begin`.
     """
     with telling_why(target, needed):
         has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
@@ -186,10 +183,8 @@ def new_directory(
 def in_place_of(target: Path) -> Iterator[Path]:
     """Yield the path for what shall replace ``target``, which stays until that is whole; one process calls this.
 
-    A process that is killed in between leaves it whole, in the directory ``NAME.new``.
-
-    Raises:
-        CheckpointError: It cannot take its place: on object storage, or for what the system says.
+    A process that is killed in between leaves it whole, in the directory ``NAME.new``. CheckpointError: on object
+    storage, or for what the system says.
     """
     if is_remote(target):
         raise CheckpointError(

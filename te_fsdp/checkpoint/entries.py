@@ -153,8 +153,7 @@ def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequenc
 def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]], label: str) -> None:
     """Add descriptions of states of some experts to ``states``, those of others; by name of the state.
 
-    Raises:
-        CheckpointError: The same state of another shape, dtype or value. ``label`` names the tensor of all.
+    CheckpointError for the same state of another shape, dtype or value. ``label`` names the tensor of all.
     """
     for key, described in more.items():
         both = states.setdefault(key, described), described

@@ -42,14 +42,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from te_fsdp import _torch
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
-from te_fsdp.checkpoint.sums import (
-    SummedFile,
-    crc32,
-    open_checked,
-    synced,
-    view_of,
-    without_collector,
-)
+from te_fsdp.checkpoint.sums import SummedFile, crc32, open_checked, synced, view_of, without_collector
 from te_fsdp.errors import CheckpointError, shorten
 
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.

@@ -156,7 +156,7 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     check_optimizer(model, optimizer)
     check_scaled_state(optimizer)
     if manifest.optimizer is None:
-        found.add_optimizer("optimizer: none in the checkpoint")
+        found.optimizer["optimizer: none in the checkpoint", WHOLE_OPTIMIZER] = None
     else:
         compare_optimizer(found, optimizer, manifest.optimizer, state.owned)
     return state, found
@@ -197,7 +197,9 @@ class Filling:
     ) -> None:
         self.source, self.model, self.optimizer, self.stage = source, model, optimizer, stage_of(model)
         self.state, self.found, self.manifest = state, found, source.manifest
-        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
+        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - {
+            name for _, name in found.tensors
+        }
         # In the model's order, which is every rank's: collectives follow it.
         self.names = [n for n in [*state.described, *state.buffers] if n in fitting]
         self.notes: list[str] = list(source.notes)

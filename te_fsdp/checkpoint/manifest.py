@@ -392,9 +392,8 @@ def problems_shown(path: Path, manifest: Manifest) -> list[str]:
         return problems
     try:
         data = metadata_of(path, manifest)
-        if (
-            INDEX in manifest.files
-        ):  # it is read instead, and nobody else looks at the mark, which stands near the end
+        if INDEX in manifest.files:
+            # It is read instead, and nobody else looks at the mark, which stands near the end.
             mark = MARK.search(data, max(0, len(data) - 4096))
             manifest.check_identity(mark and mark[0].decode())
         elif (folder / INDEX).is_file():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import _te, _torch
-from te_fsdp.checkpoint.compare import GROUPS, Differences
+from te_fsdp.checkpoint.compare import GROUPS, WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.entries import (
     Entry,
     add_entry,
@@ -192,17 +192,17 @@ def compare_optimizer(
     """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
     name = type(optimizer).__name__
     if saved["class"] != name:
-        found.add_optimizer(f"optimizer: saved {saved['class']}, this one is {name}")
+        found.optimizer[f"optimizer: saved {saved['class']}, this one is {name}", WHOLE_OPTIMIZER] = None
     here = [{owned[id(p)].key for p in group["params"]} for group in optimizer.param_groups]
     there = [set(group["parameters"]) for group in saved["groups"]]
     if len(here) != len(there):
-        found.add_optimizer(f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS)
+        found.optimizer[f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS] = None
         here, there = [set().union(*here)], [set().union(*there)]
     for index, (now, then) in enumerate(zip(here, there, strict=True)):
         for verb, which in ("missing in", now - then), ("only in", then - now):
             for parameter in sorted(which):
                 text = f"optimizer group {index}: {len(which)} {verb} the checkpoint"
-                found.add_optimizer(text, parameter)
+                found.optimizer[text, parameter] = None
     for one in owned.values():
         states = _own_states(saved, one)
         if states:
@@ -223,7 +223,7 @@ def _compare_states(found: Differences, optimizer: Optimizer, states: States, ow
     for key in sorted(states.keys() ^ expected.keys()):
         where = "only in the checkpoint" if key in states else "not in the checkpoint"
         if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
-            found.add_optimizer(f"optimizer state {key!r} is {where}", name)
+            found.optimizer[f"optimizer state {key!r} is {where}", name] = None
         else:
             made = "left out" if key in states else "made from the loaded weights"
             found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
@@ -236,10 +236,10 @@ def _compare_states(found: Differences, optimizer: Optimizer, states: States, ow
                 found.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
             else:
                 text = f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {wanted}"
-                found.add_optimizer(text, name)
+                found.optimizer[text, name] = None
         shape = tuple(described["shape"])
         if shape not in shapes:
-            found.add_optimizer(f"optimizer state {key!r}: saved shape {shape}", name)
+            found.optimizer[f"optimizer state {key!r}: saved shape {shape}", name] = None
 
 
 def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:

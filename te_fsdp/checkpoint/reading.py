@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import Owned, Part
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, elements_of, open_checked, runs
+from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, elements_of, open_checked
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
@@ -123,7 +123,7 @@ def read_stored(
                 # Sizes of a plain directory's files were compared with its metadata when it was opened.
                 listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
                 with open_checked(path / name, listed, manifest.save_id) as file:
-                    reads = [pool.submit(_read, file, run, into) for run in runs(pieces, _span, _RUN)]
+                    reads = [pool.submit(_read, file, run, into) for run in _runs(pieces)]
                     try:
                         for read in reads:
                             read.result()
@@ -188,8 +188,15 @@ def _overlapping(
             yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
 
 
-def _span(wanted: _Wanted) -> tuple[int, int]:
-    return wanted[0].window.offset, wanted[0].window.length
+def _runs(pieces: list[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Pieces that lie side by side in a file, together up to :data:`_RUN` bytes; larger ones alone."""
+    first = end = cut = 0
+    for at, window in enumerate(piece.window for piece, _ in pieces):
+        if at > cut and (window.offset != end or window.offset + window.length - first > _RUN):
+            yield pieces[cut:at]
+            cut = at
+        first, end = window.offset if at == cut else first, window.offset + window.length
+    yield pieces[cut:]
 
 
 def _read(file: CheckedFile, run: list[_Wanted], into: Staged) -> None:

@@ -370,11 +370,7 @@ def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], s
 
 
 def _complete(
-    handle: SaveHandle,
-    writing: Writing,
-    keep_last: int | None,
-    progress: bool | None,
-    began: float,
+    handle: SaveHandle, writing: Writing, keep_last: int | None, progress: bool | None, began: float
 ) -> None:
     """Write, list, make visible; or raise what has gone wrong on a rank. Collective over the ranks, in any thread."""
     ranks, manifest, target, hidden = writing.ranks, writing.manifest, handle.path, []

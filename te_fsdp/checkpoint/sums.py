@@ -21,11 +21,11 @@ import math
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from zlib_ng.zlib_ng import crc32  # the same sums as zlib's in a fifth of the time
@@ -34,7 +34,6 @@ from te_fsdp.checkpoint.background import flat_rows
 from te_fsdp.checkpoint.paths import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
-T = TypeVar("T")
 _log = logging.getLogger("te_fsdp")
 #: Told the bytes that were just read or written.
 Tick = Callable[[int], None]
@@ -104,10 +103,9 @@ def synced(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def telling_why(target: Path, needed: int | None = None) -> Iterator[None]:
-    """Say what the system has refused to write, of a full disk that it is full.
+    """CheckpointError for what the system refuses to write, of a full disk that it is full.
 
-    Raises:
-        CheckpointError: In the place of the system's error. ``needed`` are the bytes that this process has to write.
+    ``needed`` are the bytes that this process has to write.
     """
     try:
         yield
@@ -243,10 +241,8 @@ def _changed(at: int, length: int) -> DamagedFileError:
 def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[CheckedFile]:
     """A file of a checkpoint, to be compared with its checksums as it is read.
 
-    Files that te_fsdp wrote before format 3 have no table: only their size is known.
-
-    Raises:
-        DamagedFileError: It is not the file that the manifest, with this id of the save, lists.
+    Files that te_fsdp wrote before format 3 have no table: only their size is known. DamagedFileError: it is not the
+    file that the manifest, with this id of the save, lists.
     """
     if listed is None:
         raise DamagedFileError("not listed in the manifest")
@@ -285,8 +281,7 @@ class CheckedFile:
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
         """Fill ``data``, uint8 on the host, with pieces of these lengths from a byte on. Any thread may call this.
 
-        Raises:
-            DamagedFileError: They are not the bytes that were saved, or there are no such pieces.
+        DamagedFileError: they are not the bytes that were saved, or there are no such pieces.
         """
         view, have = view_of(data), 0
         while have < len(view):
@@ -311,18 +306,3 @@ class CheckedFile:
         for at, (length, expected) in pieces.items():
             if _crc(reader, length, tick) != expected:
                 raise _changed(at, length)
-
-
-def runs(items: Iterable[T], span: Callable[[T], tuple[int, int]], most: int) -> Iterator[list[T]]:
-    """Things that lie side by side in a file, in their order there, together up to so many bytes; larger ones alone."""
-    run: list[T] = []
-    first = end = 0
-    for item in items:
-        begin, length = span(item)
-        if run and (begin != end or begin + length - first > most):
-            yield run
-            run = []
-        first, end = (first if run else begin), begin + length
-        run.append(item)
-    if run:
-        yield run

@@ -306,12 +306,7 @@ def _as_json(one: Candidate, machine: Machine | None) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ report
 
 
-def show_report(
-    path: Positional[Path],
-    /,
-    *,
-    as_json: _Json = False,
-) -> int:
+def show_report(path: Positional[Path], /, *, as_json: _Json = False) -> int:
     """Show what a plan (a file of te-fsdp plan --json) or a checkpoint holds, parameter by parameter.
 
     Of a running job call te_fsdp.report(model). Checkpoints: as te-fsdp ckpt inspect, which has more options.

@@ -227,9 +227,7 @@ class LoraLinear(nn.Module, _LoraLayer):
     merge = refused(OrderError, "LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
     # What quantization has rounded away cannot come back.
     unmerge = refused(
-        OrderError,
-        "LoraLinear.unmerge",
-        fix="load the base anew: te_fsdp.checkpoint.load in base_of(model)",
+        OrderError, "LoraLinear.unmerge", fix="load the base anew: te_fsdp.checkpoint.load in base_of(model)"
     )
 
 

@@ -174,9 +174,7 @@ def _check_item(item: ModulePlan) -> None:
         dim = rule.shard_dim if rule is not None and tp_mesh is not None else None
         if parameter is not None and dim is not None and dim >= parameter.ndim:
             raise PlacementError(
-                f"{item.name}: shard dim {dim}",
-                expected=f"{parameter.ndim} dims",
-                got=tuple(parameter.shape),
+                f"{item.name}: shard dim {dim}", expected=f"{parameter.ndim} dims", got=tuple(parameter.shape)
             )
         known = parameter is not None and item.kind is not None
         quantizer = _te.weight_quantizer(item.module, name) if known else None

@@ -43,16 +43,7 @@ from te_fsdp.planning.costs import (
     weights_of,
 )
 from te_fsdp.planning.job import OPTIMIZERS, RECIPES, Job, Sizes, build_model, is_function, workload_of
-from te_fsdp.planning.step import (
-    Machine,
-    Peak,
-    StepTime,
-    Traffic,
-    peak_of,
-    reach_of,
-    step_time,
-    traffic_of,
-)
+from te_fsdp.planning.step import Machine, Peak, StepTime, Traffic, peak_of, reach_of, step_time, traffic_of
 from te_fsdp.sharding.fully_shard import fully_shard
 from te_fsdp.sharding.report import Report, Row, describe
 
@@ -281,13 +272,7 @@ class Candidate:
 
 
 def search(
-    job: Job,
-    *,
-    gpus: int,
-    memory: int,
-    node: int = 8,
-    cp: int = 1,
-    fixed: Mapping[str, int] | None = None,
+    job: Job, *, gpus: int, memory: int, node: int = 8, cp: int = 1, fixed: Mapping[str, int] | None = None
 ) -> list[Candidate]:
     """Plan a job on every mesh of so many GPUs, the best first. Local operation, as :func:`te_fsdp.planning.plan`.
 

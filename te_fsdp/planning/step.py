@@ -277,8 +277,7 @@ class _Memory:
             # One after the other, before anything is released: cast, unless it is there in its dtype already.
             added = self.adding_up(weight)
             self.look(
-                when,
-                reduced_gradients=0 if weight.gradient in (weight.unreduced, added) else weight.gradient,
+                when, reduced_gradients=0 if weight.gradient in (weight.unreduced, added) else weight.gradient
             )
             self.now["unreduced gradients"] -= self.new([weight]) + added
             self.now["reduced gradients"] += 0 if adds else weight.gradient

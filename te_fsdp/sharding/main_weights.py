@@ -45,13 +45,7 @@ from te_fsdp.sharding.main_parameters import (
     move_scales,
     optimizer_shard_in,
 )
-from te_fsdp.sharding.outer_shards import (
-    SINGLE,
-    OptimizerShard,
-    by_kind,
-    optimizer_shard,
-    why_not_bytes,
-)
+from te_fsdp.sharding.outer_shards import SINGLE, OptimizerShard, by_kind, optimizer_shard, why_not_bytes
 from te_fsdp.sharding.state import state_of
 from te_fsdp.step_hooks import held_by
 

@@ -174,8 +174,7 @@ def weights_only(contents: Contents) -> Contents:
 def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
     """Write a checkpoint of te_fsdp, loadable on any mesh; it appears when it is whole. Returns its files.
 
-    Raises:
-        CheckpointError: Something lies at the target, or a tensor cannot be read or written.
+    CheckpointError: something lies at the target, or a tensor cannot be read or written.
     """
     with new_directory(target, needed=contents.bytes, is_checkpoint=True) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)

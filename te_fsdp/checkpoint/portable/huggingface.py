@@ -117,21 +117,10 @@ def export_huggingface(
 ) -> None:
     """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
 
-    Of a model that is there, :func:`save_huggingface` does it without options. Holds one group of tensors at a time
-    besides ``source``.
-
-    Args:
-        source: The model's state dict, or tensors yet to be read: plain tensors of the unsharded model.
-        target: The folder to make; this and what follows as for :func:`save_huggingface`.
-        config: The model's description.
-        blocks: Options of the layers, ``TeBlocks.of(model)``: a state dict does not tell them.
-        names: Names of the model's parts.
-        dtype: Of the files; ``None`` keeps each tensor's.
-        max_file_bytes: Beyond which another file is begun.
-
-    Raises:
-        CheckpointError: Something lies at ``target``; no description; options that are not known; tensors that do not
-            fit it.
+    Of a model that is there, :func:`save_huggingface` does it without options; what is not told here is as there.
+    ``source`` is the model's state dict, or tensors yet to be read: plain tensors of the unsharded model, beside which
+    one group is held at a time. ``blocks`` are the options of the layers, ``TeBlocks.of(model)``: a state dict does not
+    tell them. CheckpointError: something lies at ``target``, options that are not known, tensors that do not fit.
     """
     weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}))
     tensors = weights.lazily(source, to_te=False, dtype=dtype)
@@ -139,12 +128,7 @@ def export_huggingface(
 
 
 def write_huggingface(
-    target: Path,
-    tensors: Mapping[str, Lazy],
-    config: Any,
-    tick: Tick,
-    *,
-    shard_bytes: int,
+    target: Path, tensors: Mapping[str, Lazy], config: Any, tick: Tick, *, shard_bytes: int
 ) -> list[str]:
     """Write a Hugging Face model's folder, whole or not at all. Returns its files. Local operation.
 

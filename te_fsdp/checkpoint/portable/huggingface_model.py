@@ -86,11 +86,7 @@ class TeBlocks:
 
     @classmethod
     def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
-        """Read the options off a model, which may be sharded or on meta. Local operation.
-
-        Raises:
-            CheckpointError: Options that it does not tell, since its parts are of other kinds or names.
-        """
+        """Read the options off a model, sharded or on meta; CheckpointError for those that it does not tell. Local."""
         return known_blocks(cls(), told_by(model), names or TeNames())
 
 
