@@ -43,7 +43,7 @@ PAGES = {
     "docs/errors.md": ["training"],
     "docs/evaluation.md": ["evaluated", "evaluated", "training", "training", "evaluated"],
     "docs/graphs.md": ["microbatched"],
-    "docs/hfsdp.md": ["copies", "hybrid", "hybrid", "averaged"],
+    "docs/hfsdp.md": ["copies", "hybrid"],
     "docs/logging.md": ["logged", "profiled", "on_a_gpu"],
     "docs/megatron.md": ["nothing"],
     "docs/no_shard.md": ["built"],
@@ -165,11 +165,6 @@ class Reader:
         tokens = torch.arange(BATCH * SEQUENCE, device=harness.device()).view(BATCH, SEQUENCE)
         self.names |= {"loader": [(tokens, tokens)], "build_model": OfTokens}
         self.names["model"] = OfTokens(**self.names["meshes"].te_kwargs())
-
-    def averaged(self) -> None:
-        """Under HFSDP, after a backward."""
-        self.hybrid()
-        self.names["loss"](self.names["model"](self.batch())).backward()
 
     def training(self, **options: Any) -> None:
         """A sharded model and its optimizer after a step."""
