@@ -39,8 +39,8 @@ _SLAB = 1 << 28
 _ALIGNMENT = 64
 #: Bytes of a tensor that is stacked with others, and of a stack.
 _SMALL, _STACK = 1 << 16, 1 << 23
-#: Bytes from which memory comes in large pages; maps of memory that follow one another share them.
-_LARGE = 1 << 21
+#: Bytes from which memory comes in large pages; and those of a stretch of it that is given away in parts.
+_LARGE, _STRETCH = 1 << 21, 1 << 25
 #: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
 _HEAD_START = 0.005
 #: Seconds between two drawings of a bar.
@@ -115,6 +115,20 @@ def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
     with suppress(OSError):  # a system that has none gives small ones
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
+
+
+class HostMemory:
+    """New memory on the host for tensors that are kept together, as parts of stretches that come in large pages."""
+
+    def __init__(self) -> None:
+        self._rest = host_memory(0)
+
+    def take(self, count: int) -> torch.Tensor:
+        """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
+        if _aligned(count) > len(self._rest):
+            self._rest = host_memory(max(_aligned(count), _STRETCH))
+        taken, self._rest = self._rest[:count], self._rest[_aligned(count) :]
+        return taken
 
 
 def threads_here(most: int) -> int:

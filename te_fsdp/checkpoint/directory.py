@@ -54,10 +54,7 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
     """Take the lock of a target, remove what killed jobs have left beside it, and make the hidden directory.
 
     One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it. For a file it only
-    returns the path.
-
-    Raises:
-        CheckpointError: Another process writes this target, something lies there already, or it cannot be written.
+    returns the path. CheckpointError: another process writes this target, something lies there, or the system refuses.
     """
     if is_remote(target):
         return _begin_folder(target, is_file)
@@ -84,8 +81,7 @@ def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
 def commit(temporary: Path, target: Path) -> None:
     """Make what was written visible, durably, and give the lock back. One process calls this, after all have written.
 
-    Raises:
-        CheckpointError: Something lies there by now, or another has the lock. :func:`discard` is still to be called.
+    CheckpointError: something lies there by now, or another has the lock. :func:`discard` is still to be called.
     """
     if is_remote(temporary):
         data, manifest = (temporary / FILE_NAME).read_bytes(), cast(Any, target / FILE_NAME)

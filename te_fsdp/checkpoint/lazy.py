@@ -67,8 +67,7 @@ class Lazy:
     def rows(self, first: int, last: int) -> torch.Tensor:
         """Rows ``first`` to ``last`` (exclusive), a contiguous CPU tensor that the caller may change.
 
-        Raises:
-            CheckpointError: They cannot be read; names key and file.
+        CheckpointError, which names key and file, where they cannot be read.
         """
         return self._read(first, last)
 

@@ -213,8 +213,7 @@ class Filling:
     def run(self) -> dict[str, Any]:
         """Read everything, then change the model and its optimizer; gives ``extra``. Collective over the world.
 
-        Raises:
-            CheckpointError: Something cannot be read, on any rank. Nothing has changed.
+        CheckpointError: something cannot be read, on any rank. Nothing has changed.
         """
         conversions, numbers = self._conversions(), self._shared_numbers()
         direct = [name for name in self.names if name not in conversions]

@@ -25,7 +25,7 @@ import torch
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.background import host_memory, threads_here
+from te_fsdp.checkpoint.background import HostMemory, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
@@ -116,14 +116,14 @@ def read_stored(
     manifest: ``names`` are their keys by ours. CheckpointError for files that are not as saved, or lack something.
     """
     by_file = pieces_to_read(path, manifest, index, wanted, names)
-    path = manifest.at(path)
+    path, memory = manifest.at(path), HostMemory()
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             try:
                 # Sizes of a plain directory's files were compared with its metadata when it was opened.
                 listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
                 with open_checked(path / name, listed, manifest.save_id) as file:
-                    reads = [pool.submit(_read, file, run, into) for run in _runs(pieces)]
+                    reads = [pool.submit(_read, file, run, into, memory.take(n)) for run, n in _runs(pieces)]
                     try:
                         for read in reads:
                             read.result()
@@ -188,21 +188,20 @@ def _overlapping(
             yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
 
 
-def _runs(pieces: list[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Pieces that lie side by side in a file, together up to :data:`_RUN` bytes; larger ones alone."""
+def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
+    """Pieces that lie side by side in a file, together up to :data:`_RUN` bytes, and their bytes; larger ones alone."""
     first = end = cut = 0
     for at, window in enumerate(piece.window for piece, _ in pieces):
         if at > cut and (window.offset != end or window.offset + window.length - first > _RUN):
-            yield pieces[cut:at]
+            yield pieces[cut:at], end - first
             cut = at
         first, end = window.offset if at == cut else first, window.offset + window.length
-    yield pieces[cut:]
+    yield pieces[cut:], end - first
 
 
-def _read(file: CheckedFile, run: list[_Wanted], into: Staged) -> None:
-    """Read and check neighbouring pieces, and keep what is wanted of them."""
+def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tensor) -> None:
+    """Read and check neighbouring pieces, in memory for all of them, and keep what is wanted of them."""
     lengths = [piece.window.length for piece, _ in run]
-    data = host_memory(sum(lengths))
     file.read(run[0][0].window.offset, lengths, data)
     # Where there is no table, there may be checksums that torch.save wrote.
     check = file.pieces is None

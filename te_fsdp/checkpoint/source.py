@@ -133,11 +133,8 @@ def open_source(
     """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
 
     All but the path is as :func:`te_fsdp.checkpoint.load` takes it. The model tells which names are of one tensor, the
-    optimizer its class where the files do not.
-
-    Raises:
-        CheckpointError: Nothing whole there, neither ours nor certainly foreign, or ranks that do not see or want the
-            same. All ranks raise it.
+    optimizer its class where the files do not. CheckpointError on all ranks: nothing whole there, neither ours nor
+    certainly foreign, or ranks that do not see the same.
     """
 
     def seen(manifest: Manifest | None) -> int | str | None:

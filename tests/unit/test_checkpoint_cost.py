@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import weakref
 from copy import deepcopy
 from dataclasses import replace
@@ -376,3 +377,21 @@ def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
         assert tensors["model.p0"].chunks[0] is not tensors["model.p1"].chunks[0]
         for at in described.storage_data:
             assert at.offset is tensors[at.fqn].chunks[at.index].offsets
+
+
+def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives it in small pages otherwise, which takes as long as to read as much from a file."""
+    model = torch.nn.ParameterList(
+        torch.randn(400_000) for _ in range(8)
+    )  # each is more than is read together
+    checkpoint.save(tmp_path / "a", model)
+    memory_of_host = importlib.import_module(Block.__module__)
+    asked, host_memory = [], memory_of_host.host_memory
+
+    def counted(count: int, **options: bool) -> torch.Tensor:
+        asked.append(count)
+        return host_memory(count, **options)
+
+    monkeypatch.setattr(memory_of_host, "host_memory", counted)
+    checkpoint.load(tmp_path / "a", model)
+    assert [count for count in asked if count] == [1 << 25], asked
