@@ -37,7 +37,7 @@ _log = logging.getLogger("te_fsdp")
 _SLAB = 1 << 28
 #: Copies begin at multiples of this, so that any dtype is aligned.
 _ALIGNMENT = 64
-#: Bytes of a tensor that is stacked with others, and of a stack.
+#: Bytes of a tensor that is stacked with others, or read into memory of its own; and of a stack.
 _SMALL, _STACK = 1 << 16, 1 << 23
 #: Bytes from which memory comes in large pages; and those of a stretch of it that is given away in parts.
 _LARGE, _STRETCH = 1 << 21, 1 << 25
@@ -125,6 +125,8 @@ class HostMemory:
 
     def take(self, count: int) -> torch.Tensor:
         """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
+        if count <= _SMALL:
+            return host_memory(count)
         if _aligned(count) > len(self._rest):
             self._rest = host_memory(max(_aligned(count), _STRETCH))
         taken, self._rest = self._rest[:count], self._rest[_aligned(count) :]
