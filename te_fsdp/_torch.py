@@ -76,6 +76,11 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
+def specs_of(tensors: Iterable[torch.Tensor]) -> list[DTensorSpec]:
+    """:func:`spec_of` those of several tensors that are DTensors."""
+    return [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
+
+
 def in_dtypes_of(
     gradients: Iterable[torch.Tensor | None], parameters: Iterable[torch.Tensor]
 ) -> list[torch.Tensor | None]:
