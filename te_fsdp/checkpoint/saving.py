@@ -228,12 +228,12 @@ class _Collected:
         """All tensors that have elements."""
         return _stored({**self.state.entries, **self.optimized.entries}) | self.others
 
+    @torch.no_grad()
     def tensors(self) -> list[torch.Tensor]:
         """Those of all pieces of :meth:`entries`, by the numbers that pieces have."""
         if not self.is_known:
             return tensors_of(self.entries())
-        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.leaves]
-        views = ((leaves[at], part) for at, part in self.known.views)
+        views = ((self.leaves[at], part) for at, part in self.known.views)
         found = [leaf if part is None else leaf.as_strided(*part) for leaf, part in views]
         return [*found, *tensors_of(self.others)]
 

@@ -80,6 +80,7 @@ class Writing:
         """Bytes that this rank writes."""
         return sum(block.bytes for block in self.own)
 
+    @torch.no_grad()  # which takes less than to detach many small tensors one by one
     def copy(self, staging: Staging) -> None:
         """Copy what this rank writes to the host, let the model's go; what goes wrong is raised by :meth:`write`."""
         try:
@@ -95,6 +96,7 @@ class Writing:
             return iter(self.copies)
         return ((block.keys, rows) for block, rows in background().staging.through(self.own))
 
+    @torch.no_grad()
     def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
         """Write this rank's part, synced to disk; the plan's places, unless known, and what is listed. Local."""
         if self.problem is not None:
