@@ -270,12 +270,12 @@ def check_replicas(ranks: Ranks, plan: Plan, tensors: list[torch.Tensor]) -> Non
     """
     if ranks.size == 1:
         return
-    sums: dict[int, int] = {}
 
-    def digests() -> dict[int, int]:
-        shared = {number: at for own in plan.groups.values() for number, at in own.items()}
-        sums.update(zip(shared, checksums(tensors[at] for at in shared.values()), strict=True))
-        return {group: digest(repr([sums[number] for number in own])) for group, own in plan.groups.items()}
+    def of_groups() -> dict[int, int]:
+        return {group: checksum(tensors[at] for at in own.values()) for group, own in plan.groups.items()}
+
+    def of_pieces() -> dict[int, int]:
+        return {number: checksum([tensors[at]]) for own in plan.groups.values() for number, at in own.items()}
 
     def refuse(seen: list[dict[int, int]]) -> list[None]:
         differing: dict[str, set[tuple[int, int]]] = {}
@@ -296,8 +296,8 @@ def check_replicas(ranks: Ranks, plan: Plan, tensors: list[torch.Tensor]) -> Non
             "that every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
         )
 
-    if ranks.round(digests, lambda seen: [bool(_unlike(seen))] * len(seen)):
-        ranks.round(lambda: sums, refuse)
+    if ranks.round(of_groups, lambda seen: [bool(_unlike(seen))] * len(seen)):
+        ranks.round(of_pieces, refuse)
 
 
 def _unlike(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
@@ -312,17 +312,13 @@ def _unlike(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
     return found
 
 
-def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Checksum of each tensor's bytes: CRC-32 on the host, on a device weighted sums, fetched all at once."""
-    sums: dict[int, int] = {}
-    elsewhere: list[tuple[list[int], torch.Tensor]] = []
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """One number for the bytes of tensors: CRC-32 on the host, on a device weighted sums, fetched all at once."""
+    sums, elsewhere = list[int](), list[torch.Tensor]()
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())
         if block.is_here:
-            view, size = view_of(rows.view(torch.uint8).view(-1)), block.tensors[0].nbytes
-            sums.update((key, crc32(view[at * size :][:size])) for at, key in enumerate(block.keys))
+            sums.append(crc32(view_of(rows.view(torch.uint8).view(-1))))
         else:
-            elsewhere.append((block.keys, row_checksums(rows)))
-    fetched = torch.cat([found for _, found in elsewhere]).tolist() if elsewhere else []
-    sums.update(zip((key for keys, _ in elsewhere for key in keys), fetched, strict=True))
-    return [sums[number] for number in range(len(sums))]
+            elsewhere.append(row_checksums(rows))
+    return digest(repr([*sums, *(torch.cat(elsewhere).tolist() if elsewhere else [])]))
