@@ -102,7 +102,7 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     # length is not that of a plain one, which is looked at again when it is read.
     if not pieces or not (first := pieces[0]).dtype.is_floating_point:
         return tensor
-    is_plain = first.window.length == frame_of(first.dtype, first.shape).length
+    is_plain = first.bytes < first.window.length == frame_of(first.dtype, first.shape).length
     if is_plain or not isinstance(first.found, Quantized):
         return tensor
     if len(pieces) > 1:

@@ -241,6 +241,27 @@ def test_metadata_that_does_not_say_all(tmp_path: Path, lost: str) -> None:
         open_any(tmp_path / "d")
 
 
+@pytest.mark.parametrize("length", [-1, 0])
+def test_lengths_that_none_has(tmp_path: Path, length: int) -> None:
+    """To the end of the file, another one's number would be an option's, and the optimizer be left."""
+    dcp.save({"model": state(), "lr": 0.5}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
+    next(lie for index, lie in metadata.storage_data.items() if index.fqn == "lr").length = length
+    (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"lr: no {length} bytes of its own at byte"):
+        open_any(tmp_path / "d")
+
+
+def test_a_shape_beyond_all_memory(tmp_path: Path) -> None:
+    dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
+    told = metadata.state_dict_metadata["model.a.weight"]
+    told.size = told.chunks[0].sizes = torch.Size([2**31, 2**31])
+    (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"model\.a\.weight: its bytes in .*got \(\(300, 7\)"):
+        open_any(tmp_path / "d").value("a.weight").rows(0, 1)
+
+
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
     """torch writes 0 where they were switched off, as te_fsdp did into its files before version 0.2."""
     before = torch.serialization.get_crc32_options()
