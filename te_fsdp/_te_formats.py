@@ -23,12 +23,13 @@ import collections
 import functools
 import io
 import pickle
+import pickletools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
-from typing import IO, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -261,16 +262,27 @@ class UnknownNameError(pickle.UnpicklingError):
     """A pickle that wants something of no known name; the text is the name."""
 
 
+def check_numbers(data: bytes) -> None:
+    """UnpicklingError for a number of an object beyond the pickle's bytes: of that length Python makes its table."""
+    for code, number, _ in pickletools.genops(data):
+        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
+            raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")
+
+
 class TableUnpickler(pickle.Unpickler):
-    """Knows the names of a table. ``load_storage`` makes what a pickled tensor's bytes are."""
+    """Knows the names of a table. ``load_storage`` makes what a pickled tensor's bytes are.
+
+    UnpicklingError: see :func:`check_numbers`.
+    """
 
     def __init__(
         self,
-        stream: IO[bytes],
+        data: bytes,
         known: Mapping[str, Any],
         load_storage: Callable[[torch.dtype, str], Any] | None = None,
     ) -> None:
-        super().__init__(stream)
+        check_numbers(data)
+        super().__init__(io.BytesIO(data))
         self.known, self.load_storage = known, load_storage
 
     def find_class(self, module: str, name: str) -> Any:
@@ -424,7 +436,7 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
     if not data:
         return None
     try:
-        state = TableUnpickler(io.BytesIO(data), _ENTRIES).load()
+        state = TableUnpickler(data, _ENTRIES).load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
             raise pickle.UnpicklingError("no recipe of delayed scaling")
         if "scale_fwd" not in state:

@@ -179,8 +179,7 @@ def new_directory(
 def in_place_of(target: Path) -> Iterator[Path]:
     """Yield the path for what shall replace ``target``, which stays until that is whole; one process calls this.
 
-    A process that is killed in between leaves it whole, in the directory ``NAME.new``. CheckpointError: on object
-    storage, or for what the system says.
+    Killed on the way, both lie whole in ``NAME.new``. CheckpointError: on object storage, or what the system refuses.
     """
     if is_remote(target):
         raise CheckpointError(
@@ -192,9 +191,10 @@ def in_place_of(target: Path) -> Iterator[Path]:
     with telling_why(target):
         try:
             yield beside / target.name
-            remove(target)
+            os.rename(target, old := _hidden_name(beside / target.name, _REMOVING, Owner.new()))
             os.rename(beside / target.name, target)
             sync(target.parent)
+            remove(old)
         finally:
             with suppress(OSError):  # it is not empty, or was never made
                 beside.rmdir()

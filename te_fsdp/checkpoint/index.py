@@ -13,8 +13,7 @@ Tensors are cut regularly, so these differences repeat, and all of it takes some
 blocks of the tensors that it wants, and keeps their rows.
 
 Checkpoints from before there was an index, and plain DCP directories, which have no checksum, are read by their
-``.metadata``. What is damaged is not believed: names that metadata does not have are refused, and so are numbers of
-objects that are larger than the file, for which Python's unpickler would make a table of that length.
+``.metadata``. What is damaged is not believed, and names that metadata does not have are refused.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ import io
 import json
 import math
 import pickle
-import pickletools
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -40,6 +38,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from te_fsdp import _torch
+from te_fsdp._te_formats import check_numbers
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
 from te_fsdp.checkpoint.sums import SummedFile, crc32, open_checked, synced, view_of, without_collector
@@ -193,6 +192,10 @@ class Index:
     #: compared with its checksums; it raises CheckpointError
     rows: Callable[[Iterable[str]], Iterator[tuple[str, Rows]]]
 
+    def __post_init__(self) -> None:
+        if untold := [k for k, (_, dtype) in self.tensors.items() if not isinstance(dtype, torch.dtype)]:
+            raise TypeError(f"no dtype of {untold[0]}")
+
     @classmethod
     def of(cls, metadata: Metadata) -> Index:
         """From DCP's metadata, in memory."""
@@ -211,10 +214,7 @@ class Index:
                     found.append((*place, *chunk.offsets, *chunk.sizes))
                 yield key, np.array(found, dtype=np.int64).reshape(len(found), -1)
 
-        described = {k: (tuple(m.size), m.properties.dtype) for k, m in saved.items()}
-        if untold := [k for k, (_, dtype) in described.items() if not isinstance(dtype, torch.dtype)]:
-            raise TypeError(f"no dtype of {untold[0]}")
-        return cls(described, list(files), rows)
+        return cls({k: (tuple(m.size), m.properties.dtype) for k, m in saved.items()}, [*files], rows)
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
@@ -226,14 +226,6 @@ def read_index(path: Path, manifest: Manifest) -> Index:
     if INDEX not in manifest.files:
         with unreadable(path, DCP_METADATA):
             return Index.of(read_metadata(path, manifest))
-    file, listed = manifest.at(path) / INDEX, manifest.files[INDEX]
-    with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
-        lengths = [length for length, _ in (stream.pieces or {}).values()]
-        data = stream.read(0, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
-        *packed, head = map(view_of, data.split(lengths))
-        body = json.loads(bytes(head))
-        heads = [[(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]]
-        blocks = list(zip(packed, heads, strict=True))
 
     def rows(keys: Iterable[str]) -> Iterator[tuple[str, Rows]]:
         wanted = set(keys)
@@ -242,7 +234,15 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                 if any(head[0] in wanted for head in own):
                     yield from (found for found in _unpack(block, own) if found[0] in wanted)
 
-    return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
+    file, listed = manifest.at(path) / INDEX, manifest.files[INDEX]
+    with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
+        lengths = [length for length, _ in (stream.pieces or {}).values()]
+        data = stream.read(0, lengths, torch.empty(sum(lengths), dtype=torch.uint8, device="cpu"))
+        *packed, head = map(view_of, data.split(lengths))
+        body = json.loads(bytes(head))
+        heads = [[(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]]
+        blocks = list(zip(packed, heads, strict=True))
+        return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
 
 
 def files_in(path: Path) -> Callable[[str], Path]:
@@ -365,9 +365,7 @@ def unpickle_metadata(data: bytes) -> Metadata:
     Raises:
         pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged.
     """
-    for code, number, _ in pickletools.genops(data):
-        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
-            raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")
+    check_numbers(data)
     unpickler, changed, nothing = _Unpickler(data), [], object()
     try:
         with without_collector():

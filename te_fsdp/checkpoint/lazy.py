@@ -248,13 +248,9 @@ class Chunked(Lazy):
 
     def __post_init__(self) -> None:
         boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
-        have = sum(math.prod(sizes) for _, sizes in boxes)
-        fits = all(len(at) == len(self.shape) for box in boxes for at in box)
-        if (
-            have != math.prod(self.shape)
-            or not fits
-            or (boxes and not is_tiling(self.shape, np.array(boxes, dtype=np.int64)))
-        ):
+        have, dims = sum(math.prod(sizes) for _, sizes in boxes), len(self.shape)
+        fits = have == math.prod(self.shape) and all(len(at) == dims for box in boxes for at in box)
+        if not fits or (boxes and not is_tiling(self.shape, np.array(boxes, dtype=np.int64))):
             raise CheckpointError(
                 f"{self.key}: stored pieces",
                 expected=f"pieces that cover {self.shape} once",
@@ -362,10 +358,8 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("metadata that is no text")
         tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
-        end = 8 + length
-        for record in sorted(
-            (tensor.record for tensor in tensors.values()), key=lambda record: record.offset
-        ):
+        records, end = [tensor.record for tensor in tensors.values()], 8 + length
+        for record in sorted(records, key=lambda record: record.offset):
             if record.offset != end and record.count:
                 raise DamagedFileError(f"{record.label} begins at byte {record.offset} instead of {end}")
             end = max(end, record.offset + record.count)

@@ -72,7 +72,9 @@ def place_of(path: str | os.PathLike[str] | Path) -> Path:
     if found is None:
         return Path(text)
     scheme, rest = found.groups()
-    return Path(rest) if scheme in ("file", "local") else cast(Any, RemotePath(f"{scheme}://{rest}"))
+    if scheme in ("file", "local"):
+        return Path(rest if "://" in text else f"/{rest}")
+    return cast(Any, RemotePath(f"{scheme}://{rest}"))
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp._te_formats import Quantized, read_extra_state, unreadable_state
+from te_fsdp._te_formats import Quantized, UnknownNameError, read_extra_state, unreadable_state
 from te_fsdp.checkpoint.contents import (
     DCP_KIND,
     MANIFEST_KEY,
@@ -70,6 +70,8 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
         try:
             leaves[key] = window.objects()
         except CheckpointError as error:
+            if not isinstance(error.__cause__, UnknownNameError):  # it is damaged
+                raise
             leaves[key] = error
         if isinstance(leaves[key], torch.Tensor | Quantized):
             leaves[key] = CheckpointError(f"{key}: a tensor inside of another object")
@@ -100,7 +102,7 @@ def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
     # length is not that of a plain one, which is looked at again when it is read.
     if not pieces or not (first := pieces[0]).dtype.is_floating_point:
         return tensor
-    is_plain = first.window.length == frame_of(first.dtype, first.shape).length
+    is_plain = first.bytes < first.window.length == frame_of(first.dtype, first.shape).length
     if is_plain or not isinstance(first.found, Quantized):
         return tensor
     if len(pieces) > 1:
@@ -308,6 +310,8 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
     of each group (torch writes them if the optimizer was given named parameters); with one group also by their order,
     if their number and the shapes of their state fit, and the file keeps an order.
     """
+    # What is damaged is not left: options are read here.
+    state = with_leaves(state, lambda v, key: _option(v) if key.startswith("param_groups.") else v)
     try:
         described, tensors = _read_optimizer(contents, _nested(state), choices)
     except (CheckpointError, TypeError, KeyError, ValueError, AttributeError) as error:
@@ -333,7 +337,6 @@ def _nested(state: Any) -> Any:
         (states if kind == "state" else options).setdefault(name, {})[last] = value
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
-        own = {key: _option(value) for key, value in own.items()}
         alike = [names for known, names in groups if known == own]
         alike[0].append(name) if alike else groups.append((own, [name]))
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
@@ -364,7 +367,7 @@ def _read_optimizer(
                 tensors[f"optimizer.state.{name}.{key}"] = value
             elif value is not None:
                 states.setdefault(name, {})[key] = {"value": encode(value, f"{key} of {name}")[0]}
-    own = [{k: _option(v) for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+    own = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
     described_groups = [
         {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
         for group, options in zip(groups, own, strict=True)

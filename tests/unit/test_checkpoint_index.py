@@ -19,6 +19,7 @@ from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadat
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.reading import pieces_to_read
 from te_fsdp.checkpoint.writing import Held, divide
+from te_fsdp.errors import CheckpointError
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 
 RANKS, SHAPES = 6, [(), (13,), (12, 5), (4, 6, 3), (7, 2)]
@@ -140,6 +141,42 @@ def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str
     (path / MANIFEST).write_bytes(sealed(body))
     error = loaded_or_error(path, *training(1))
     assert re.search(text, error), error
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"files": None},
+        {"blocks": [[[[], [2], "float32", 1]]]},
+        {"blocks": [[["model.0.bias", [5], "Tensor", 1]]]},
+    ],
+    ids=["none", "no files", "no name", "no dtype"],
+)
+def test_nonsense_with_right_checksums(
+    saves: tuple[Path, Path], tmp_path: Path, change: dict[str, Any]
+) -> None:
+    path = tmp_path / "a"
+    shutil.copytree(saves[0], path)
+    body, data = json.loads((path / MANIFEST).read_text()), (path / INDEX).read_bytes()
+    begin = data.index(b'{"files"')
+    with (path / INDEX).open("wb") as raw:
+        file = sums.SummedFile(raw)
+        file.add([data[:begin]])
+        file.add([json.dumps({**json.loads(data[begin : body["files"][INDEX][2]]), **change}).encode()])
+        body["files"][INDEX] = file.finish(INDEX, body["save_id"])
+    del body["digest"]
+    (path / MANIFEST).write_bytes(sealed(body))
+    for error in (loaded_or_error(path, *training(1)), error_of_verifying(path)):
+        assert bool(error) == bool(change), "the control loads"
+
+
+def error_of_verifying(path: Path) -> str:
+    try:
+        checkpoint.verify(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def test_a_checkpoint_from_before_there_was_one(saves: tuple[Path, Path], tmp_path: Path) -> None:

@@ -266,6 +266,7 @@ def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch:
 def test_paths() -> None:
     assert str(place_of(Path("s3://bucket/x/"))) == str(place_of("s3://bucket/x")) == "s3://bucket/x"
     assert place_of("file:///x/y") == Path("/x/y") and absolute("x") == Path.cwd() / "x"
+    assert place_of(Path("file:///x/y")) == Path("/x/y"), "of which a Path has one slash"
     assert place_of("a:/b") == Path("a:/b") and place_of("s3:/b") == Path("s3:/b")
     path = place_of("s3://bucket/x.pt")
     assert (path.name, path.suffix, str(path.parent)) == ("x.pt", ".pt", "s3://bucket")

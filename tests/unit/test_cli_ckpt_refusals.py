@@ -82,16 +82,35 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(
     assert main(["ckpt", "diff", str(source), str(target)]) == 0
     assert listing(tmp_path) == {"a", "b", "x"}, "nothing is left of what failed"
 
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
+    rename = os.rename
+
+    def killed(path: Path, to: Path) -> None:
+        if path == target:
+            raise KeyboardInterrupt
+        rename(path, to)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(directory, "remove", killed)
+        patch.setattr(os, "rename", killed)
         with directory.in_place_of(target) as place, directory.new_directory(place) as folder:
             (folder / "text").write_text("new")
             patch.setattr(directory, "discard", lambda temporary: None)
     assert (tmp_path / "x.new" / "x" / "text").read_text() == "new"
     assert main(["ckpt", "diff", str(source), str(target)]) == 0
+
+
+def test_what_cannot_be_removed_is_replaced_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount in it, or another user's files: it is out of the way before its first file goes."""
+    source, target = saved(tmp_path / "a"), saved(tmp_path / "x", seed=1)
+    gone, remove = list[Path](), directory.remove
+    monkeypatch.setattr(
+        directory, "remove", lambda path: gone.append(path) if path.exists() else remove(path)
+    )
+    assert main(["ckpt", "convert", str(source), str(target), "--to", "checkpoint", "--force"]) == 0
+    assert main(["ckpt", "diff", str(source), str(target)]) == 0
+    assert [path.parent for path in gone] == [tmp_path / "x.new"]
+    assert main(["ckpt", "diff", str(source), str(gone[0].rename(tmp_path / "old"))]) == 1, "whole until then"
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from te_fsdp.checkpoint.portable.convert import open_any
+from te_fsdp.checkpoint.torch_files import Window
 from te_fsdp.cli import ckpt, main
 from te_fsdp.errors import CheckpointError
 
@@ -160,6 +161,105 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
         read()
     file.write_bytes(good)
     assert read().keys() == whole.keys(), "the control"
+
+
+@pytest.mark.parametrize("kind", ["torch", "DCP"])
+def test_damaged_options_are_no_reason_to_leave_the_optimizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """What a file holds beside tensors, or in tensors of one number, is read before, and a damage there is one."""
+    model = torch.nn.Linear(3, 2)
+    rate = torch.tensor(0.3728)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    source = file = tmp_path / "source"
+    if kind == "torch":
+        torch.save(tree, source)
+        numbers = [rate]
+    else:
+        group = {**tree["optimizer"]["param_groups"][0], "params": ["weight", "bias"]}
+        tree["optimizer"] = {"state": {}, "param_groups": [group]}
+        dcp.save(tree, checkpoint_id=source, no_dist=True)
+        file = next(source.glob("*.distcp"))
+        numbers = [rate, b"G?\xef\xf7\xce\xd9\x16\x87+"]  # and the betas, in a pickle
+    good = file.read_bytes()
+    for number in numbers:
+        place = good.index(number.numpy().tobytes() if isinstance(number, torch.Tensor) else number)
+        flipped(file, place + 2)
+        assert main(["ckpt", "convert", str(source), str(tmp_path / "t"), "--to", "checkpoint"]) == 1
+        assert "CRC-32" in capsys.readouterr().err and not (tmp_path / "t").exists()
+        file.write_bytes(good)
+    assert main(["ckpt", "convert", str(source), str(tmp_path / "t"), "--to", "checkpoint"]) == 0
+    assert "optimizer: taken, AdamW" in capsys.readouterr().out
+
+
+def test_two_members_of_one_name(tmp_path: Path) -> None:
+    """Python's zipfile takes the last, torch.load the first."""
+    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
+    assert open_any(tmp_path / "a.pt").value("w").whole().tolist() == [1, 1, 1]
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        archive.writestr("a/data/0", bytes(12))
+    assert torch.load(tmp_path / "a.pt")["w"].tolist() == [1, 1, 1]
+    with pytest.raises(CheckpointError, match="BadZipFile: a/data/0 at byte"):
+        open_any(tmp_path / "a.pt")
+
+
+class Large:
+    def __reduce__(self) -> tuple[type, tuple[int]]:
+        return bytearray, (3 << 30,)
+
+
+@pytest.mark.parametrize(
+    ("pickled", "text"),
+    [
+        (b"\x80\x02}r\xff\xff\xff\x0f.", "object number 268,435,455 in a pickle of 9 bytes"),
+        (pickle.dumps({"w": Large()}, 2), "bytes-like object is required, not 'int'"),
+        (pickle.dumps({"w": bytearray(b"a\xff")}, 2), ""),
+        (pickle.dumps({"w": bytearray(b"a\xff"), "v": bytearray()}, 4), ""),
+    ],
+    ids=["numbers", "bytes", "a good one", "a newer one"],
+)
+def test_pickles_that_would_fill_the_memory(tmp_path: Path, pickled: bytes, text: str) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
+        archive.writestr("a/data.pkl", pickled)
+    if text:
+        with pytest.raises(CheckpointError, match=text):
+            Window(tmp_path / "a.pt").objects()
+    else:
+        assert Window(tmp_path / "a.pt").objects()["w"] == b"a\xff"
+
+
+@pytest.mark.parametrize("lost", ["state_dict_metadata", "planner_data"])
+def test_metadata_that_does_not_say_all(tmp_path: Path, lost: str) -> None:
+    """A tensor that has a place in a file and no shape, or no place in the nested dict."""
+    dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    assert len(open_any(tmp_path / "d").names) == 5, "the control"
+    metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
+    del getattr(metadata, lost)["model.a.bias"]
+    (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"not all is said of model\.a\.bias"):
+        open_any(tmp_path / "d")
+
+
+@pytest.mark.parametrize("length", [-1, 0])
+def test_lengths_that_none_has(tmp_path: Path, length: int) -> None:
+    """To the end of the file, another one's number would be an option's, and the optimizer be left."""
+    dcp.save({"model": state(), "lr": 0.5}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
+    next(lie for index, lie in metadata.storage_data.items() if index.fqn == "lr").length = length
+    (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=f"lr: no {length} bytes of its own at byte"):
+        open_any(tmp_path / "d")
+
+
+def test_a_shape_beyond_all_memory(tmp_path: Path) -> None:
+    dcp.save({"model": state()}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
+    told = metadata.state_dict_metadata["model.a.weight"]
+    told.size = told.chunks[0].sizes = torch.Size([2**31, 2**31])
+    (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"model\.a\.weight: its bytes in .*got \(\(300, 7\)"):
+        open_any(tmp_path / "d").value("a.weight").rows(0, 1)
 
 
 def test_files_without_checksums_are_read(tmp_path: Path) -> None:
