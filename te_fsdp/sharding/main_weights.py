@@ -270,7 +270,7 @@ def set_main_weight(
 
     Nothing where there is none; ``make`` makes TE's FusedAdam begin the state of a quantized weight, zero moments
     included, as its next step would: the weight has less than ``value``, float32 of the local shape, of which it was
-    made (``None``: it is what the parameter holds).
+    made (``None``: it is what the parameter holds). Main weights below fp32 follow the weight alone.
     """
     quantized = _te.is_quantized(local)
     if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
@@ -283,7 +283,8 @@ def set_main_weight(
     if main.dtype == torch.int16:
         main.zero_()  # what another weight lacked: this one is all there is
         return
-    if value is None:
+    # Rounded twice, to fp16 first, a value may come to another weight.
+    if value is None or main.dtype != torch.float32:
         value = local.dequantize(dtype=torch.float32) if quantized else local.detach()  # type: ignore[operator]
     shard = optimizer_shard_in(optimizer, parameter)
     if main.dtype == torch.float32:
