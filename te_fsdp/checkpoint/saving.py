@@ -376,8 +376,8 @@ def _complete(
     ranks, manifest, target, hidden = writing.ranks, writing.manifest, handle.path, []
 
     def mine() -> tuple[Any, Listed]:
-        bar = bytes_bar(f"saving {target.name}", writing.bytes, progress)
-        with telling_why(target, writing.bytes), bar as tick:
+        bar = bytes_bar(f"saving {target.name}", handle.bytes, progress)
+        with telling_why(target, handle.bytes), bar as tick:
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, Listed]]) -> list[None]:
