@@ -330,7 +330,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         for index, place in sorted(metadata.storage_data.items(), key=order):
             name, begin = place.relative_path, place.offset
             if begin < ends.get(name, begin):
-                raise ValueError(f"{index.fqn} at byte {begin} of {name}, where another piece is")
+                raise ValueError(f"{index.fqn} at byte {begin} of {name}, as another piece (safetensors?)")
             ends[name] = begin + place.length
             window = Window(file_of(name), index.fqn, begin, place.length)
             windows.setdefault(window.key, []).append(window)

@@ -59,9 +59,7 @@ def resolve(path: Path) -> tuple[Path, str]:
     """
     path = place_of(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
-        raise CheckpointError(
-            f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
-        )
+        raise CheckpointError(f"{path}: was not finished", expected="a whole one", fix="take the one before")
     if path.is_dir():
         if has_manifest(path):
             return path, CHECKPOINT
@@ -149,9 +147,8 @@ def transformed(
     notes = list(contents.notes)
     if dequantize and manifest.delayed:
         # A history belongs to a quantized weight's scale; activations get theirs in the first steps.
-        notes.append(
-            f"delayed-scaling state of {len(manifest.delayed)} module(s): left, weights are high precision"
-        )
+        count = len(manifest.delayed)
+        notes.append(f"delayed-scaling state of {count} module(s): left, weights are high precision")
         manifest.delayed = {}
         tensors = {k: t for k, t in tensors.items() if not k.startswith("delayed.")}
     return replace(contents, manifest=manifest, tensors=tensors, notes=notes), sources
@@ -332,9 +329,7 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
     gap = (a - b).abs().double()[differs]
     largest = torch.maximum(a.abs(), b.abs()).double()[differs]
     gap = torch.where(gap.isfinite(), gap, torch.inf)
-    relative = torch.where(
-        gap.isfinite() & (largest > 0), gap / largest, torch.where(gap > 0, torch.inf, 0.0)
-    )
+    relative = torch.where(gap.isfinite(), gap / largest, torch.inf)  # unequal, so that one is not 0
     found.elements += int(differs.sum())
     found.max_abs = max(found.max_abs, float(gap.max()))
     found.max_rel = max(found.max_rel, float(relative.max()))
