@@ -301,9 +301,7 @@ def read_manifest(directory: Path) -> Manifest:
         others = (DCP_METADATA, INDEX)  # whose readers look themselves
         untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
-            raise InvalidError(
-                f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!r}"
-            )
+            raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
         if untold and manifest.save_id:
             raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
         return manifest

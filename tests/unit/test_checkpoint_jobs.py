@@ -37,6 +37,25 @@ def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -
         checkpoint.verify(run / name)
 
 
+def test_what_lies_above_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes `link/..` as the system does: what was saved there is found there."""
+    (tmp_path / "disk" / "job").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "link").symlink_to(tmp_path / "disk" / "job")
+    monkeypatch.chdir(tmp_path / "home")
+    handle = checkpoint.save("link/../run/step-1", nn.Linear(2, 2))
+    assert handle.path == tmp_path / "disk" / "run" / "step-1" and names(tmp_path / "home") == ["link"]
+    newest = checkpoint.latest("link/../run")
+    assert newest is not None and newest.samefile(handle.path)
+    checkpoint.load(newest, nn.Linear(2, 2))
+    checkpoint.verify("../disk/run/../run/step-1/")
+    with pytest.raises(CheckpointError, match="step-1: exists already"):
+        checkpoint.save(tmp_path / "disk" / "run" / "step-1", nn.Linear(2, 2))
+    assert checkpoint.save("./step-2/", nn.Linear(2, 2)).path == tmp_path / "home" / "step-2", (
+        "a link's own stays"
+    )
+
+
 def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
     """Do something between a job's last look at its target and the rename to it."""
     rename = os.rename
