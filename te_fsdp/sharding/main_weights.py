@@ -252,9 +252,13 @@ def lend_main_weights(step: Step) -> None:
 def keeping_main_weights(
     parameters: Iterable[torch.Tensor], given: Optimizer | None = None
 ) -> list[Optimizer]:
-    """Optimizers but the ``given`` one, that is loaded, whose next step would put weights of before back. Local."""
-    found = optimizers_of(parameters)
-    return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
+    """Optimizers but the ``given`` one, that is loaded, whose next step would put weights of before back. Local.
+
+    Nor what it is a wrapper around, as accelerate's is: that has the same state.
+    """
+    loaded = None if given is None else given.state
+    found = [o for o in optimizers_of(parameters) if o is not given and o.state is not loaded]
+    return [o for o in found if any(MAIN in state for state in o.state.values())]
 
 
 @torch.no_grad()

@@ -228,5 +228,46 @@ def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: 
     assert_same(values(model), now)
 
 
+class Accelerated(torch.optim.Optimizer):
+    """As accelerate's wrapper: another object with the state and the groups of the optimizer within."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "Float8CurrentScaling"], indirect=True)
+@pytest.mark.parametrize("kind", ["fused", "adamw"])
+def test_an_optimizer_within_a_wrapper_is_the_given_one(
+    te: Any, recipe: Any, kind: str, tmp_path: Path
+) -> None:
+    """Its main weights are loaded, and not made of the weights, which have less; a control has others."""
+    source, (optimizer,) = trained(te, recipe, kind)
+    checkpoint.save(tmp_path / "a", source, Accelerated(optimizer))
+    expected = [state[MAIN] for state in optimizer.state.values()]
+    for steps in (0, 2):
+        model = build(te, recipe, seed=2)
+        (own,) = OPTIMIZERS[kind](model)
+        for _ in range(steps):
+            step(model, [own])
+        loaded = checkpoint.load(tmp_path / "a", model, Accelerated(own))
+        assert not [note for note in loaded.notes if "not given" in note]
+        found = [state[MAIN] for state in own.state.values()]
+        assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+    checkpoint.load(tmp_path / "a", model)
+    assert not any(map(torch.equal, (state[MAIN] for state in own.state.values()), expected))
+
+
 def _stop(*args: Any, **how: Any) -> None:
     raise RuntimeError("stopped")
