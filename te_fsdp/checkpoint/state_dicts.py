@@ -147,7 +147,7 @@ def _is_extra(name: Any) -> bool:
 
 def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     inner = [*tree.values()] if isinstance(tree, dict) and choices.key is None else []
-    if len(inner) == 1 and isinstance(inner[0], dict) and not tree.keys() & {*_MODEL_KEYS, *_OPTIMIZER_KEYS}:
+    if len(inner) == 1 and isinstance(inner[0], dict) and inner[0].keys() & {*_MODEL_KEYS}:
         # One object under a name of its own, as the {"app": AppState(...)} of torch's tutorials.
         return _from_tree(path, kind, inner[0], choices)
     where, state = _find_model(path, tree, choices.key)
