@@ -127,7 +127,7 @@ def load(
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
-    source, model = absolute(path), as_one(model, optimizer)
+    source, (model, optimizer) = absolute(path), as_one(model, optimizer)
     # Of a stage another name, lest ranks with and without one wait.
     call = "checkpoint.load" + (" (a stage)" if stage_of(model) else "")
     with collective_call(call), without_collector():

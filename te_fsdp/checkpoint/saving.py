@@ -303,7 +303,7 @@ def _prepare(
     shared: Iterable[str],
 ) -> Writing:
     """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks."""
-    model = as_one(given, optimizer)
+    model, optimizer = as_one(given, optimizer)
     found, begun = list[_Collected](), list[Path]()
     before: _Known | None = background().plans.get(model)
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):

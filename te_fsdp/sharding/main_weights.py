@@ -100,6 +100,13 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     refuse_unfit(optimizer, held)
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """What a wrapper with the state of another optimizer, such as accelerate's, is around; others themselves. Local."""
+    inner = getattr(optimizer, "optimizer", None)
+    is_wrapper = isinstance(inner, Optimizer) and inner.state is optimizer.state
+    return unwrapped(inner) if is_wrapper else optimizer
+
+
 @contextlib.contextmanager
 def following(model: nn.Module, optimizer: Optimizer, where: str, fix: str) -> Iterator[None]:
     """Context in which a model is sharded: afterwards the optimizer's groups hold the parameters that it has then.

@@ -231,20 +231,12 @@ def test_optimizers_are_found_wherever_they_are(te: Any, recipe: Any, tmp_path: 
 class Accelerated(torch.optim.Optimizer):
     """As accelerate's wrapper: another object with the state and the groups of the optimizer within."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, name: str = "optimizer") -> None:
+        self.__dict__[name] = self.__dict__["_held"] = optimizer
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-    @property
-    def defaults(self) -> Any:  # type: ignore[override]
-        return self.optimizer.defaults
+    state: Any = property(lambda self: self._held.state)
+    param_groups: Any = property(lambda self: self._held.param_groups)
+    defaults: Any = property(lambda self: self._held.defaults)
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "Float8CurrentScaling"], indirect=True)
@@ -255,18 +247,35 @@ def test_an_optimizer_within_a_wrapper_is_the_given_one(
     """Its main weights are loaded, and not made of the weights, which have less; a control has others."""
     source, (optimizer,) = trained(te, recipe, kind)
     checkpoint.save(tmp_path / "a", source, Accelerated(optimizer))
+    checkpoint.load(tmp_path / "a", source, optimizer)  # under the class of the one within
     expected = [state[MAIN] for state in optimizer.state.values()]
     for steps in (0, 2):
         model = build(te, recipe, seed=2)
         (own,) = OPTIMIZERS[kind](model)
         for _ in range(steps):
             step(model, [own])
-        loaded = checkpoint.load(tmp_path / "a", model, Accelerated(own))
+        loaded = checkpoint.load(tmp_path / "a", model, Accelerated(Accelerated(own)))
         assert not [note for note in loaded.notes if "not given" in note]
         found = [state[MAIN] for state in own.state.values()]
         assert len(found) == len(expected) and all(map(torch.equal, found, expected))
     checkpoint.load(tmp_path / "a", model)
     assert not any(map(torch.equal, (state[MAIN] for state in own.state.values()), expected))
+    scaled = fused(source, master_weight_dtype=torch.float16)
+    with pytest.raises(te_fsdp.TeFsdpError, match="FusedAdam: state kept with a scale per shard"):
+        checkpoint.save(tmp_path / "b", source, Accelerated(scaled))
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("recipe", ["bf16"], indirect=True)
+def test_a_wrapper_that_nobody_sees_through(te: Any, recipe: Any, tmp_path: Path) -> None:
+    """It has the state of the optimizer that it hides, which is therefore no other one."""
+    source, (optimizer,) = trained(te, recipe, "fused")
+    checkpoint.save(tmp_path / "a", source, Accelerated(optimizer, "hidden"))
+    model, (own,) = trained(te, recipe, "fused")
+    step(model, [own])
+    checkpoint.load(tmp_path / "a", model, Accelerated(own, "hidden"))
+    found, expected = ([state[MAIN] for state in one.state.values()] for one in (own, optimizer))
+    assert all(map(torch.equal, found, expected))
 
 
 def _stop(*args: Any, **how: Any) -> None:

@@ -40,7 +40,7 @@ from te_fsdp.checkpoint.lazy import (
     write_file,
     write_folder,
 )
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, has_manifest, write_manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
 from te_fsdp.checkpoint.paths import is_remote, place_of
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
 from te_fsdp.checkpoint.torch_files import write_torch
@@ -66,8 +66,7 @@ def resolve(path: Path) -> tuple[Path, str]:
         if (path / DCP_METADATA).is_file():
             return path, "DCP"
         if not is_safetensors(path):
-            newest = latest(path)
-            if newest is not None:
+            if newest := latest(path):
                 return newest, CHECKPOINT
             open_checkpoint(path)  # raises, and tells what is there and what is near
     elif not path.is_file():
@@ -299,8 +298,7 @@ def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: floa
         report.differences.append(Difference(name, "shape", f"{a.shape} / {b.shape}"))
         return
     if a.dtype != b.dtype:
-        one, other = (str(t.dtype).removeprefix("torch.") for t in (a, b))
-        report.differences.append(Difference(name, "dtype", f"{one} / {other}"))
+        report.differences.append(Difference(name, "dtype", f"{dtype_name(a.dtype)} / {dtype_name(b.dtype)}"))
     found = Difference(name, "values")
     # In fp64 a block takes eight times the bytes of an fp8 one.
     for first, last in a.blocks(BLOCK_BYTES // 4):
