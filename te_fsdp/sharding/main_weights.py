@@ -103,8 +103,9 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
 def unwrapped(optimizer: Optimizer) -> Optimizer:
     """What a wrapper with the state of another optimizer, such as accelerate's, is around; others themselves. Local."""
     inner = getattr(optimizer, "optimizer", None)
-    is_wrapper = isinstance(inner, Optimizer) and inner.state is optimizer.state
-    return unwrapped(inner) if is_wrapper else optimizer
+    if isinstance(inner, Optimizer) and inner.state is optimizer.state:
+        return unwrapped(inner)
+    return optimizer
 
 
 @contextlib.contextmanager
