@@ -338,10 +338,8 @@ def join(
         )
     by_stage = {number: part for number, part in filter(None, told) if part is not None}
     fields = [by_stage[number] for number in sorted(by_stage)]
-    joined: dict[str, Any] = {
-        name: _union([part[name] for part in fields], name)
-        for name in ("parameters", "buffers", "delayed", "tied")
-    }
+    united = ("parameters", "buffers", "delayed", "tied")
+    joined: dict[str, Any] = {name: _union([part[name] for part in fields], name) for name in united}
     counts, patterns = Counter(chain(*(part["parameters"] for part in fields))), tuple(shared)
     several = [name for name, count in counts.items() if count > 1]
     several = [name for name in several if not any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -419,9 +417,8 @@ def take_own_part(source: Source, model: nn.Module) -> None:
     def kept(named: dict[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in named.items() if name not in away}
 
-    fields: dict[str, Any] = {
-        name: kept(getattr(manifest, name)) for name in ("parameters", "buffers", "delayed")
-    }
+    named = ("parameters", "buffers", "delayed")
+    fields: dict[str, Any] = {name: kept(getattr(manifest, name)) for name in named}
     if manifest.optimizer is not None:
         groups = [
             {**group, "parameters": [n for n in group["parameters"] if n not in away]}

@@ -35,6 +35,7 @@ from te_fsdp.checkpoint.manifest import (
     problems_shown,
     read_manifest,
     save_number,
+    unreadable,
 )
 from te_fsdp.checkpoint.paths import LOCK, Owner, RemotePath, is_remote, place_of
 from te_fsdp.checkpoint.sums import sync, telling_why
@@ -61,11 +62,12 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
     with telling_why(target):
         if not target.parent.exists():  # else what is wrong with it shows below
             target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = _hidden_name(target, _SAVING, paths.take(target))
+        owner = paths.take(target)
+        temporary = _hidden_name(target, _SAVING, owner)
         try:
             for left in target.parent.glob(".*.te_fsdp-*"):
                 _remove_left(left, target)
-            _check_free(target)
+            _check_free(target, owner)
             if not is_file:
                 temporary.mkdir()
         except BaseException:
@@ -94,10 +96,13 @@ def commit(temporary: Path, target: Path) -> None:
             remove(temporary / name)
         return
     owner = Owner.parse(temporary.name.rpartition(f"{_SAVING}.")[2])
-    paths.check(target, owner)
-    _check_free(target)
-    sync(temporary)
-    os.rename(temporary, target)
+    try:
+        _check_free(target, owner)
+        sync(temporary)
+        os.rename(temporary, target)
+    except OSError:
+        _check_free(target, owner)  # this process was held up since the first look
+        raise
     sync(target.parent)
     paths.release(target, owner)
 
@@ -119,9 +124,10 @@ def discard(temporary: Path) -> None:
         paths.release(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
-def _check_free(target: Path) -> None:
+def _check_free(target: Path, owner: Owner) -> None:
     if os.path.lexists(target) and (not target.is_dir() or target.is_symlink() or any(target.iterdir())):
         raise _exists(target)
+    paths.check(target, owner)
 
 
 def _exists(target: Any) -> CheckpointError:
@@ -189,13 +195,16 @@ def in_place_of(target: Path) -> Iterator[Path]:
         )
     beside = target.with_name(f"{target.name}.new")
     with telling_why(target):
+        owner = paths.take(target)
         try:
             yield beside / target.name
+            paths.check(target, owner)
             os.rename(target, old := _hidden_name(beside / target.name, _REMOVING, Owner.new()))
             os.rename(beside / target.name, target)
             sync(target.parent)
             remove(old)
         finally:
+            paths.release(target, owner)
             with suppress(OSError):  # it is not empty, or was never made
                 beside.rmdir()
 
@@ -255,7 +264,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     """
     place = place_of(directory)
     while True:
-        seen = visible(place) or [place] * (place / FILE_NAME).is_file()
+        seen = visible(place) or [place] * has_manifest(place)
         whole = None
         for path, manifest in reversed(in_order(seen)):
             problems = problems_shown(path, manifest)
@@ -304,7 +313,8 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
     What another job has saved since counts as newer, and stays. Rank 0 alone calls this, once the newest, which counts,
     is visible, and removes what it gets.
     """
-    beside = in_order(path for path in visible(newest.parent) if path != newest)
+    # Symbolic links are other names of what counts already, or lies elsewhere.
+    beside = in_order(p for p in visible(newest.parent) if p != newest and not os.path.islink(str(p)))
     older = [path for path, other in beside if other.number < manifest.number]
     gone = []
     for path in older[: max(0, len(older) + 1 - keep_last)]:
@@ -328,10 +338,10 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
 
 def visible(directory: Path) -> list[Path]:
     """Visible directories with a manifest; those that this user may not enter are told. Local operation."""
-    if not directory.is_dir():
-        return []
     found = []
-    for path in sorted(directory.iterdir()):
+    with unreadable(directory, "directory", "check the path"):
+        inside = sorted(directory.iterdir()) if directory.is_dir() else []
+    for path in inside:
         try:
             if not path.name.startswith(".") and has_manifest(path):
                 found.append(path)
@@ -374,10 +384,13 @@ def _nothing_there(path: Path) -> CheckpointError:
         )
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
     fix, inside = "check the path; no checkpoint lies near it", visible(path)
+    files = [path] if not path.is_dir() or inside else path.iterdir()
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"
-    elif path.is_file():
-        fix = f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of a torch.save or safetensors file"
+    elif path.is_file() or any(file.suffix == ".safetensors" for file in files):
+        fix = (
+            f"te-fsdp ckpt convert {path} TARGET --to checkpoint makes one of torch.save or safetensors files"
+        )
     elif near := inside or visible(path.parent):
         names = ", ".join(checkpoint.name for checkpoint in near[-5:])
         fix = f"in {near[0].parent} there is {names}; te_fsdp.checkpoint.latest(directory) finds the newest"

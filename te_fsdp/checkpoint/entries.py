@@ -222,12 +222,8 @@ def encode(
             return {_PER_RANK: where}
         if value is None or type(value) in (bool, int, float, str):
             return value
-        if isinstance(value, torch.Tensor) and not (
-            isinstance(value, DTensor)
-            or value.layout != torch.strided
-            or value.is_meta
-            or _te.is_quantized(value)
-        ):
+        is_local = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_local and value.layout == torch.strided and not (value.is_meta or _te.is_quantized(value)):
             entries[where] = whole_entry(value)
             return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
         if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):

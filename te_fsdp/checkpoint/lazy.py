@@ -33,6 +33,7 @@ from te_fsdp.quantized.components import covering, dequantize_box, needed_compon
 #: Bytes of a tensor that are in memory at a time (a row at least).
 BLOCK_BYTES = 8 << 20
 _COPY = "the file is damaged or truncated, copy it again"
+_JOIN = "torch's HuggingFaceStorageWriter joins ranks' parts with enable_consolidation=True"
 #: Bytes up to which memory is no page's own: to map pages takes longer than to read so little.
 _SMALL = 1 << 16
 INDEX = "model.safetensors.index.json"
@@ -317,7 +318,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             f"{path}: a folder of safetensors files",
             expected=f"{INDEX}, or one file",
             got=f"{len(files)} files without an index",
-            fix="add the index, or name one file",
+            fix=f"add the index, or name one file; {_JOIN}",
         )
     return _open_file(files[0])
 
@@ -357,6 +358,8 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         metadata = header.pop("__metadata__", {})
         if not all(isinstance(text, str) for text in metadata.values()):
             raise ValueError("metadata that is no text")
+        if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):
+            raise CheckpointError(f"{path}: one rank's parts of tensors", expected="whole tensors", fix=_JOIN)
         tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
         records, end = [tensor.record for tensor in tensors.values()], 8 + length
         for record in sorted(records, key=lambda record: record.offset):

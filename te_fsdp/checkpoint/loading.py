@@ -127,7 +127,7 @@ def load(
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
-    source, model = absolute(path), as_one(model, optimizer)
+    source, (model, optimizer) = absolute(path), as_one(model, optimizer)
     # Of a stage another name, lest ranks with and without one wait.
     call = "checkpoint.load" + (" (a stage)" if stage_of(model) else "")
     with collective_call(call), without_collector():
@@ -197,9 +197,7 @@ class Filling:
     ) -> None:
         self.source, self.model, self.optimizer, self.stage = source, model, optimizer, stage_of(model)
         self.state, self.found, self.manifest = state, found, source.manifest
-        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - {
-            name for _, name in found.tensors
-        }
+        fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
         # In the model's order, which is every rank's: collectives follow it.
         self.names = [n for n in [*state.described, *state.buffers] if n in fitting]
         self.notes: list[str] = list(source.notes)
@@ -243,9 +241,8 @@ class Filling:
             local: Any = owned.local
             if _te.is_quantized(local):  # what it has derived from the bytes that were replaced
                 local.derive_transposes() if owned.is_grouped else finish_writing(local)
-        self._convert(conversions, delayed)
-        for owned in copied:
             self._refresh_main_weights(owned, None)
+        self._convert(conversions, delayed)
         if self.optimizer is not None and self.saved_optimizer is not None:
             loaded = self.state.members.keys() - self.left_states
             left = restore_groups(self.optimizer, self.saved_optimizer, self.state.owned, loaded)

@@ -160,9 +160,7 @@ _NULL = Kind("null", lambda value: value is None)
 _TEXT = Kind("text", _encodes)
 _FILE_NAME = Kind("the name of a file", _is_file_name)
 _FOLDER = Kind("the name of a folder, or none", lambda name: name == "" or _is_file_name(name))
-_ID = Kind(
-    "32 hexadecimal digits, or none", lambda value: re.fullmatch("([0-9a-f]{32})?", str(value)) is not None
-)
+_ID = Kind("32 hexadecimal digits, or none", lambda value: bool(re.fullmatch("([0-9a-f]{32})?", str(value))))
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
 _FILE = Kind("bytes, CRC-32 and perhaps where the table begins", _is_file)
@@ -210,9 +208,8 @@ class Manifest:
     optimizer: Annotated[dict[str, Any] | None, _or_null(_OPTIMIZER)]
     #: The user's values; tensors in it are references to DCP keys, values per rank are lists
     extra: Annotated[dict[str, Any], {_TEXT: _encoded}]
-    files: Annotated[dict[str, Listed], {_FILE_NAME: _FILE}] = field(
-        default_factory=dict
-    )  #: Of the directory, by name
+    #: Of the directory, by name
+    files: Annotated[dict[str, Listed], {_FILE_NAME: _FILE}] = field(default_factory=dict)
     #: Modules whose stock state dict has an ``_extra_state`` entry; exporting writes it, empty
     extra_states: Annotated[list[str], [_TEXT]] = field(default_factory=list)
     #: Further names of parameters and buffers, with the first name, under which they are stored
@@ -304,9 +301,7 @@ def read_manifest(directory: Path) -> Manifest:
         others = (DCP_METADATA, INDEX)  # whose readers look themselves
         untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
-            raise InvalidError(
-                f"save_id: expected one from format {SUMS_PIECES} on, got {manifest.save_id!r}"
-            )
+            raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
         if untold and manifest.save_id:
             raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
         return manifest

@@ -38,6 +38,7 @@ from te_fsdp.modules.plan import original_layouts
 from te_fsdp.parameters import ShardInfo, binding_of, require_optimizer, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
+from te_fsdp.sharding.main_weights import unwrapped
 from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ class Stages(nn.Module):
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
-def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None = None) -> nn.Module:
-    """A model, or several stages, as one module; CheckpointError for others, PlacementError for no optimizer."""
+def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
+    """A model, or several stages, as one module, and the optimizer within wrappers; CheckpointError for others."""
     if optimizer is not None:
         require_optimizer(optimizer, "checkpoint: model, optimizer")
+        optimizer = unwrapped(optimizer)
     if isinstance(model, nn.Module):
-        return model
+        return model, optimizer
     given = list(model) if isinstance(model, Iterable) else []
     if not given or not all(isinstance(part, nn.Module) for part in given):
         raise CheckpointError(
@@ -87,7 +89,7 @@ def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None =
             fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects themselves, "
             "no state dicts",
         )
-    return given[0] if len(given) == 1 else Stages(given)
+    return given[0] if len(given) == 1 else Stages(given), optimizer
 
 
 def meshes_of(model: nn.Module) -> list[Meshes]:

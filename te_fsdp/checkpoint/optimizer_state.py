@@ -45,9 +45,8 @@ States = dict[str, dict[str, Any]]
 class OptimizerState:
     """What an optimizer contributes to a checkpoint."""
 
-    described: dict[
-        str, Any
-    ]  #: The manifest's ``optimizer``, without its groups, and the states in ``experts``
+    #: The manifest's ``optimizer``, without its groups, and the states in ``experts``
+    described: dict[str, Any]
     entries: dict[str, Entry]  #: Tensors by key
     #: States of parameters of single experts, by the name of the tensor of all. Each rank has its own experts, and some
     #: of these may have no state.

@@ -78,9 +78,10 @@ def place_of(path: str | os.PathLike[str] | Path) -> Path:
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:
-    """:func:`place_of`, whatever the current directory is later. Local operation."""
+    """:func:`place_of`, whatever the current directory is later; ``..`` is above a link's target. Local operation."""
     place = place_of(path)
-    return place if is_remote(place) else Path(os.path.abspath(place))
+    full = os.path.realpath if ".." in str(place).split("/") else os.path.abspath
+    return place if is_remote(place) else Path(full(place))
 
 
 def is_remote(path: Path) -> TypeGuard[Any]:

@@ -301,7 +301,7 @@ def _prepare(
     shared: Iterable[str],
 ) -> Writing:
     """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks."""
-    model = as_one(given, optimizer)
+    model, optimizer = as_one(given, optimizer)
     found, begun = list[_Collected](), list[Path]()
     before: _Known | None = background().plans.get(model)
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
@@ -374,8 +374,8 @@ def _complete(
     ranks, manifest, target, hidden = writing.ranks, writing.manifest, handle.path, []
 
     def mine() -> tuple[Any, Listed]:
-        bar = bytes_bar(f"saving {target.name}", writing.bytes, progress)
-        with telling_why(target, writing.bytes), bar as tick:
+        bar = bytes_bar(f"saving {target.name}", handle.bytes, progress)
+        with telling_why(target, handle.bytes), bar as tick:
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, Listed]]) -> list[None]:

@@ -44,9 +44,8 @@ _EXTRA = "_extra_state"
 
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
     """A file that ``torch.save`` wrote: a state dict, or a dict with one in it; CheckpointError if it is neither."""
-    with unreadable(
-        path, "objects", "save a plain state_dict(); of a file of te_fsdp's take that with --key model"
-    ):
+    fix = "save a plain state_dict(); of a file of te_fsdp's take that with --key model"
+    with unreadable(path, "objects", fix):
         tree = with_leaves(Window(path).objects(), _in_place)  # an object that holds itself: RecursionError
         if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
             return _own_file(path, tree)
@@ -68,13 +67,11 @@ def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None
     leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
     for key, window in opened.others.items():
         try:
-            leaves[key] = window.objects()
+            leaves[key] = with_leaves(window.objects(), _in_place)
         except CheckpointError as error:
             if not isinstance(error.__cause__, UnknownNameError):  # it is damaged
                 raise
             leaves[key] = error
-        if isinstance(leaves[key], torch.Tensor | Quantized):
-            leaves[key] = CheckpointError(f"{key}: a tensor inside of another object")
     tree: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         *above, last = opened.paths.get(key, (key,))
@@ -151,10 +148,15 @@ def _is_extra(name: Any) -> bool:
 
 
 def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
+    inner = [*tree.values()] if isinstance(tree, dict) and choices.key is None else []
+    if len(inner) == 1 and isinstance(inner[0], dict) and inner[0].keys() & {*_MODEL_KEYS}:
+        # One object under a name of its own, as the {"app": AppState(...)} of torch's tutorials.
+        return _from_tree(path, kind, inner[0], choices)
     where, state = _find_model(path, tree, choices.key)
     contents = Contents(path, kind, empty_manifest())
     _add_model(contents, state, choices)
-    left = [] if where is None else [str(key) for key in tree if str(key) != where.partition(".")[0]]
+    taken = state.keys() if where is None else {where.partition(".")[0]}
+    left = [str(key) for key in tree if str(key) not in taken]
     for key in [k for k in left if k in _OPTIMIZER_KEYS]:
         if _add_optimizer(contents, tree[key], choices):
             left.remove(key)
@@ -167,7 +169,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
 
 
 def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The model's state dict, and where it is in the tree; ``None`` where it is the tree."""
+    """The model's state dict, and where it is in the tree; ``None`` where it is the tree, but for dicts in it."""
     if key is not None:
         node = tree
         for part in key.split("."):
@@ -176,14 +178,15 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
             raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
     if isinstance(tree, dict) and any(isinstance(v, Lazy | Quantized) for v in tree.values()):
-        return None, tree
+        beside = dict | list | str | float | int | None
+        return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, beside)}
     found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
     if len(found) != 1:
         raise CheckpointError(
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
             got=_keys(tree),
-            fix="say where it is with --key",
+            fix="save one of these; te-fsdp ckpt convert takes --key, which says where it is",
         )
     return found[0], tree[found[0]]
 
@@ -220,7 +223,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     if unread:
         raise CheckpointError(
             f"{contents.source}: {len(unread)} value(s) of the state dict are no tensors: {', '.join(unread[:5])}",
-            fix="say where the model's state dict is with --key, or leave them out of it",
+            fix="leave them out of it; te-fsdp ckpt convert takes --key, which says where the model's state dict is",
         )
     if read := len(manifest.delayed):
         text = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"

@@ -331,7 +331,8 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         for index, place in sorted(metadata.storage_data.items(), key=order):
             name, begin = place.relative_path, place.offset
             if begin < ends.get(name, 0) or place.length <= 0:
-                raise ValueError(f"{index.fqn}: no {place.length} bytes of its own at byte {begin} of {name}")
+                what = f"no {place.length} bytes of its own at byte {begin} of {name}"
+                raise ValueError(f"{index.fqn}: {what}; does another piece lie there (safetensors?)")
             ends[name] = begin + place.length
             window = Window(file_of(name), index.fqn, begin, place.length)
             windows.setdefault(window.key, []).append(window)

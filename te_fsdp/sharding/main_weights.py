@@ -100,6 +100,14 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     refuse_unfit(optimizer, held)
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """What a wrapper with the state of another optimizer, such as accelerate's, is around; others themselves. Local."""
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, Optimizer) and inner.state is optimizer.state:
+        return unwrapped(inner)
+    return optimizer
+
+
 @contextlib.contextmanager
 def following(model: nn.Module, optimizer: Optimizer, where: str, fix: str) -> Iterator[None]:
     """Context in which a model is sharded: afterwards the optimizer's groups hold the parameters that it has then.
@@ -252,9 +260,13 @@ def lend_main_weights(step: Step) -> None:
 def keeping_main_weights(
     parameters: Iterable[torch.Tensor], given: Optimizer | None = None
 ) -> list[Optimizer]:
-    """Optimizers but the ``given`` one, that is loaded, whose next step would put weights of before back. Local."""
-    found = optimizers_of(parameters)
-    return [o for o in found if o is not given and any(MAIN in state for state in o.state.values())]
+    """Optimizers but the ``given`` one, that is loaded, whose next step would put weights of before back. Local.
+
+    Nor what it is a wrapper around, as accelerate's is: that has the same state.
+    """
+    loaded = None if given is None else given.state
+    found = [o for o in optimizers_of(parameters) if o is not given and o.state is not loaded]
+    return [o for o in found if any(MAIN in state for state in o.state.values())]
 
 
 @torch.no_grad()
@@ -270,7 +282,7 @@ def set_main_weight(
 
     Nothing where there is none; ``make`` makes TE's FusedAdam begin the state of a quantized weight, zero moments
     included, as its next step would: the weight has less than ``value``, float32 of the local shape, of which it was
-    made (``None``: it is what the parameter holds).
+    made (``None``: it is what the parameter holds). Main weights below fp32 follow the weight alone.
     """
     quantized = _te.is_quantized(local)
     if make and quantized and value is not None and getattr(optimizer, "master_weights", False):
@@ -283,7 +295,8 @@ def set_main_weight(
     if main.dtype == torch.int16:
         main.zero_()  # what another weight lacked: this one is all there is
         return
-    if value is None:
+    # Rounded twice, to fp16 first, a value may come to another weight.
+    if value is None or main.dtype != torch.float32:
         value = local.dequantize(dtype=torch.float32) if quantized else local.detach()  # type: ignore[operator]
     shard = optimizer_shard_in(optimizer, parameter)
     if main.dtype == torch.float32:

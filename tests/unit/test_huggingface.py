@@ -313,6 +313,22 @@ def test_biases_that_the_folder_has_no_place_for(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_url_is_no_local_path(
+    te: Any, originals: dict[str, nn.Module], tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Folders cannot be written on object storage: nothing appears below the current directory instead."""
+    monkeypatch.chdir(tmp_path)
+    config = originals["llama"].config
+    model, blocks = build(te, originals["llama"], next(iter(LAYERS)))
+    with pytest.raises(CheckpointError, match="memory://bucket/x: cannot be written on object storage"):
+        hf.save_huggingface("memory://bucket/x", model, config=config)
+    with pytest.raises(CheckpointError, match="memory://bucket/x: cannot be written on object storage"):
+        hf.export_huggingface(model.state_dict(), "memory://bucket/x", config=config, blocks=blocks)
+    assert list(tmp_path.iterdir()) == []
+    hf.save_huggingface(f"file://{tmp_path}/x", model, config=config)
+    assert (tmp_path / "x" / "config.json").exists()
+
+
 def test_other_norms_than_the_layers_have(te: Any, originals: dict[str, nn.Module], tmp_path: Path) -> None:
     """Each norm's own centering holds."""
     config, folder = originals["mixtral"].config, tmp_path / "mixtral"

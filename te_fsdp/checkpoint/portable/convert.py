@@ -40,7 +40,7 @@ from te_fsdp.checkpoint.lazy import (
     write_file,
     write_folder,
 )
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, has_manifest, write_manifest
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
 from te_fsdp.checkpoint.paths import is_remote, place_of
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
 from te_fsdp.checkpoint.torch_files import write_torch
@@ -59,17 +59,14 @@ def resolve(path: Path) -> tuple[Path, str]:
     """
     path = place_of(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
-        raise CheckpointError(
-            f"{path}: was not finished", expected="a whole checkpoint", fix="take the one before"
-        )
+        raise CheckpointError(f"{path}: was not finished", expected="a whole one", fix="take the one before")
     if path.is_dir():
         if has_manifest(path):
             return path, CHECKPOINT
         if (path / DCP_METADATA).is_file():
             return path, "DCP"
         if not is_safetensors(path):
-            newest = latest(path)
-            if newest is not None:
+            if newest := latest(path):
                 return newest, CHECKPOINT
             open_checkpoint(path)  # raises, and tells what is there and what is near
     elif not path.is_file():
@@ -149,9 +146,8 @@ def transformed(
     notes = list(contents.notes)
     if dequantize and manifest.delayed:
         # A history belongs to a quantized weight's scale; activations get theirs in the first steps.
-        notes.append(
-            f"delayed-scaling state of {len(manifest.delayed)} module(s): left, weights are high precision"
-        )
+        count = len(manifest.delayed)
+        notes.append(f"delayed-scaling state of {count} module(s): left, weights are high precision")
         manifest.delayed = {}
         tensors = {k: t for k, t in tensors.items() if not k.startswith("delayed.")}
     return replace(contents, manifest=manifest, tensors=tensors, notes=notes), sources
@@ -302,8 +298,7 @@ def _compare(report: Report, name: str, a: Lazy, b: Lazy, tick: Tick, rtol: floa
         report.differences.append(Difference(name, "shape", f"{a.shape} / {b.shape}"))
         return
     if a.dtype != b.dtype:
-        one, other = (str(t.dtype).removeprefix("torch.") for t in (a, b))
-        report.differences.append(Difference(name, "dtype", f"{one} / {other}"))
+        report.differences.append(Difference(name, "dtype", f"{dtype_name(a.dtype)} / {dtype_name(b.dtype)}"))
     found = Difference(name, "values")
     # In fp64 a block takes eight times the bytes of an fp8 one.
     for first, last in a.blocks(BLOCK_BYTES // 4):
@@ -332,9 +327,7 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
     gap = (a - b).abs().double()[differs]
     largest = torch.maximum(a.abs(), b.abs()).double()[differs]
     gap = torch.where(gap.isfinite(), gap, torch.inf)
-    relative = torch.where(
-        gap.isfinite() & (largest > 0), gap / largest, torch.where(gap > 0, torch.inf, 0.0)
-    )
+    relative = torch.where(gap.isfinite(), gap / largest, torch.inf)  # unequal, so that one is not 0
     found.elements += int(differs.sum())
     found.max_abs = max(found.max_abs, float(gap.max()))
     found.max_rel = max(found.max_rel, float(relative.max()))

@@ -33,6 +33,7 @@ from te_fsdp.checkpoint.lazy import (
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
+from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
@@ -124,7 +125,7 @@ def export_huggingface(
     """
     weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}))
     tensors = weights.lazily(source, to_te=False, dtype=dtype)
-    write_huggingface(Path(os.path.abspath(target)), tensors, config, silent, shard_bytes=max_file_bytes)
+    write_huggingface(absolute(target), tensors, config, silent, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
@@ -270,7 +271,7 @@ def save_huggingface(
             ranks that do not hold every element; files that cannot be written. The same on all ranks, nothing appears.
         OrderError: An optimizer of other parameters.
     """
-    target = Path(os.path.abspath(path))
+    target = absolute(path)
     with collective_call("checkpoint.save_huggingface"):
         shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
         saving = _Saving(shares, weights, dtype, max_file_bytes)

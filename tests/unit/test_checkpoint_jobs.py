@@ -1,0 +1,151 @@
+"""Jobs beside each other: other names of a checkpoint, jobs that are held up at the last moment, what is replaced."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import directory, paths, writing
+from te_fsdp.cli import main
+from te_fsdp.errors import CheckpointError
+
+
+def names(where: Path) -> list[str]:
+    return sorted(path.name for path in where.iterdir())
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_symbolic_links_are_not_counted_and_stay(tmp_path: Path, linked: bool) -> None:
+    """A script's `latest` and `best` are further names: without them as many checkpoints stay."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    checkpoint.save(elsewhere / "step-9", nn.Linear(2, 2))
+    for step in (1, 2, 3):
+        checkpoint.save(run / f"step-{step}", nn.Linear(2, 2), extra={"step": step})
+    links = {"latest": "step-3", "best": "step-2", "begun": str(elsewhere / "step-9")} if linked else {}
+    for name, target in links.items():
+        (run / name).symlink_to(target)
+    checkpoint.save(run / "step-4", nn.Linear(2, 2), extra={"step": 4}, keep_last=3)
+    assert names(run) == [*sorted(links), "step-2", "step-3", "step-4"]
+    assert checkpoint.latest(run) == run / "step-4"
+    for name in links:
+        checkpoint.verify(run / name)
+
+
+def test_what_lies_above_a_symbolic_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes `link/..` as the system does: what was saved there is found there."""
+    (tmp_path / "disk" / "job").mkdir(parents=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "link").symlink_to(tmp_path / "disk" / "job")
+    monkeypatch.chdir(tmp_path / "home")
+    handle = checkpoint.save("link/../run/step-1", nn.Linear(2, 2))
+    assert handle.path == tmp_path / "disk" / "run" / "step-1" and names(tmp_path / "home") == ["link"]
+    newest = checkpoint.latest("link/../run")
+    assert newest is not None and newest.samefile(handle.path)
+    checkpoint.load(newest, nn.Linear(2, 2))
+    checkpoint.verify("../disk/run/../run/step-1/")
+    with pytest.raises(CheckpointError, match="step-1: exists already"):
+        checkpoint.save(tmp_path / "disk" / "run" / "step-1", nn.Linear(2, 2))
+    assert checkpoint.save("./step-2/", nn.Linear(2, 2)).path == tmp_path / "home" / "step-2", (
+        "a link's own stays"
+    )
+
+
+def _at_rename(monkeypatch: pytest.MonkeyPatch, target: Path, act: Any) -> None:
+    """Do something between a job's last look at its target and the rename to it."""
+    rename = os.rename
+
+    def late(source: Any, to: Any) -> None:
+        if Path(to) == target:
+            monkeypatch.setattr(os, "rename", rename)
+            act()
+        rename(source, to)
+
+    monkeypatch.setattr(os, "rename", late)
+
+
+def test_held_up_between_the_last_look_and_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job on another machine takes over just then: the text tells of it, and what it writes is left alone."""
+    monkeypatch.setattr(paths, "SILENCE", 0.1)
+    machine, others = paths._machine, []
+
+    def take_over(target: Path, *, to_the_end: bool) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(paths, "_machine", lambda: "elsewhere-00000000")
+            others.append(directory.begin(target))
+            (others[-1] / "text").write_text("theirs")
+            if to_the_end:
+                directory.commit(others[-1], target)
+
+    for name, to_the_end in (("a", True), ("b", False)):
+        target = tmp_path / name
+        _at_rename(monkeypatch, target, lambda t=target, e=to_the_end: take_over(t, to_the_end=e))
+        text = "a: exists already" if to_the_end else "b: another job is writing it.*on elsewhere"
+        with pytest.raises(CheckpointError, match=text):
+            checkpoint.save(target, nn.Linear(2, 2))
+        if not to_the_end:
+            assert others[-1].exists() and not target.exists()
+            directory.commit(others[-1], target)
+        assert (target / "text").read_text() == "theirs" and machine() == paths._machine()
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_what_shall_be_replaced_is_locked_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--force` onto an empty directory that a job is saving to, and a save to what is being replaced."""
+    checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
+    target, words = tmp_path / "x", ["--to", "checkpoint", "--force"]
+    target.mkdir()
+    blocks, codes = writing.Writing.blocks, []
+
+    def meanwhile(self: Any) -> Any:
+        monkeypatch.setattr(writing.Writing, "blocks", blocks)
+        codes.append(main(["ckpt", "convert", str(tmp_path / "other"), str(target), *words]))
+        return blocks(self)
+
+    monkeypatch.setattr(writing.Writing, "blocks", meanwhile)
+    checkpoint.save(target, nn.Linear(3, 3))
+    assert codes == [1]
+    assert f"x: another job is writing it: expected one writer for a path, got process {os.getpid()}" in (
+        capsys.readouterr().err
+    )
+    checkpoint.load(target, nn.Linear(3, 3))
+    with pytest.raises(CheckpointError, match="x: another job is writing it"), directory.in_place_of(target):
+        checkpoint.save(target, nn.Linear(2, 2))
+    assert main(["ckpt", "convert", str(tmp_path / "other"), str(target), *words]) == 0
+    checkpoint.load(target, nn.Linear(2, 2))
+    assert names(tmp_path) == ["other", "x"]
+
+
+def test_a_full_disk_says_what_an_asynchronous_save_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(writing.Writing, "blocks", full)
+    for asynchronous in (False, True):
+        with pytest.raises(CheckpointError, match="the disk is full.*expected space for 24 bytes of this"):
+            checkpoint.save(tmp_path / "a", nn.Linear(2, 2), asynchronous=asynchronous).result()
+
+
+def test_a_directory_that_cannot_be_read_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of a network's that has gone, for example: no error of the system's reaches the caller."""
+
+    def gone(path: Path) -> Any:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    assert checkpoint.latest(tmp_path) is None
+    monkeypatch.setattr(Path, "iterdir", gone)
+    with pytest.raises(CheckpointError, match=r"unreadable directory \(OSError.*Stale.*Fix: check the path"):
+        checkpoint.latest(tmp_path)
+    with pytest.raises(CheckpointError, match="unreadable directory .*File name too long"):
+        checkpoint.latest(tmp_path / ("n" * 300))
