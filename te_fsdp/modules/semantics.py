@@ -6,24 +6,28 @@ TransformerEngine 2.18 to 2.20.2 (``pytorch/{transformer,module,attention,ops}``
 change the function of unsharded weights is left out: sizes (shapes tell), parallelism, dtypes, memory, speed,
 ``layer_number`` (TE divides scores by it and multiplies them again), what a module returns beside its output.
 
-Of modules of a user's own classes the public attributes are recorded. Only the user knows whether one is a part of what
-a module computes. So another function is asked for, and another value is noted. Ranks may hold other values, as their
-number: the first one's are in the file.
+Of modules of a user's own classes the class and the public attributes are recorded. Only the user knows whether one is
+a part of what a module computes. So another function is asked for, as is another class of a module that has nothing but
+its class, and another value is noted. Ranks may hold other values, as their number: the first one's are in the file.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import inspect
 import math
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from te_fsdp import _te, _torch
+from te_fsdp.modules.functions import is_told, text_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,8 +76,9 @@ _ABSENT = {
     "scale_bias": False, "softmax_type": "vanilla", "softcap": 0.0, "rotary_pos_interleaved": False,
     "qk_norm_type": None, "qk_norm_eps": None, "qk_norm_before_rope": False, "rotary_base": 10000.0,
     "interleaved": False, "seq_len_interpolation_factor": None, "pretrained_max_position_embeddings": None,
-    "parallel_attention_mlp": False, "padding_idx": None, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "drop_path_rate": 0.0, "dropout": 0.0, "p": 0.0, "scale_grad_by_freq": False,
+    "parallel_attention_mlp": False, "layer_type": "encoder", "output_layernorm": False,
+    "apply_residual_connection_post_layernorm": False, "padding_idx": None, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "drop_path_rate": 0.0, "dropout": 0.0, "p": 0.0, "scale_grad_by_freq": False,
 }
 #: Arguments of ``torch.nn`` that shapes and names of parameters tell, or that do not change the function.
 _NOT_RECORDED = frozenset((
@@ -111,7 +116,8 @@ OWN = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 #: Modules of Python whose classes are nobody's own.
 _LIBRARIES = ("torch.", "transformer_engine.", "te_fsdp.", "builtins")
-#: The longest attribute of a user's class that is recorded, in characters; and what marks a function.
+#: The most characters of an attribute of a user's class that are recorded as they are, and fields of a configuration;
+#: and what marks a function.
 _LONGEST, _FUNCTION = 200, "function "
 
 
@@ -162,17 +168,33 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
 
 
 def own_settings(model: nn.Module) -> dict[str, Semantics]:
-    """Public attributes of modules of a user's own classes, by name; functions in words. Local operation."""
-    found = {}
+    """Classes and public attributes of modules of a user's own classes, by name; functions in words. Local operation.
+
+    Of a configuration, which many modules may hold, the first one tells the fields, as ``config.<field>``.
+    """
+    found, seen = {}, set[int]()
     for prefix, module in model.named_modules():
         cls = type(module)
         own = next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
         if own is None or _known_kind(cls) is not None:
             continue
-        settings = _known_values((name, _told(cls, name, value)) for name, value in vars(module).items())
-        if settings:
-            found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, settings)
+        is_leaf = not (module._modules or module._parameters or module._buffers)
+        told = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
+        for name, value in vars(module).items():
+            told.append((name, _told(cls, name, value)))
+            if not name.startswith("_") and id(value) not in seen:
+                seen.add(id(value))
+                told += ((f"{name}.{field}", _told(cls, field, one)) for field, one in _fields(value))
+        found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(told))
     return found
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """Names and values that a configuration holds; of anything else, such as a vocabulary, none."""
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = vars(value) if hasattr(value, "__dict__") else {}
+    is_small = isinstance(value, dict) and len(value) <= _LONGEST
+    return [one for one in value.items() if isinstance(one[0], str)] if is_small else []
 
 
 def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -201,6 +223,8 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
 
 def _plain(value: Any) -> Any:
     """A value as JSON gives it back; functions in words."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -208,7 +232,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         items = [_plain(item) for item in value]
         return UNKNOWN if UNKNOWN in items else items
-    return _text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
 
 
 def _attention(module: Any, settings: dict[str, Any]) -> None:
@@ -267,77 +293,11 @@ def _told(cls: type, name: str, value: Any) -> Any:
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
     found = _plain(value)
-    if callable(value) and found is not UNKNOWN and _is_told(found):
+    if callable(value) and found is not UNKNOWN and is_told(found):
         found = f"{_FUNCTION}{found}"
-    return found if len(repr(found)) <= _LONGEST else UNKNOWN
-
-
-# --- functions in words, which files can hold and which can be compared
-
-#: Begins a text that does not tell all.
-_UNTOLD = "<"
-#: Parts of parts, and items, that a text has at most.
-_DEEPEST, _MOST = 3, 16
-
-
-def _text_of(function: Any, depth: int = 0) -> str:
-    """A function in words: ``relu``, ``partial(gelu, approximate='tanh')``, ``Scaled(factor=2.0)``. Local operation.
-
-    A lambda, as every function that closes over values, has a digest of its bytecode and constants
-    (``<lambda 5d41402a>``), which another Python may give otherwise. Of another object that can be called, class and
-    public attributes are told. ``depth``: of how many texts it is a part.
-    """
-    if depth > _DEEPEST:
-        return "<...>"
-    if isinstance(function, functools.partial):
-        arguments = [_shown(one, depth) for one in function.args]
-        parts = [_text_of(function.func, depth + 1), *arguments, *_named(function.keywords, depth)]
-        text = f"partial({', '.join(parts)})"
-    elif inspect.isroutine(function) or isinstance(function, type):
-        has_code, closure = hasattr(function, "__code__"), getattr(function, "__closure__", None)
-        if not has_code or (function.__name__ != "<lambda>" and not closure):
-            return function.__name__
-        return f"<{function.__name__.strip('<>')} {_digest(function, depth)}>"
-    else:
-        held = {k: v for k, v in getattr(function, "__dict__", {}).items() if not k.startswith("_")}
-        text = f"{type(function).__name__}({', '.join(_named(held, depth))})"
-    return f"{_UNTOLD}{text}>" if _UNTOLD in text else text
-
-
-def _is_told(text: Any) -> bool:
-    """Whether a value is all there is to know: no text of :func:`_text_of` that has a digest, or nothing."""
-    return not (isinstance(text, str) and text.startswith(_UNTOLD))
-
-
-def _named(values: Mapping[str, Any], depth: int) -> list[str]:
-    return [f"{name}={_shown(values[name], depth)}" for name in sorted(values)]
-
-
-def _shown(value: Any, depth: int) -> str:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (tuple, list)) and len(value) <= _MOST and depth < _DEEPEST:
-        return f"[{', '.join(_shown(one, depth + 1) for one in value)}]"
-    # A module's own settings tell what it computes.
-    is_function = callable(value) and not hasattr(value, "named_modules")
-    return _text_of(value, depth + 1) if is_function else f"<{type(value).__name__}>"
-
-
-def _digest(function: Any, depth: int) -> str:
-    """Of bytecode, constants, defaults and what it closes over."""
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    told = _constants(function.__code__), [_shown(one, depth) for one in held]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
-
-
-def _constants(value: Any) -> Any:
-    """Code, or a constant, in what has the same text in every process: sets are printed in any order."""
-    if isinstance(value, types.CodeType):
-        return value.co_code, _constants(value.co_consts), value.co_names
-    if isinstance(value, tuple):
-        return [_constants(one) for one in value]
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
+    if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
+        return found
+    return f"{text[:_LONGEST]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
@@ -471,7 +431,7 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         effect = known.effect
         if UNKNOWN in (then, now):  # a setting that one version of a library has
             effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
-        elif not (_is_told(then) and _is_told(now)):
+        elif not (is_told(then) and is_told(now)):
             effect = "note"
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # what is padded is told by each call
