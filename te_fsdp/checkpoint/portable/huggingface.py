@@ -51,6 +51,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.sums import silent, sync
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.modules.rotary import frequencies_of
 from te_fsdp.modules.semantics import from_json
 from te_fsdp.sharding.main_weights import check_optimizer
 
@@ -122,7 +123,7 @@ def export_huggingface(
     one group is held at a time. ``blocks`` are the options of the layers, ``TeBlocks.of(model)``: a state dict does not
     tell them. CheckpointError: something lies at ``target``, options that are not known, tensors that do not fit.
     """
-    weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}))
+    weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}, {}))
     tensors = weights.lazily(source, to_te=False, dtype=dtype)
     write_huggingface(Path(os.path.abspath(target)), tensors, config, silent, shard_bytes=max_file_bytes)
 
@@ -196,7 +197,7 @@ def _filling(
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
     contents = Contents(folder, "Hugging Face model", manifest, keys)
     stack_experts(contents)
-    for name in tied_names(model):  # which a checkpoint does not have
+    for name in tied_names(model) if weights.architecture.tied else ():  # which a checkpoint does not have
         manifest.parameters.pop(name, None)
     found = compare_model(manifest, state).without([*state.buffers], strict=True)
     _check_fits("load_huggingface", model, weights, found.texts())
@@ -375,7 +376,8 @@ def values_for_huggingface(
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
-    weights = WeightMap.build(like, blocks, names, Told(saved, recorded))
+    frequencies = frequencies_of(contents.names, lambda name: contents.value(name).whole())
+    weights = WeightMap.build(like, blocks, names, Told(saved, recorded, frequencies))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
     wrong = [*weights.differences] + [
