@@ -127,6 +127,30 @@ def test_another_model_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
+@pytest.mark.parametrize("name", ["qwen2", "llama-attention-bias", "llama"])
+def test_what_the_files_lack_is_not_trained(
+    te: Any, folders: Callable[..., Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """A step of training leaves a model that can be saved, though TransformerEngine's layers have more biases."""
+    folder = folders(name)
+    here = model(te, folder)
+    here.embedding.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW(here.parameters(), lr=0.1, weight_decay=0.1)
+    assert all(p.requires_grad for n, p in here.named_parameters() if n.endswith("_bias"))
+    hf.load_huggingface(folder, here, optimizer)
+    frozen = [n for n, p in here.named_parameters() if not p.requires_grad]
+    assert all(n.endswith("bias") for n in frozen if n != "embedding.weight") and "embedding.weight" in frozen
+    assert (
+        (len(frozen) > 1) == (name != "llama") == ("biases that it lacks are zero, and stay" in caplog.text)
+    )
+    here(torch.arange(16).view(2, 8)).square().mean().backward()
+    optimizer.step()
+    hf.save_huggingface(tmp_path / "trained", here, optimizer, config=folder)
+    before, after = tensors(folder), tensors(tmp_path / "trained")
+    moved = [n for n in before if not torch.equal(before[n], after[n])]
+    assert before.keys() == after.keys() and len(moved) >= len(before) - 2
+
+
 ROPE = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
 ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
 

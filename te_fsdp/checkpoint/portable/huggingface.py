@@ -153,7 +153,8 @@ def load_huggingface(
 
     The layers' options are read off the model. Each rank reads what it has pieces of, into the CPU's memory; when all
     have theirs they are converted to the parameter's dtype, or quantized once, with the scale of the whole weight.
-    Buffers are left alone. Main weights of optimizers follow.
+    Buffers are left alone. Main weights of optimizers follow. Biases that the Hugging Face model lacks are zero, and
+    frozen (``requires_grad`` is off), so that it can be saved as such a model after training.
     Collective over the world: call on all ranks.
 
     Args:
@@ -172,8 +173,10 @@ def load_huggingface(
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.load_huggingface"):
-        filling = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
+        filling, lacked = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
         filling.run()
+        for owned in owned_parameters(model):
+            owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in lacked)
     for note in filling.notes if rank() == 0 else ():
         _log.warning("%s: %s", filling.source.path, note)
 
@@ -185,8 +188,8 @@ def _filling(
     config: Any,
     names: TeNames | None,
     blocks: TeBlocks | None,
-) -> Filling:
-    """A Hugging Face model's tensors that are to go into a model, if they fit. Local operation."""
+) -> tuple[Filling, set[str]]:
+    """A Hugging Face model's tensors that are to go into a model, if they fit; and biases that it lacks. Local."""
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_whole_job(model, None)
@@ -202,8 +205,10 @@ def _filling(
     found = compare_model(manifest, state).without([*state.buffers], strict=True)
     _check_fits("load_huggingface", model, weights, found.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
-    opened = Source(folder, manifest, contents.tensors)
-    return Filling(opened, model, optimizer, state, Differences(converted=quantized))
+    lacked = {name for group in weights.groups for name in group.zeros}
+    told = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
+    opened = Source(folder, manifest, contents.tensors, [told] if lacked else [])
+    return Filling(opened, model, optimizer, state, Differences(converted=quantized)), lacked
 
 
 def _check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:

@@ -111,8 +111,7 @@ class Architecture:
                 "rope_scaling in config.json" if self.rope_scaling else f"{self.model_type} model",
                 expected="a rotary embedding of plain frequencies",
                 got=self.rope_scaling or "learned positions",
-                fix="compute the frequencies as the Hugging Face model does and pass them as rotary_pos_emb, shape "
-                "(sequence, 1, 1, head_dim): the angles of one half of a head, twice",
+                fix="write the model's into inv_freq of RotaryPositionEmbedding(head_dim, rotary_base=rope_theta)",
             )
         return {"dim": self.head_dim, "rotary_base": self.rope_theta, "interleaved": False}
 

@@ -145,7 +145,7 @@ class Group:
                 expected="zeros",
                 why="TransformerEngine's bias=True gives every projection a bias",
                 fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
-                "training with these biases frozen",
+                "training with these biases frozen, as load_huggingface leaves them",
             )
         return found
 

@@ -31,7 +31,7 @@ from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import Box, slices
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
-from te_fsdp.modules.semantics import Semantics, differences, in_words, semantics_of
+from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, in_words, semantics_of
 from te_fsdp.sharding.main_weights import main_weight
 
 if TYPE_CHECKING:
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Recorded = Mapping[str, Semantics]
-#: What ``te.MultiheadAttention`` records of its arguments.
-_OF_ATTENTION = ("num_attention_heads", "num_gqa_groups", "kv_channels")
-_OF_ATTENTION += ("qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
 
 
 @dataclass(frozen=True)
@@ -148,13 +145,13 @@ def layer_differences(told: Told, a: Architecture, names: TeNames) -> list[str]:
 
     kind = "RMSNorm" if a.style == "llama" else "LayerNorm"
     kwargs, norm = a.te_attention_kwargs(), {"eps": a.norm_eps, "normalization": kind}
-    attention = {"attention_type": "self"} | {key: kwargs[key] for key in _OF_ATTENTION if key in kwargs}
-    window = [*kwargs.get("window_size", (-1, 0))]
+    window, causal = [*kwargs.pop("window_size", (-1, 0))], kwargs.pop("attn_mask_type")
+    attention = {"attention_type": "self"} | {key: value for key, value in kwargs.items() if key in SETTINGS}
     for layer in (names.layer.format(layer=n) for n in range(a.layers)):
-        mask: dict[str, Any] = {"window_size": window, "attn_mask_type": "causal"}
+        mask: dict[str, Any] = {"window_size": window, "attn_mask_type": causal}
         here = recorded.get(layer.removesuffix("."))
         if here is not None and here.kind == "TransformerLayer":  # it tells its attention both in calls
-            want(layer, here.kind, window_size=window, self_attn_mask_type="causal")
+            want(layer, here.kind, window_size=window, self_attn_mask_type=causal)
             mask = {}
         want(layer + names.attention, "MultiheadAttention", **attention, **mask)
         want(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", **norm)
@@ -248,18 +245,17 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
 def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
     """Every tensor of the unsharded model, without shares, from what the ranks tell, which must agree."""
     found: dict[str, Description] = {}
-    for number, name, about in (
-        (n, name, one) for n, every in enumerate(seen) for name, one in every.items()
-    ):
-        one = about._replace(places=())
-        # Of what it has nothing of, a rank may have no main weight either: it is not asked.
-        if about.places and found.setdefault(name, one) != one:
-            raise CheckpointError(
-                f"{name}: of another kind on rank {number}",
-                expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
-                got=tuple(one[:3]),
-                fix="build and train the same model, with the same optimizer, on all ranks",
-            )
+    for number, every in enumerate(seen):
+        for name, about in every.items():
+            one = about._replace(places=())
+            # Of what it has nothing of, a rank may have no main weight either: it is not asked.
+            if about.places and found.setdefault(name, one) != one:
+                raise CheckpointError(
+                    f"{name}: of another kind on rank {number}",
+                    expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
+                    got=tuple(one[:3]),
+                    fix="build and train the same model, with the same optimizer, on all ranks",
+                )
     return found
 
 
