@@ -190,3 +190,41 @@ def test_layers_of_torch(te: Any, folders: Callable[..., Path], tmp_path: Path) 
         CheckpointError, match="class: torch.nn.MultiheadAttention, not te.Multihead|nothing tells"
     ):
         hf.save_huggingface(tmp_path / "saved", model(te, folders("llama"), replace), config=folders("llama"))
+
+
+def test_what_is_no_state_dict(te: Any, folders: Callable[..., Path], tmp_path: Path) -> None:
+    """The error names the call that takes a model, however little it is given."""
+    folder = folders("llama")
+    here = model(te, folder)
+    weights, blocks = here.state_dict(), hf.TeBlocks.of(here)
+    for call in (
+        lambda: hf.export_huggingface(weights),
+        lambda: hf.export_huggingface(weights, tmp_path / "x"),
+        lambda: hf.export_huggingface(here, tmp_path / "x", config=folder, blocks=blocks),
+    ):
+        with pytest.raises(
+            CheckpointError, match=r"te_fsdp.checkpoint.save_huggingface\(path, model, config="
+        ):
+            call()
+    with pytest.raises(CheckpointError, match="expected a path or a URL, got NoneType"):
+        hf.export_huggingface(weights, config=folder, blocks=blocks)
+    with pytest.raises(CheckpointError, match="Hugging Face model: TeModel, no tensors by name"):
+        hf.load_huggingface(here, here, config=folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_object_storage_is_no_place_for_folders(
+    te: Any, folders: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A URL was a directory here; one of a local file is that file's."""
+    folder = folders("llama")
+    here = model(te, folder)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"^memory://bucket/model: cannot be written on object storage"):
+        hf.save_huggingface("memory://bucket/model", here, config=folder)
+    with pytest.raises(CheckpointError, match=r"^memory://bucket/model: cannot be written on object storage"):
+        blocks = hf.TeBlocks.of(here)
+        hf.export_huggingface(here.state_dict(), "memory://bucket/model", config=folder, blocks=blocks)
+    assert not list(tmp_path.iterdir())
+    hf.save_huggingface(f"file://{tmp_path}/local", here, config=folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]

@@ -33,6 +33,7 @@ from te_fsdp.checkpoint.lazy import (
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
+from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
@@ -108,9 +109,9 @@ def import_huggingface(
 
 def export_huggingface(
     source: Tensors,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
     *,
-    config: Any,
+    config: Any = None,
     blocks: TeBlocks | None = None,
     names: TeNames | None = None,
     dtype: torch.dtype | None = None,
@@ -123,9 +124,10 @@ def export_huggingface(
     one group is held at a time. ``blocks`` are the options of the layers, ``TeBlocks.of(model)``: a state dict does not
     tell them. CheckpointError: something lies at ``target``, options that are not known, tensors that do not fit.
     """
-    weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}, {}))
-    tensors = weights.lazily(source, to_te=False, dtype=dtype)
-    write_huggingface(Path(os.path.abspath(target)), tensors, config, silent, shard_bytes=max_file_bytes)
+    held, described, _ = _opened(source, config)
+    weights = WeightMap.build(described, blocks, names, Told(held.keys(), {}, {}))
+    tensors = weights.lazily(held, to_te=False, dtype=dtype)
+    write_huggingface(absolute(target), tensors, described, silent, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
@@ -153,8 +155,7 @@ def load_huggingface(
 
     The layers' options are read off the model. Each rank reads what it has pieces of, into the CPU's memory; when all
     have theirs they are converted to the parameter's dtype, or quantized once, with the scale of the whole weight.
-    Buffers are left alone. Main weights of optimizers follow. Biases that the Hugging Face model lacks are zero, and
-    frozen (``requires_grad`` is off), so that it can be saved as such a model after training.
+    Buffers are left alone, main weights of optimizers follow, biases that the files lack become zero and are frozen.
     Collective over the world: call on all ranks.
 
     Args:
@@ -276,7 +277,6 @@ def save_huggingface(
             ranks that do not hold every element; files that cannot be written. The same on all ranks, nothing appears.
         OrderError: An optimizer of other parameters.
     """
-    target = Path(os.path.abspath(path))
     with collective_call("checkpoint.save_huggingface"):
         shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
         saving = _Saving(shares, weights, dtype, max_file_bytes)
@@ -284,7 +284,7 @@ def save_huggingface(
             lambda: {name: share.about for name, share in shares.items()}, saving.plan
         )
         with ExitStack() as stack:
-            folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
+            folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
             tensors, files = all_agree(lambda: saving.write(folder, described, plan))
 
             def finish() -> None:
@@ -403,4 +403,7 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
     """Tensors, their description, and the folder that they lie in."""
     if isinstance(source, (str, os.PathLike)):
         return open_safetensors(Path(source))[0], source if config is None else config, Path(source)
+    if not isinstance(source, Mapping):
+        fix = "model.state_dict(); of a sharded one, te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
+        raise CheckpointError(f"Hugging Face model: {type(source).__name__}, no tensors by name", fix=fix)
     return source, config, Path("tensors in memory")
