@@ -126,8 +126,8 @@ def export_huggingface(
     """
     held, described, _ = _opened(source, config)
     weights = WeightMap.build(described, blocks, names, Told(held.keys(), {}, {}))
-    tensors = weights.lazily(held, to_te=False, dtype=dtype)
-    write_huggingface(absolute(target), tensors, described, silent, shard_bytes=max_file_bytes)
+    tensors, place = weights.lazily(held, to_te=False, dtype=dtype), absolute(target)  # type: ignore[arg-type]
+    write_huggingface(place, tensors, described, silent, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
