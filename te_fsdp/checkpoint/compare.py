@@ -139,9 +139,9 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     found = compare_model(manifest, state)
     if source.tensors is not None:
         compare_stacked(found, source, state.described)
-    here = tied_names(model)
-    for name in sorted(name for name in manifest.tied.keys() & here if manifest.tied[name] != here[name]):
-        found.tensors["tied to another tensor", name] = _saved_and_here(manifest.tied[name], here[name])
+    for name, first in tied_names(model).items():
+        if (then := manifest.tied.get(name, first)) != first:
+            found.settings[f"{name}.tied"] = Difference(f"{name}.tied", then, first, "error")
     _compare_semantics(found, manifest, model, state)
     _compare_delayed(found, model, manifest.delayed)
     return found
