@@ -34,7 +34,10 @@ def text_of(function: Any, depth: int = 0) -> str:
         text = f"{told}.{function.__name__}"
     elif inspect.isroutine(function) or isinstance(function, type):
         has_code, closure = hasattr(function, "__code__"), getattr(function, "__closure__", None)
-        if not has_code or (function.__name__ != "<lambda>" and not closure):
+        # Defaults of a function in a function are values, too, as in ``def act(x, k=k)``.
+        is_local = "<locals>" in getattr(function, "__qualname__", "")
+        bound = closure or (is_local and getattr(function, "__defaults__", None))
+        if not has_code or (function.__name__ != "<lambda>" and not bound):
             return function.__name__
         return f"<{function.__name__.strip('<>')} {_digest(function, depth)}>"
     else:

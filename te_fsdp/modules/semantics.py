@@ -22,15 +22,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from torch import nn
 
 from te_fsdp import _te, _torch
 from te_fsdp.modules.functions import is_told, text_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 #: ``error``: another function of the same weights. ``strict``: whether it matters only the user knows. ``note``: the
 #: same function, or another only while training. ``names``: names of parameters tell.
@@ -58,9 +56,10 @@ _EFFECTS: dict[Effect, tuple[str, ...]] = {
         "layer_type", "self_attn_mask_type", "enc_dec_attn_mask_type", "enc_dec_window_size",
         "enc_dec_bottom_right_diagonal", "output_layernorm", "parallel_attention_mlp",
         "apply_residual_connection_post_layernorm",
+        "order",  # of a Sequential
     ),
-    # how tensors are given to a module
-    "strict": ("qkv_format", "attn_input_format", "batch_first", "padding_idx"),
+    # how tensors are given to a module; of a ModuleDict, in their order
+    "strict": ("qkv_format", "attn_input_format", "batch_first", "padding_idx", "keys"),
     # training alone
     "note": (
         "hidden_dropout", "attention_dropout", "drop_path_rate", "dropout", "p", "momentum", "scale_grad_by_freq",
@@ -111,6 +110,8 @@ SETTINGS = {
 _ALIKE = frozenset(("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Dropout"))
 #: Part of a class's name -> kind: the same function where models are evaluated. Nothing is dropout of nothing.
 _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNorm"))
+#: Containers whose modules have an order, where names do not tell it, and the setting that does.
+_ORDERED = {"Sequential": "order", "ModuleDict": "keys"}
 #: Stands for the library of a user's own classes.
 OWN = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
@@ -154,8 +155,13 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     found: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
+        if inside is not None and prefix.startswith(inside):
+            continue
         known = _known_kind(type(module))
-        if known is None or (inside is not None and prefix.startswith(inside)):
+        if _is_ordered(module) and _own_class(type(module)) is None:
+            kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
+            found[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
+        if known is None:
             continue
         kind, library, arguments = known
         settings = _known_values((name, _plain(_te.argument_of(module, name, UNKNOWN))) for name in arguments)
@@ -174,8 +180,7 @@ def own_settings(model: nn.Module) -> dict[str, Semantics]:
     """
     found, seen = {}, set[int]()
     for prefix, module in model.named_modules():
-        cls = type(module)
-        own = next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
+        cls, own = type(module), _own_class(type(module))
         if own is None or _known_kind(cls) is not None:
             continue
         is_leaf = not (module._modules or module._parameters or module._buffers)
@@ -219,6 +224,16 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
         names = [a for a in arguments if (a in SETTINGS if library == "te" else a not in _NOT_RECORDED)]
         return next((one for part, one in _SAME if part in kind), kind), library, tuple(names)
     return None
+
+
+def _is_ordered(module: nn.Module) -> bool:
+    """Whether it is a container of modules whose names are no numbers, which would tell their order."""
+    return isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(map(str.isdigit, module._modules))
+
+
+def _own_class(cls: type) -> type | None:
+    """The class of a user's own among those that a module's class comes from."""
+    return next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
 
 
 def _plain(value: Any) -> Any:
@@ -293,7 +308,8 @@ def _told(cls: type, name: str, value: Any) -> Any:
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
     found = _plain(value)
-    if callable(value) and found is not UNKNOWN and is_told(found):
+    values, told = ([one, *one] if isinstance(one, (list, tuple)) else [one] for one in (value, found))
+    if found is not UNKNOWN and any(map(callable, values)) and all(map(is_told, told)):
         found = f"{_FUNCTION}{found}"
     if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
         return found
@@ -355,13 +371,29 @@ def differences(
         for name in saved.keys() & here.keys()
         for setting, *values in _compare(saved[name], here[name])
     ]
-    alone = saved.keys() ^ here.keys()
+    for name in [n for n in saved.keys() & here.keys() if saved[n].kind in _ORDERED and saved[n] == here[n]]:
+        setting = _ORDERED[saved[name].kind]
+        then, now = (_parts(name, side) for side in (saved, here))
+        then, now = [n for n in then if n in now], [n for n in now if n in then]
+        if then != now:
+            found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
+    both = {**saved, **here}
+    alone = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
     owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
     for name in alone - owners:
         if name.rpartition(".")[0] not in alone:
             then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
             found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(found, key=lambda d: d.name)
+
+
+def _parts(name: str, modules: Iterable[str]) -> list[str]:
+    """Names in a container, in the order of a model's modules; those of its parts that a record has."""
+    prefix = f"{name}." if name else ""
+    inside = (
+        one[len(prefix) :].partition(".")[0] for one in modules if one != name and one.startswith(prefix)
+    )
+    return list(dict.fromkeys(inside))
 
 
 def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
@@ -372,7 +404,7 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
         for setting in sorted(then.keys() & now.keys()):
             pair = then[setting], now[setting]
             if not _same(*pair):
-                asks = all(isinstance(value, str) and value.startswith(_FUNCTION) for value in pair)
+                asks = all(value is None or str(value).startswith(_FUNCTION) for value in pair)
                 label = f"{name}.{setting}".lstrip(".")
                 found.append(Difference(label, *pair, "strict" if asks else "note"))
     return found
@@ -416,7 +448,7 @@ def deciding(here: Mapping[str, Semantics]) -> str:
 
 
 def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:
-    if saved is here:
+    if saved is here or {saved.kind, here.kind} <= _ORDERED.keys():
         return
     if (saved.kind, saved.library) != (here.kind, here.library):
         alike = saved.kind == here.kind and saved.kind in _ALIKE
@@ -446,7 +478,8 @@ def _same(then: Any, now: Any) -> bool:
 
 
 def _class(one: Semantics) -> str:
-    return f"{'torch.nn' if one.library == 'torch' else 'te'}.{one.kind}"
+    kind = "Dropout or Identity" if one.kind == "Dropout" else one.kind
+    return f"{'torch.nn' if one.library == 'torch' else 'te'}.{kind}"
 
 
 def _unpadded(mask: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,6 +108,8 @@ FUNCTIONS: dict[str, tuple[Any, Any, str]] = {
     "method": (Times(2.0).of, Times(3.0).of, r"saved function Times\(factor=2\.0\)\.of, model"),
     "script": (doubled, halved, r"saved function ScriptFunction\(doubled\), model"),
     "operator": (torch.ops.aten.relu, torch.ops.aten.tanh, r"saved function OpOverloadPacket\(relu"),
+    "list": ([F.gelu, F.silu], [F.silu, F.gelu], r"saved function \['gelu', 'silu'\], model"),
+    "none": (None, F.gelu, "saved None, model has function gelu"),
     "class": (Gelu(), Silu(), r"class: saved function Gelu, model has function Silu \(it\)"),
 }
 
@@ -134,6 +137,38 @@ def test_another_value_is_noted(tmp_path: Path, name: str) -> None:
     one, other, text = VALUES[name]
     assert not loaded(tmp_path, Own(it=one), Own(it=one)).notes
     assert loaded(tmp_path, Own(it=one), Own(it=other)).notes == [text]
+
+
+def with_default(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of one name and text, whatever its default."""
+
+    def times(x: torch.Tensor, factor: float = factor) -> torch.Tensor:
+        return x * factor
+
+    return times
+
+
+def test_defaults_are_values(tmp_path: Path) -> None:
+    assert not loaded(tmp_path, Own(it=with_default(2.0)), Own(it=with_default(2.0))).notes
+    (note,) = loaded(tmp_path, Own(it=with_default(2.0)), Own(it=with_default(3.0))).notes
+    assert note.startswith("it: saved <times ")
+
+
+@pytest.mark.parametrize("cls", [nn.Sequential, nn.ModuleDict])
+def test_the_order_of_modules(tmp_path: Path, cls: type[nn.Module]) -> None:
+    """Of those that both have; a container is no module that one alone has."""
+    one, other = (OrderedDict((n, nn.Linear(4, 4)) for n in names) for names in ("abc", "acb"))
+    shorter = OrderedDict((n, nn.Linear(4, 4)) for n in "ab")
+    text = r"(order|keys): saved \['a', 'b', 'c'\], model has \['a', 'c', 'b'\]"
+    for strict in {nn.Sequential: (True, False), nn.ModuleDict: (True,)}[cls]:
+        with pytest.raises(CheckpointError, match=text):
+            loaded(tmp_path, cls(one), cls(other), strict=strict)
+    if cls is nn.ModuleDict:
+        assert loaded(tmp_path, cls(one), cls(other), strict=False).left.keys() == {"keys"}
+    left = loaded(tmp_path, cls(one), cls(shorter), allow=["c.*"])
+    assert left.left.keys() == {"c.weight", "c.bias"} and not left.notes
+    numbers = nn.Sequential(*one.values()), nn.Sequential(*other.values())
+    assert not loaded(tmp_path, *numbers).notes
 
 
 def test_long_values_differ_where_nobody_reads_them(tmp_path: Path) -> None:
