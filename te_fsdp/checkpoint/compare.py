@@ -32,6 +32,7 @@ from te_fsdp.checkpoint.model_state import (
     owned_parameters,
     owned_tensors,
     stage_of,
+    tied_names,
 )
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import (
@@ -138,6 +139,9 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     found = compare_model(manifest, state)
     if source.tensors is not None:
         compare_stacked(found, source, state.described)
+    for name, first in tied_names(model).items():
+        if (then := manifest.tied.get(name, first)) != first:
+            found.settings[f"{name}.tied"] = Difference(f"{name}.tied", then, first, "error")
     _compare_semantics(found, manifest, model, state)
     _compare_delayed(found, model, manifest.delayed)
     return found

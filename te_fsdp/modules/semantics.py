@@ -6,27 +6,29 @@ TransformerEngine 2.18 to 2.20.2 (``pytorch/{transformer,module,attention,ops}``
 change the function of unsharded weights is left out: sizes (shapes tell), parallelism, dtypes, memory, speed,
 ``layer_number`` (TE divides scores by it and multiplies them again), what a module returns beside its output.
 
-Of modules of a user's own classes the public attributes are recorded. Only the user knows whether one is a part of what
-a module computes. So another function is asked for, and another value is noted. Ranks may hold other values, as their
-number: the first one's are in the file.
+Of modules of a user's own classes the class and the public attributes are recorded. Only the user knows whether one is
+a part of what a module computes. So another function is asked for, as is another class of a module that has nothing but
+its class, and another value is noted. Ranks may hold other values, as their number: the first one's are in the file.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import hashlib
 import inspect
 import math
 import re
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import dataclass, is_dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from torch import nn
 
 from te_fsdp import _te, _torch
-
-if TYPE_CHECKING:
-    from torch import nn
+from te_fsdp.modules.functions import is_told, text_of
 
 #: ``error``: another function of the same weights. ``strict``: whether it matters only the user knows. ``note``: the
 #: same function, or another only while training. ``names``: names of parameters tell.
@@ -54,9 +56,10 @@ _EFFECTS: dict[Effect, tuple[str, ...]] = {
         "layer_type", "self_attn_mask_type", "enc_dec_attn_mask_type", "enc_dec_window_size",
         "enc_dec_bottom_right_diagonal", "output_layernorm", "parallel_attention_mlp",
         "apply_residual_connection_post_layernorm",
+        "order",  # of a Sequential
     ),
-    # how tensors are given to a module
-    "strict": ("qkv_format", "attn_input_format", "batch_first", "padding_idx"),
+    # how tensors are given to a module; of a ModuleDict, in their order
+    "strict": ("qkv_format", "attn_input_format", "batch_first", "padding_idx", "keys"),
     # training alone
     "note": (
         "hidden_dropout", "attention_dropout", "drop_path_rate", "dropout", "p", "momentum", "scale_grad_by_freq",
@@ -72,8 +75,9 @@ _ABSENT = {
     "scale_bias": False, "softmax_type": "vanilla", "softcap": 0.0, "rotary_pos_interleaved": False,
     "qk_norm_type": None, "qk_norm_eps": None, "qk_norm_before_rope": False, "rotary_base": 10000.0,
     "interleaved": False, "seq_len_interpolation_factor": None, "pretrained_max_position_embeddings": None,
-    "parallel_attention_mlp": False, "padding_idx": None, "hidden_dropout": 0.0, "attention_dropout": 0.0,
-    "drop_path_rate": 0.0, "dropout": 0.0, "p": 0.0, "scale_grad_by_freq": False,
+    "parallel_attention_mlp": False, "layer_type": "encoder", "output_layernorm": False,
+    "apply_residual_connection_post_layernorm": False, "padding_idx": None, "hidden_dropout": 0.0,
+    "attention_dropout": 0.0, "drop_path_rate": 0.0, "dropout": 0.0, "p": 0.0, "scale_grad_by_freq": False,
 }
 #: Arguments of ``torch.nn`` that shapes and names of parameters tell, or that do not change the function.
 _NOT_RECORDED = frozenset((
@@ -106,12 +110,15 @@ SETTINGS = {
 _ALIKE = frozenset(("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Dropout"))
 #: Part of a class's name -> kind: the same function where models are evaluated. Nothing is dropout of nothing.
 _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNorm"))
+#: Containers whose modules have an order, where names do not tell it, and the setting that does.
+_ORDERED = {"Sequential": "order", "ModuleDict": "keys"}
 #: Stands for the library of a user's own classes.
 OWN = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
 #: Modules of Python whose classes are nobody's own.
 _LIBRARIES = ("torch.", "transformer_engine.", "te_fsdp.", "builtins")
-#: The longest attribute of a user's class that is recorded, in characters; and what marks a function.
+#: The most characters of an attribute of a user's class that are recorded as they are, and fields of a configuration;
+#: and what marks a function.
 _LONGEST, _FUNCTION = 200, "function "
 
 
@@ -148,8 +155,13 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     found: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
+        if inside is not None and prefix.startswith(inside):
+            continue
         known = _known_kind(type(module))
-        if known is None or (inside is not None and prefix.startswith(inside)):
+        if _is_ordered(module) and _own_class(type(module)) is None:
+            kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
+            found[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
+        if known is None:
             continue
         kind, library, arguments = known
         settings = _known_values((name, _plain(_te.argument_of(module, name, UNKNOWN))) for name in arguments)
@@ -162,17 +174,32 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
 
 
 def own_settings(model: nn.Module) -> dict[str, Semantics]:
-    """Public attributes of modules of a user's own classes, by name; functions in words. Local operation."""
-    found = {}
+    """Classes and public attributes of modules of a user's own classes, by name; functions in words. Local operation.
+
+    Of a configuration, which many modules may hold, the first one tells the fields, as ``config.<field>``.
+    """
+    found, seen = {}, set[int]()
     for prefix, module in model.named_modules():
-        cls = type(module)
-        own = next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
+        cls, own = type(module), _own_class(type(module))
         if own is None or _known_kind(cls) is not None:
             continue
-        settings = _known_values((name, _told(cls, name, value)) for name, value in vars(module).items())
-        if settings:
-            found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, settings)
+        is_leaf = not (module._modules or module._parameters or module._buffers)
+        told = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
+        for name, value in vars(module).items():
+            told.append((name, _told(cls, name, value)))
+            if not name.startswith("_") and id(value) not in seen:
+                seen.add(id(value))
+                told += ((f"{name}.{field}", _told(cls, field, one)) for field, one in _fields(value))
+        found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(told))
     return found
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """Names and values that a configuration holds; of anything else, such as a vocabulary, none."""
+    if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
+        value = vars(value) if hasattr(value, "__dict__") else {}
+    is_small = isinstance(value, dict) and len(value) <= _LONGEST
+    return [one for one in value.items() if isinstance(one[0], str)] if is_small else []
 
 
 def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -199,8 +226,20 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     return None
 
 
+def _is_ordered(module: nn.Module) -> bool:
+    """Whether it is a container of modules whose names are no numbers, which would tell their order."""
+    return isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(map(str.isdigit, module._modules))
+
+
+def _own_class(cls: type) -> type | None:
+    """The class of a user's own among those that a module's class comes from."""
+    return next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
+
+
 def _plain(value: Any) -> Any:
     """A value as JSON gives it back; functions in words."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
@@ -208,7 +247,9 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         items = [_plain(item) for item in value]
         return UNKNOWN if UNKNOWN in items else items
-    return _text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
 
 
 def _attention(module: Any, settings: dict[str, Any]) -> None:
@@ -267,77 +308,12 @@ def _told(cls: type, name: str, value: Any) -> Any:
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
     found = _plain(value)
-    if callable(value) and found is not UNKNOWN and _is_told(found):
+    values, told = ([one, *one] if isinstance(one, (list, tuple)) else [one] for one in (value, found))
+    if found is not UNKNOWN and any(map(callable, values)) and all(map(is_told, told)):
         found = f"{_FUNCTION}{found}"
-    return found if len(repr(found)) <= _LONGEST else UNKNOWN
-
-
-# --- functions in words, which files can hold and which can be compared
-
-#: Begins a text that does not tell all.
-_UNTOLD = "<"
-#: Parts of parts, and items, that a text has at most.
-_DEEPEST, _MOST = 3, 16
-
-
-def _text_of(function: Any, depth: int = 0) -> str:
-    """A function in words: ``relu``, ``partial(gelu, approximate='tanh')``, ``Scaled(factor=2.0)``. Local operation.
-
-    A lambda, as every function that closes over values, has a digest of its bytecode and constants
-    (``<lambda 5d41402a>``), which another Python may give otherwise. Of another object that can be called, class and
-    public attributes are told. ``depth``: of how many texts it is a part.
-    """
-    if depth > _DEEPEST:
-        return "<...>"
-    if isinstance(function, functools.partial):
-        arguments = [_shown(one, depth) for one in function.args]
-        parts = [_text_of(function.func, depth + 1), *arguments, *_named(function.keywords, depth)]
-        text = f"partial({', '.join(parts)})"
-    elif inspect.isroutine(function) or isinstance(function, type):
-        has_code, closure = hasattr(function, "__code__"), getattr(function, "__closure__", None)
-        if not has_code or (function.__name__ != "<lambda>" and not closure):
-            return function.__name__
-        return f"<{function.__name__.strip('<>')} {_digest(function, depth)}>"
-    else:
-        held = {k: v for k, v in getattr(function, "__dict__", {}).items() if not k.startswith("_")}
-        text = f"{type(function).__name__}({', '.join(_named(held, depth))})"
-    return f"{_UNTOLD}{text}>" if _UNTOLD in text else text
-
-
-def _is_told(text: Any) -> bool:
-    """Whether a value is all there is to know: no text of :func:`_text_of` that has a digest, or nothing."""
-    return not (isinstance(text, str) and text.startswith(_UNTOLD))
-
-
-def _named(values: Mapping[str, Any], depth: int) -> list[str]:
-    return [f"{name}={_shown(values[name], depth)}" for name in sorted(values)]
-
-
-def _shown(value: Any, depth: int) -> str:
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return repr(value)
-    if isinstance(value, (tuple, list)) and len(value) <= _MOST and depth < _DEEPEST:
-        return f"[{', '.join(_shown(one, depth + 1) for one in value)}]"
-    # A module's own settings tell what it computes.
-    is_function = callable(value) and not hasattr(value, "named_modules")
-    return _text_of(value, depth + 1) if is_function else f"<{type(value).__name__}>"
-
-
-def _digest(function: Any, depth: int) -> str:
-    """Of bytecode, constants, defaults and what it closes over."""
-    held = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    held += [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
-    told = _constants(function.__code__), [_shown(one, depth) for one in held]
-    return hashlib.sha256(repr(told).encode()).hexdigest()[:8]
-
-
-def _constants(value: Any) -> Any:
-    """Code, or a constant, in what has the same text in every process: sets are printed in any order."""
-    if isinstance(value, types.CodeType):
-        return value.co_code, _constants(value.co_consts), value.co_names
-    if isinstance(value, tuple):
-        return [_constants(one) for one in value]
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
+    if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
+        return found
+    return f"{text[:_LONGEST]}... {hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
@@ -395,13 +371,29 @@ def differences(
         for name in saved.keys() & here.keys()
         for setting, *values in _compare(saved[name], here[name])
     ]
-    alone = saved.keys() ^ here.keys()
+    for name in [n for n in saved.keys() & here.keys() if saved[n].kind in _ORDERED and saved[n] == here[n]]:
+        setting = _ORDERED[saved[name].kind]
+        then, now = (_parts(name, side) for side in (saved, here))
+        then, now = [n for n in then if n in now], [n for n in now if n in then]
+        if then != now:
+            found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
+    both = {**saved, **here}
+    alone = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
     owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
     for name in alone - owners:
         if name.rpartition(".")[0] not in alone:
             then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
             found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))
     return sorted(found, key=lambda d: d.name)
+
+
+def _parts(name: str, modules: Iterable[str]) -> list[str]:
+    """Names in a container, in the order of a model's modules; those of its parts that a record has."""
+    prefix = f"{name}." if name else ""
+    inside = (
+        one[len(prefix) :].partition(".")[0] for one in modules if one != name and one.startswith(prefix)
+    )
+    return list(dict.fromkeys(inside))
 
 
 def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
@@ -412,7 +404,7 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
         for setting in sorted(then.keys() & now.keys()):
             pair = then[setting], now[setting]
             if not _same(*pair):
-                asks = all(isinstance(value, str) and value.startswith(_FUNCTION) for value in pair)
+                asks = all(value is None or str(value).startswith(_FUNCTION) for value in pair)
                 label = f"{name}.{setting}".lstrip(".")
                 found.append(Difference(label, *pair, "strict" if asks else "note"))
     return found
@@ -456,7 +448,7 @@ def deciding(here: Mapping[str, Semantics]) -> str:
 
 
 def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any, Effect]]:
-    if saved is here:
+    if saved is here or {saved.kind, here.kind} <= _ORDERED.keys():
         return
     if (saved.kind, saved.library) != (here.kind, here.library):
         alike = saved.kind == here.kind and saved.kind in _ALIKE
@@ -471,7 +463,7 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         effect = known.effect
         if UNKNOWN in (then, now):  # a setting that one version of a library has
             effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
-        elif not (_is_told(then) and _is_told(now)):
+        elif not (is_told(then) and is_told(now)):
             effect = "note"
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # what is padded is told by each call
@@ -486,7 +478,8 @@ def _same(then: Any, now: Any) -> bool:
 
 
 def _class(one: Semantics) -> str:
-    return f"{'torch.nn' if one.library == 'torch' else 'te'}.{one.kind}"
+    kind = "Dropout or Identity" if one.kind == "Dropout" else one.kind
+    return f"{'torch.nn' if one.library == 'torch' else 'te'}.{kind}"
 
 
 def _unpadded(mask: Any) -> str:

@@ -8,6 +8,7 @@ import logging
 import re
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable import huggingface_config
 from te_fsdp.checkpoint.portable.huggingface_config import FAMILIES
 from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
-from te_fsdp.checkpoint.portable.huggingface_model import layer_differences
+from te_fsdp.checkpoint.portable.huggingface_model import Told, layer_differences
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import Semantics
 from tests.unit.huggingface_models import MODELS, to_huggingface, to_te
@@ -347,7 +348,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
 )
 def test_rotary_embeddings_are_compared(settings, text):
     here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **settings})}
-    wrong = layer_differences(here, hf.read_config(LLAMA), hf.TeNames())
+    wrong = layer_differences(Told((), here, {}), hf.read_config(LLAMA), hf.TeNames())
     assert wrong == ([] if text is None else [text])
 
 
@@ -395,11 +396,66 @@ def hf_name(kind: str) -> str:
     return "gpt2" if words[0].startswith("GPT") else "_".join(words).lower()
 
 
-def test_scaled_frequencies_are_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
+BOTH = {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn", "dynamic"])
+@pytest.mark.parametrize("base", [500.0, 1e6])
+def test_frequencies_are_those_of_transformers(name: str, base: float) -> None:
+    """Those that a model has are compared, whoever made them; the plain ones are the negative control."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    more = {"linear": {"factor": 2.0}, "yarn": {"factor": 4.0}, "dynamic": {"factor": 4.0}, "llama3": LLAMA3}
+    rope = {"rope_type": name, "rope_theta": base, **more.get(name, {})}
+    sizes = {**LLAMA, "head_dim": 32, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=rope)
+    theirs = LlamaRotaryEmbedding(config).inv_freq
+    plain = base ** -(torch.arange(0, 32, 2) / 32)
+    one = Semantics("RotaryPositionEmbedding", "te", {"rotary_base": base})
+
+    def wrong(frequencies: torch.Tensor, **settings: Any) -> list[str]:
+        here = {"rotary": replace(one, settings={**one.settings, **settings})}
+        about = hf.read_config({**sizes, "rope_parameters": rope})
+        return layer_differences(Told((), here, {"rotary": frequencies}), about, hf.TeNames())
+
+    assert bool(wrong(theirs)) == (name == "yarn"), "whose attention is scaled as well"
+    assert bool(wrong(theirs.bfloat16())) == (name == "yarn")
+    assert wrong(theirs * (1 + 1e-4)) and wrong(theirs[:-1]), "another one, as many"
+    assert bool(wrong(plain)) == (name not in ("default", "dynamic"))
+    assert bool(wrong(plain, **BOTH)) == (name != "linear")
+    alone = wrong(plain, seq_len_interpolation_factor=2)
+    assert bool(alone) == (name != "dynamic"), "which does not interpolate"
+    assert wrong(theirs, interleaved=True)
+
+
+def test_scaled_attention_is_refused() -> None:
+    """YaRN makes the scores larger as well, which no angles do; what a model of its own does is its own affair."""
+    rope = {"rope_type": "yarn", "factor": 4.0}
+    about = hf.read_config({**LLAMA, "rope_scaling": rope})
+    assert layer_differences(Told((), {}, {}), about, hf.TeNames()) == []
+    here = {"other": Semantics("MultiheadAttention", "te", {})}
+    (text,) = layer_differences(Told((), here, {}), about, hf.TeNames())
+    assert text.startswith("attention: scaled by its heads alone, not as {'rope_type': 'yarn'")
+
+
+@pytest.mark.parametrize("value", [None, "2", [2.0]], ids=str)
+def test_scaling_without_its_numbers(value: Any) -> None:
+    about = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": value}})
+    here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0})}
+    with pytest.raises(CheckpointError, match=r"rope_scaling in config.json: factor: expected a number"):
+        layer_differences(Told((), here, {}), about, hf.TeNames())
+
+
+def test_scaled_frequencies_are_asked_for() -> None:
+    """Of a model that does not tell its frequencies, those that its settings make are compared."""
     scaled = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
-    for factor, asked in ((None, 1), (2, 0)):
-        settings = {"rotary_base": 10000.0, "seq_len_interpolation_factor": factor}
-        here = {"rotary": Semantics("RotaryPositionEmbedding", "te", settings)}
-        caplog.clear()
-        layer_differences(here, scaled, hf.TeNames())
-        assert sum("rotary does not: does the model itself?" in text for text in caplog.messages) == asked
+    for more, is_right in (({}, False), (BOTH, True), ({**BOTH, "seq_len_interpolation_factor": 4}, False)):
+        here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **more})}
+        found = layer_differences(Told((), here, {}), scaled, hf.TeNames())
+        assert (found == []) == is_right
+        assert (
+            is_right or "not of the frequencies by {'rope_theta': 10000.0, 'rope_type': 'linear'" in found[0]
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,27 @@ def apply(te: Any, model: nn.Module) -> torch.Tensor:
     return model(x, **kwargs)
 
 
+class Each(nn.Module):
+    """Goes through modules that have names."""
+
+    def __init__(self, modules: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict(modules)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts.values():
+            x = part(x)
+        return x
+
+
+def named(te: Any, *, names: str, each: bool = False) -> nn.Module:
+    """The same modules under the same names, in an order."""
+    made = {"linear": nn.Linear(32, 32), "tanh": nn.Tanh(), "gelu": nn.GELU()}
+    parts = {name: made[name] for name in names.split()}
+    return Each(parts) if each else nn.Sequential(OrderedDict(parts))
+
+
+ORDERS = ({"names": "linear tanh gelu"}, {"names": "linear gelu tanh"})
 NO_MASK = {"attn_mask_type": "no_mask"}
 NEAR = {**NO_MASK, "window_size": (1, 1)}
 EIGHT = {"pretrained_max_position_embeddings": 8}
@@ -151,6 +173,8 @@ PAIRS: dict[str, Pair] = {
     "parallel_attention_mlp": (layer, {}, {"parallel_attention_mlp": True}),
     "apply_residual_connection_post_layernorm": (layer, {}, {"apply_residual_connection_post_layernorm": True}),
     "class": (ending, {"last": nn.SiLU}, {"last": nn.GELU}),
+    "order": (named, *ORDERS),
+    "keys": (functools.partial(named, each=True), *ORDERS),
     "num_heads": (torch_op("MultiheadAttention", 32), {"num_heads": 4}, {"num_heads": 2}),
     "qkv_format": (Attention, {}, {"qkv_format": "bshd"}),
     "attn_input_format": (layer, {}, {"attn_input_format": "bshd"}),

@@ -52,6 +52,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
 from te_fsdp.checkpoint.source import Source
 from te_fsdp.checkpoint.sums import silent, sync
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.modules.rotary import frequencies_of
 from te_fsdp.modules.semantics import from_json
 from te_fsdp.sharding.main_weights import check_optimizer
 
@@ -108,9 +109,9 @@ def import_huggingface(
 
 def export_huggingface(
     source: Tensors,
-    target: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
     *,
-    config: Any,
+    config: Any = None,
     blocks: TeBlocks | None = None,
     names: TeNames | None = None,
     dtype: torch.dtype | None = None,
@@ -123,9 +124,10 @@ def export_huggingface(
     one group is held at a time. ``blocks`` are the options of the layers, ``TeBlocks.of(model)``: a state dict does not
     tell them. CheckpointError: something lies at ``target``, options that are not known, tensors that do not fit.
     """
-    weights = WeightMap.build(config, blocks, names, Told(source.keys(), {}))
-    tensors = weights.lazily(source, to_te=False, dtype=dtype)
-    write_huggingface(absolute(target), tensors, config, silent, shard_bytes=max_file_bytes)
+    held, described, _ = _opened(source, config)
+    weights = WeightMap.build(described, blocks, names, Told(held.keys(), {}, {}))
+    tensors, place = weights.lazily(held, to_te=False, dtype=dtype), absolute(target)  # type: ignore[arg-type]
+    write_huggingface(place, tensors, described, silent, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
@@ -153,7 +155,7 @@ def load_huggingface(
 
     The layers' options are read off the model. Each rank reads what it has pieces of, into the CPU's memory; when all
     have theirs they are converted to the parameter's dtype, or quantized once, with the scale of the whole weight.
-    Buffers are left alone. Main weights of optimizers follow.
+    Buffers are left alone, main weights of optimizers follow, biases that the files lack become zero and are frozen.
     Collective over the world: call on all ranks.
 
     Args:
@@ -172,8 +174,10 @@ def load_huggingface(
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.load_huggingface"):
-        filling = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
+        filling, lacked = all_agree(lambda: _filling(source, model, optimizer, config, names, blocks))
         filling.run()
+        for owned in owned_parameters(model):
+            owned.parameter.requires_grad_(owned.parameter.requires_grad and owned.fqn not in lacked)
     for note in filling.notes if rank() == 0 else ():
         _log.warning("%s: %s", filling.source.path, note)
 
@@ -185,8 +189,8 @@ def _filling(
     config: Any,
     names: TeNames | None,
     blocks: TeBlocks | None,
-) -> Filling:
-    """A Hugging Face model's tensors that are to go into a model, if they fit. Local operation."""
+) -> tuple[Filling, set[str]]:
+    """A Hugging Face model's tensors that are to go into a model, if they fit; and biases that it lacks. Local."""
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_whole_job(model, None)
@@ -197,13 +201,15 @@ def _filling(
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
     contents = Contents(folder, "Hugging Face model", manifest, keys)
     stack_experts(contents)
-    for name in tied_names(model):  # which a checkpoint does not have
+    for name in tied_names(model) if weights.architecture.tied else ():  # which a checkpoint does not have
         manifest.parameters.pop(name, None)
     found = compare_model(manifest, state).without([*state.buffers], strict=True)
     _check_fits("load_huggingface", model, weights, found.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
-    opened = Source(folder, manifest, contents.tensors)
-    return Filling(opened, model, optimizer, state, Differences(converted=quantized))
+    lacked = {name for group in weights.groups for name in group.zeros}
+    told = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
+    opened = Source(folder, manifest, contents.tensors, [told] if lacked else [])
+    return Filling(opened, model, optimizer, state, Differences(converted=quantized)), lacked
 
 
 def _check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
@@ -271,7 +277,6 @@ def save_huggingface(
             ranks that do not hold every element; files that cannot be written. The same on all ranks, nothing appears.
         OrderError: An optimizer of other parameters.
     """
-    target = absolute(path)
     with collective_call("checkpoint.save_huggingface"):
         shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
         saving = _Saving(shares, weights, dtype, max_file_bytes)
@@ -279,7 +284,7 @@ def save_huggingface(
             lambda: {name: share.about for name, share in shares.items()}, saving.plan
         )
         with ExitStack() as stack:
-            folder = Path(from_rank_0(lambda: str(stack.enter_context(new_directory(target)))))
+            folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
             tensors, files = all_agree(lambda: saving.write(folder, described, plan))
 
             def finish() -> None:
@@ -376,7 +381,8 @@ def values_for_huggingface(
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
-    weights = WeightMap.build(like, blocks, names, Told(saved, recorded))
+    frequencies = frequencies_of(contents.names, lambda name: contents.value(name).whole())
+    weights = WeightMap.build(like, blocks, names, Told(saved, recorded, frequencies))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
     wrong = [*weights.differences] + [
@@ -397,4 +403,7 @@ def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tens
     """Tensors, their description, and the folder that they lie in."""
     if isinstance(source, (str, os.PathLike)):
         return open_safetensors(Path(source))[0], source if config is None else config, Path(source)
+    if not isinstance(source, Mapping):
+        fix = "model.state_dict(); of a sharded one, te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
+        raise CheckpointError(f"Hugging Face model: {type(source).__name__}, no tensors by name", fix=fix)
     return source, config, Path("tensors in memory")

@@ -35,8 +35,6 @@ class Architecture:
     """A decoder model of Llama's or GPT-2's style."""
 
     model_type: str  #: transformers' name of the family
-    #: RMSNorm, rotary embedding, gated MLP; or LayerNorm, learned positions, GELU
-    style: Literal["llama", "gpt2"]
     layers: int  #: Number of layers
     hidden: int  #: Width
     ffn: int  #: Width inside the MLP
@@ -46,12 +44,14 @@ class Architecture:
     vocabulary: int  #: Rows of the embedding
     positions: int  #: Rows of the learned position embedding; 0 with rotary embedding
     norm_eps: float  #: Epsilon of all norms
-    activation: str  #: TransformerEngine's name of the MLP's activation
     qkv_bias: bool  #: Whether query, key and value have biases
     proj_bias: bool  #: Whether the attention's output projection has one
     mlp_bias: bool  #: Whether the MLP's projections have biases
-    qk_norm: bool  #: Whether query and key are normalised per head, before the rotary embedding
     tied: bool  #: Whether the head shares the embedding's weight
+    #: RMSNorm, rotary embedding, gated MLP; or LayerNorm, learned positions, GELU
+    style: Literal["llama", "gpt2"] = "llama"
+    activation: str = "swiglu"  #: TransformerEngine's name of the MLP's activation
+    qk_norm: bool = False  #: Whether query and key are normalised per head, before the rotary embedding
     zero_centered: bool = False  #: Whether the Hugging Face model stores its norms' weights minus one
     embedding_scale: float = 1.0  #: What embeddings are multiplied by before the first layer
     experts: Experts | None = None  #: The layers' experts, if any
@@ -111,8 +111,7 @@ class Architecture:
                 "rope_scaling in config.json" if self.rope_scaling else f"{self.model_type} model",
                 expected="a rotary embedding of plain frequencies",
                 got=self.rope_scaling or "learned positions",
-                fix="compute the frequencies as the Hugging Face model does and pass them as rotary_pos_emb, shape "
-                "(sequence, 1, 1, head_dim): the angles of one half of a head, twice",
+                fix="write the model's into inv_freq of RotaryPositionEmbedding(head_dim, rotary_base=rope_theta)",
             )
         return {"dim": self.head_dim, "rotary_base": self.rope_theta, "interleaved": False}
 
@@ -325,7 +324,6 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
     theta, scaling = _rope(config)
     values: dict[str, Any] = {
         "model_type": model_type,
-        "style": "llama",
         "layers": layers,
         "hidden": hidden,
         "ffn": get("intermediate_size", _WHOLE, 4 * hidden if gpt2 else _REQUIRED),
@@ -335,11 +333,9 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
         "vocabulary": get("vocab_size", _WHOLE),
         "positions": get("n_positions", _WHOLE) if gpt2 else 0,
         "norm_eps": get("rms_norm_eps", _NUMBER, 1e-6),
-        "activation": "swiglu",
         "qkv_bias": get("qkv_bias", _FLAG, bias),
         "proj_bias": bias,
         "mlp_bias": model_type == "llama" and get("mlp_bias", _FLAG, False),
-        "qk_norm": False,
         "tied": get("tie_word_embeddings", _FLAG, False),
         "embedding_scale": hidden**0.5 if "zero_centered" in family.always else 1.0,
         "experts": _experts(config, *family.experts) if family.experts else None,
@@ -357,13 +353,8 @@ def _rope(config: _Config) -> tuple[float, Mapping[str, Any] | None]:
     # Of both, transformers takes the older key.
     rope = config.get("rope_scaling", _OBJECT, None) or config.get("rope_parameters", _OBJECT, None) or {}
     theta = config._replace(entries={**config.entries, **rope}).get("rope_theta", _NUMBER, 10000.0)
-    plain = (
-        ("rope_type", "default"),
-        ("type", "default"),
-        ("partial_rotary_factor", 1.0),
-        ("rope_theta", theta),
-    )
-    return theta, {key: value for key, value in rope.items() if (key, value) not in plain} or None
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": theta}
+    return theta, {key: value for key, value in rope.items() if plain.get(key, _REQUIRED) != value} or None
 
 
 def _experts(config: _Config, number: str, width: str, shared: str = "") -> Experts:

@@ -145,7 +145,7 @@ class Group:
                 expected="zeros",
                 why="TransformerEngine's bias=True gives every projection a bias",
                 fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
-                "training with these biases frozen",
+                "training with these biases frozen, as load_huggingface leaves them",
             )
         return found
 
@@ -199,10 +199,11 @@ class _Tables:
 
     def attention(self, theirs: str, ours: str) -> Iterator[Group]:
         a, style, qkv, bias = self.a, self.style, f"{ours}layernorm_qkv.", bool(self.blocks.bias)
-        heads = (a.heads, a.kv_heads, a.kv_heads)
+        here, heads = self.recorded.get(ours.removesuffix(".")), (a.heads, a.kv_heads, a.kv_heads)
+        told = None if here is None else here.settings.get("qkv_weight_interleaved")
         if not self.blocks.fuse_qkv_params:
             form = Form(tuple(f"{qkv}{part}_*" for part in ("query", "key", "value")))
-        elif self.blocks.qkv_weight_interleaved is not False:
+        elif (self.blocks.qkv_weight_interleaved if told is None else told) is not False:
             form = Form((f"{qkv}*",), groups=a.kv_heads)
         else:
             form = Form((f"{qkv}*",), layout=Layout("stacked", heads))
@@ -297,7 +298,7 @@ class WeightMap:
         if told is not None:
             blocks = known_blocks(blocks, told, names)
         a = config if isinstance(config, Architecture) else read_config(config)
-        style, recorded = FAMILIES[a.model_type].names, told.recorded if told is not None else {}
+        told, style = told or Told((), {}, {}), FAMILIES[a.model_type].names
         bias = (a.qkv_bias or a.proj_bias or a.mlp_bias) if blocks.bias is None else blocks.bias
         mlp_bias = bias if blocks.mlp_bias is None else blocks.mlp_bias
         if ((a.qkv_bias or a.proj_bias) and not bias) or (a.mlp_bias and not mlp_bias):
@@ -311,9 +312,9 @@ class WeightMap:
                 expected="a name for lm_head.weight, since config.json does not tie it to the embedding",
                 fix="give the model a head and pass TeNames(head=...)",
             )
-        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, recorded)
+        tables = _Tables(a, style, replace(blocks, bias=bias, mlp_bias=mlp_bias), names, told.recorded)
         ignored = "|".join([_IGNORED_TE, *map(fnmatch.translate, names.ignored)])
-        return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(recorded, a, names)))
+        return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(told, a, names)))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
         """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""

@@ -9,7 +9,6 @@ twice the disk.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,29 +21,24 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp import _te, _torch
-from te_fsdp.agree import Ranks, rank
+from te_fsdp.agree import Ranks
 from te_fsdp.checkpoint.contents import with_remainders
 from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import Box, slices
-from te_fsdp.modules.semantics import Semantics, differences, in_words, semantics_of
+from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
+from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, in_words, semantics_of
 from te_fsdp.sharding.main_weights import main_weight
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-_log = logging.getLogger("te_fsdp")
 Recorded = Mapping[str, Semantics]
-#: What ``te.MultiheadAttention`` records of its arguments.
-_OF_ATTENTION = ("num_attention_heads", "num_gqa_groups", "kv_channels")
-_OF_ATTENTION += ("qk_norm_type", "qk_norm_eps", "qk_norm_before_rope")
-_PLAIN_LAYER = {"layer_type": "encoder", "output_layernorm": False}
-_PLAIN_LAYER["apply_residual_connection_post_layernorm"] = False
 
 
 @dataclass(frozen=True)
@@ -95,17 +89,19 @@ class Told(NamedTuple):
 
     parameters: Collection[str]
     recorded: Recorded
+    frequencies: Mapping[str, torch.Tensor]  #: By name of a rotary embedding, if known
 
 
 def told_by(model: nn.Module) -> Told:
     """What a model tells of itself, names without what wrappers add. Local operation."""
     names = {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
-    return Told(names, semantics_of(model))
+    held = {_torch.without_wrappers(name): held for name, held in model.named_buffers() if not held.is_meta}
+    return Told(names, semantics_of(model), frequencies_of(held, held.__getitem__))
 
 
 def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
     """Options of a model's layers, all known: what it tells, else ``blocks``."""
-    parameters, recorded = told
+    parameters, recorded, _ = told
     attention = names.layer.format(layer=0) + names.attention
     qkv, here = f"{attention}layernorm_qkv", recorded.get(attention.removesuffix("."))
     seen: dict[str, bool | None] = {
@@ -116,7 +112,7 @@ def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
         "final_norm_zero_centered": centering(recorded, names.final_norm.removesuffix(".")),
     }
     if here is not None or not seen["fuse_qkv_params"]:  # without which it has no effect
-        seen["qkv_weight_interleaved"] = here is None or here["qkv_weight_interleaved"]
+        seen["qkv_weight_interleaved"] = here is None or here.settings.get("qkv_weight_interleaved")
     blocks = replace(blocks, **{name: value for name, value in seen.items() if value is not None})
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
@@ -136,42 +132,41 @@ def centering(recorded: Recorded, module: str) -> bool | None:
     return recorded[module]["zero_centered_gamma"] if module in recorded else None
 
 
-def layer_differences(recorded: Recorded, a: Architecture, names: TeNames) -> list[str]:
+def layer_differences(told: Told, a: Architecture, names: TeNames) -> list[str]:
     """Settings of modules with which the same weights would compute something else, in words. Local operation.
 
     What is not wanted here must be as in a module without it. Not compared: dropout, centering of norms (which is
-    converted), modules of a user's own classes, and scaled frequencies, for which a warning asks.
+    converted), modules of a user's own classes.
     """
-    wanted: dict[str, Semantics] = {}
+    wanted, recorded = dict[str, Semantics](), told.recorded
 
     def want(name: str, kind: str, **settings: Any) -> None:
         wanted[name.removesuffix(".")] = Semantics(kind, "te", settings)
 
     kind = "RMSNorm" if a.style == "llama" else "LayerNorm"
     kwargs, norm = a.te_attention_kwargs(), {"eps": a.norm_eps, "normalization": kind}
-    attention = {"attention_type": "self"} | {key: kwargs[key] for key in _OF_ATTENTION if key in kwargs}
-    window = [*kwargs.get("window_size", (-1, 0))]
+    window, causal = [*kwargs.pop("window_size", (-1, 0))], kwargs.pop("attn_mask_type")
+    attention = {"attention_type": "self"} | {key: value for key, value in kwargs.items() if key in SETTINGS}
     for layer in (names.layer.format(layer=n) for n in range(a.layers)):
-        mask: dict[str, Any] = {"window_size": window, "attn_mask_type": "causal"}
+        mask: dict[str, Any] = {"window_size": window, "attn_mask_type": causal}
         here = recorded.get(layer.removesuffix("."))
-        if here is not None and here.kind == "TransformerLayer":
-            # It tells its attention both in each call.
-            want(layer, "TransformerLayer", **_PLAIN_LAYER, window_size=window, self_attn_mask_type="causal")
+        if here is not None and here.kind == "TransformerLayer":  # it tells its attention both in calls
+            want(layer, here.kind, window_size=window, self_attn_mask_type=causal)
             mask = {}
         want(layer + names.attention, "MultiheadAttention", **attention, **mask)
         want(f"{layer}{names.attention}layernorm_qkv", "LayerNormLinear", **norm)
         want(layer + names.mlp, "LayerNormMLP", **norm, activation=a.activation)
         want(layer + names.mlp_norm, kind, eps=a.norm_eps)
     want(names.final_norm, kind, eps=a.norm_eps)
-    rotaries = {name: one for name, one in recorded.items() if one.kind == "RotaryPositionEmbedding"}
-    plain = [name for name, one in rotaries.items() if one["seq_len_interpolation_factor"] is None]
-    for name in rotaries if a.rope_scaling is None else ():
-        want(name, "RotaryPositionEmbedding", rotary_base=a.rope_theta)
-    if a.rope_scaling is not None and plain and not rank():
-        text = "config.json scales rotary frequencies (%s), %s does not: does the model itself?"
-        _log.warning(text, dict(a.rope_scaling), shorten(plain, 3))
+    for name, one in recorded.items():
+        if one.kind == "RotaryPositionEmbedding":
+            has = told.frequencies.get(name)
+            want(name, one.kind, **wanted_rotary(one, has, a.rope_theta, a.head_dim, a.rope_scaling))
     found = (one for one in differences(wanted, recorded) if one.effect == "error")
-    return in_words((one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}")
+    texts = in_words((one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}")
+    if scales_attention(a.rope_scaling) and "MultiheadAttention" in {one.kind for one in recorded.values()}:
+        texts.append(f"attention: scaled by its heads alone, not as {dict(a.rope_scaling or {})} has it")
+    return texts
 
 
 # ------------------------------------------- the model's tensors, each put together on the one rank that needs it
@@ -250,18 +245,17 @@ def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
 def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
     """Every tensor of the unsharded model, without shares, from what the ranks tell, which must agree."""
     found: dict[str, Description] = {}
-    for number, name, about in (
-        (n, name, one) for n, every in enumerate(seen) for name, one in every.items()
-    ):
-        one = about._replace(places=())
-        # Of what it has nothing of, a rank may have no main weight either: it is not asked.
-        if about.places and found.setdefault(name, one) != one:
-            raise CheckpointError(
-                f"{name}: of another kind on rank {number}",
-                expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
-                got=tuple(one[:3]),
-                fix="build and train the same model, with the same optimizer, on all ranks",
-            )
+    for number, every in enumerate(seen):
+        for name, about in every.items():
+            one = about._replace(places=())
+            # Of what it has nothing of, a rank may have no main weight either: it is not asked.
+            if about.places and found.setdefault(name, one) != one:
+                raise CheckpointError(
+                    f"{name}: of another kind on rank {number}",
+                    expected=f"shape, dtype and dtype of the main weight {tuple(found[name][:3])}",
+                    got=tuple(one[:3]),
+                    fix="build and train the same model, with the same optimizer, on all ranks",
+                )
     return found
 
 

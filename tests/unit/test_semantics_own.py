@@ -1,0 +1,218 @@
+"""What a checkpoint records of modules of a user's own classes, and of functions, and what a difference means."""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from te_fsdp import checkpoint
+from te_fsdp.errors import CheckpointError
+from te_fsdp.modules.semantics import own_settings
+
+
+class Own(nn.Module):
+    """A module with weights, whose attributes are a part of what it computes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+
+
+class Other(Own):
+    """The same under another name."""
+
+
+class Gelu(nn.Module):
+    """A function of no attributes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The class alone tells it."""
+        return F.gelu(x)
+
+
+class Silu(Gelu):
+    """Another one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The class alone tells it."""
+        return F.silu(x)
+
+
+class GeluFunction(torch.autograd.Function):
+    """Applied by a method that has the same name in all classes."""
+
+
+class SiluFunction(torch.autograd.Function):
+    """Another one."""
+
+
+class Times:
+    """An object whose method is a function of a module."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """The product."""
+        return x * self.factor
+
+
+class Kind(enum.Enum):
+    """A choice."""
+
+    FIRST, SECOND = 1, 2
+
+
+@dataclass
+class Config:
+    """What many modules of a model hold."""
+
+    scale: float
+    layers: int = 2
+
+
+@torch.jit.script
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """A scripted function is an object."""
+    return 2 * x
+
+
+@torch.jit.script
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """Another one."""
+    return x / 2
+
+
+def loaded(tmp_path: Path, saved: nn.Module, here: nn.Module, **options: Any) -> Any:
+    """What a load of the one's checkpoint into the other tells."""
+    path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
+    checkpoint.save(path, saved)
+    return checkpoint.load(path, here, **options)
+
+
+FUNCTIONS: dict[str, tuple[Any, Any, str]] = {
+    "apply": (GeluFunction.apply, SiluFunction.apply, r"saved function GeluFunction\.apply, model"),
+    "method": (Times(2.0).of, Times(3.0).of, r"saved function Times\(factor=2\.0\)\.of, model"),
+    "script": (doubled, halved, r"saved function ScriptFunction\(doubled\), model"),
+    "operator": (torch.ops.aten.relu, torch.ops.aten.tanh, r"saved function OpOverloadPacket\(relu"),
+    "list": ([F.gelu, F.silu], [F.silu, F.gelu], r"saved function \['gelu', 'silu'\], model"),
+    "none": (None, F.gelu, "saved None, model has function gelu"),
+    "class": (Gelu(), Silu(), r"class: saved function Gelu, model has function Silu \(it\)"),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_another_function_is_asked_for(tmp_path: Path, name: str) -> None:
+    one, other, text = FUNCTIONS[name]
+    assert not loaded(tmp_path, Own(it=one), Own(it=one)).notes
+    with pytest.raises(CheckpointError, match=text):
+        loaded(tmp_path, Own(it=one), Own(it=other))
+    assert loaded(tmp_path, Own(it=one), Own(it=other), strict=False).left
+
+
+VALUES: dict[str, tuple[Any, Any, str]] = {
+    "number of numpy": (np.float32(0.5), np.float32(0.25), "it: saved 0.5, model has 0.25"),
+    "choice": (Kind.FIRST, Kind.SECOND, "it: saved Kind.FIRST, model has Kind.SECOND"),
+    "dataclass": (Config(1.0), Config(2.0), "scale: saved 1.0, model has 2.0 (it)"),
+    "dict": ({"scale": 1.0}, {"scale": 2.0}, "scale: saved 1.0, model has 2.0 (it)"),
+    "namespace": (SimpleNamespace(a=1), SimpleNamespace(a=2), "a: saved 1, model has 2 (it)"),
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_another_value_is_noted(tmp_path: Path, name: str) -> None:
+    one, other, text = VALUES[name]
+    assert not loaded(tmp_path, Own(it=one), Own(it=one)).notes
+    assert loaded(tmp_path, Own(it=one), Own(it=other)).notes == [text]
+
+
+def with_default(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function of one name and text, whatever its default."""
+
+    def times(x: torch.Tensor, factor: float = factor) -> torch.Tensor:
+        return x * factor
+
+    return times
+
+
+def test_defaults_are_values(tmp_path: Path) -> None:
+    assert not loaded(tmp_path, Own(it=with_default(2.0)), Own(it=with_default(2.0))).notes
+    (note,) = loaded(tmp_path, Own(it=with_default(2.0)), Own(it=with_default(3.0))).notes
+    assert note.startswith("it: saved <times ")
+
+
+@pytest.mark.parametrize("cls", [nn.Sequential, nn.ModuleDict])
+def test_the_order_of_modules(tmp_path: Path, cls: type[nn.Module]) -> None:
+    """Of those that both have; a container is no module that one alone has."""
+    one, other = (OrderedDict((n, nn.Linear(4, 4)) for n in names) for names in ("abc", "acb"))
+    shorter = OrderedDict((n, nn.Linear(4, 4)) for n in "ab")
+    text = r"(order|keys): saved \['a', 'b', 'c'\], model has \['a', 'c', 'b'\]"
+    for strict in {nn.Sequential: (True, False), nn.ModuleDict: (True,)}[cls]:
+        with pytest.raises(CheckpointError, match=text):
+            loaded(tmp_path, cls(one), cls(other), strict=strict)
+    if cls is nn.ModuleDict:
+        assert loaded(tmp_path, cls(one), cls(other), strict=False).left.keys() == {"keys"}
+    left = loaded(tmp_path, cls(one), cls(shorter), allow=["c.*"])
+    assert left.left.keys() == {"c.weight", "c.bias"} and not left.notes
+    numbers = nn.Sequential(*one.values()), nn.Sequential(*other.values())
+    assert not loaded(tmp_path, *numbers).notes
+
+
+def test_long_values_differ_where_nobody_reads_them(tmp_path: Path) -> None:
+    long, other = [1.0] * 200, [*[1.0] * 199, 2.0]
+    assert not loaded(tmp_path, Own(it=long), Own(it=list(long))).notes
+    (note,) = loaded(tmp_path, Own(it=long), Own(it=other)).notes
+    assert note.startswith("it: saved [1.0, 1.0, ") and len(note) < 600
+
+
+def test_another_class_of_a_module_with_weights_is_noted(tmp_path: Path) -> None:
+    assert loaded(tmp_path, Own(), Other()).notes == ["class: saved Own, model has Other"]
+
+
+def test_a_configuration_is_told_once() -> None:
+    """By the first of the modules that hold it; what is large, such as a vocabulary, by none."""
+    config, words = Config(1.0), {str(n): n for n in range(1000)}
+    found = own_settings(Own(config=config, part=Own(config=config, words=words)))
+    assert found[""].settings == {"class": "Own", "config.scale": 1.0, "config.layers": 2}
+    assert found["part"].settings == {"class": "Own"}
+
+
+@pytest.mark.parametrize("make", [lambda eps: nn.LayerNorm(4, eps=eps), lambda eps: nn.RMSNorm(4, eps=eps)])
+def test_numbers_of_numpy_are_settings(tmp_path: Path, make: Callable[[Any], nn.Module]) -> None:
+    assert not loaded(tmp_path, make(np.float32(1e-5)), make(1e-5)).notes
+    with pytest.raises(CheckpointError, match="eps: saved 9.99.*e-06, model has 0.1"):
+        loaded(tmp_path, make(np.float32(1e-5)), make(np.float64(0.1)), strict=False)
+
+
+def shared(order: list[int]) -> nn.Module:
+    """Layers of which some are the same."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    return nn.ModuleList(layers[n] for n in order)
+
+
+def test_layers_that_are_shared_otherwise(tmp_path: Path) -> None:
+    """The same tensors of the same shapes are in the files: which layer is repeated is another function."""
+    assert not loaded(tmp_path, shared([0, 1, 0]), shared([0, 1, 0])).notes
+    here = shared([0, 1, 1])
+    before = [parameter.detach().clone() for parameter in here.parameters()]
+    text = r"tied: saved 0.weight, model has 1.weight \(2.weight\); tied: saved 0.bias, model has 1.bias"
+    for strict in (True, False):
+        with pytest.raises(CheckpointError, match=text):
+            loaded(tmp_path, shared([0, 1, 0]), here, strict=strict)
+    assert all(map(torch.equal, before, here.parameters()))
+    assert {"2.weight.tied", "2.bias.tied"} == loaded(
+        tmp_path, shared([0, 1, 0]), here, allow=["2.*"]
+    ).left.keys()
