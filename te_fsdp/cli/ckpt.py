@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from tyro.conf import Positional, arg
@@ -39,6 +39,7 @@ from te_fsdp.checkpoint.portable.huggingface import (
     values_for_huggingface,
     write_huggingface,
 )
+from te_fsdp.checkpoint.portable.huggingface_config import config_contents
 from te_fsdp.checkpoint.source import problems_of
 from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError
@@ -156,8 +157,9 @@ def export(
     /,
     *,
     dtype: Annotated[
-        _DType, arg(help="Of floating-point parameters; buffers stay as they are.")
-    ] = "bfloat16",
+        _DType | None,
+        arg(help="Of floating-point parameters; else that in the config.json of --like, else bfloat16."),
+    ] = None,
     weights: Annotated[
         Literal["auto", "main", "compute"],
         arg(help="The optimizer's main weights where there are any (auto, main) or never (compute)."),
@@ -181,7 +183,10 @@ def export(
         raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
     place = Target(place_of(target), None, _bytes(max_shard_size), force, like)
     place.settle("safetensors")
-    values = {"dtype": getattr(torch, dtype), "dequantize": True, "weights": weights}
+    told = config_contents(like) if like is not None else {}
+    word = dtype or told.get("dtype", told.get("torch_dtype"))  # its name since transformers 5, and before
+    word = word if word in get_args(_DType) else "bfloat16"
+    values = {"dtype": getattr(torch, word), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
     return _carry_out(open_any(source), place, te, **options, **values)
 

@@ -78,6 +78,34 @@ def test_out_of_a_checkpoint(te: Any, folder: Path, tmp_path: Path) -> None:
     assert json.loads((back / "config.json").read_text()) == CONFIG | {"torch_dtype": "bfloat16"}
 
 
+@pytest.mark.parametrize(
+    ("told", "flags", "expected"),
+    [
+        ({"dtype": "float32"}, (), torch.float32),
+        ({"torch_dtype": "float32"}, (), torch.float32),
+        ({"dtype": "float32"}, ("--dtype", "bfloat16"), torch.bfloat16),
+        ({"dtype": "float64"}, (), torch.bfloat16),
+        ({}, (), torch.bfloat16),
+    ],
+)
+def test_the_dtype_is_that_of_the_folder(
+    te: Any, tmp_path: Path, told: dict[str, str], flags: tuple[str, ...], expected: torch.dtype
+) -> None:
+    """Without a flag a model in fp32 is not rounded."""
+    folder = write_model(tmp_path / "model", CONFIG | told)
+    model = TeModel(te, hf.read_config(CONFIG), fuse_qkv_params=True)
+    checkpoint.load_huggingface(folder, model)
+    with torch.no_grad():
+        model.embedding.weight.add_(2**-12)  # no number of bf16's any more
+    checkpoint.save(tmp_path / "step-0", model)
+    assert ckpt("export", tmp_path / "step-0", tmp_path / "back", "--like", folder, *flags) == 0
+    after = {name: tensor.whole() for name, tensor in open_safetensors(tmp_path / "back")[0].items()}
+    assert {tensor.dtype for tensor in after.values()} == {expected}
+    assert torch.equal(after["model.embed_tokens.weight"], model.embedding.weight.detach().to(expected))
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert {config.get("dtype"), config.get("torch_dtype")} - {None} == {str(expected)[6:]}
+
+
 def test_the_page(te: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its command as it stands, after a training that leaves the weights as they are."""
     folder.rename(tmp_path / "my-llama")

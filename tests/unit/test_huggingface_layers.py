@@ -77,7 +77,7 @@ def test_each_layer_lies_as_it_does(te: Any, folders: Callable[..., Path], tmp_p
     hf.save_huggingface(tmp_path / "saved", other, config=folder)
     checkpoint.save(tmp_path / "checkpoint", other)
     arguments = [str(tmp_path / "checkpoint"), str(tmp_path / "exported"), "--like", str(folder)]
-    assert main(["ckpt", "export", *arguments, "--dtype", "float32"]) == 0
+    assert main(["ckpt", "export", *arguments]) == 0
     wanted = tensors(folder)
     for name in ("saved", "exported"):
         found = tensors(tmp_path / name)
