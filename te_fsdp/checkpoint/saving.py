@@ -261,7 +261,6 @@ def _look(
         return None
     look: list[Any] = [rank(), world_size(), original_layouts(model), signature_of(others)]
     parameters, buffers = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
-    states = list[torch.Tensor]()
     for prefix, module in model.named_modules():
         binding = binding_of(module)
         tie = binding and (binding.tp_mesh, dict(binding.rules), binding.ep_mesh, binding.experts_mesh)
@@ -271,11 +270,11 @@ def _look(
         own = *module._parameters, *map(id, module._parameters.values())
         look.append((prefix, id(module), type(module), tie, own, *module._buffers, *map(id, saved)))
     # Here and below by columns, which takes a third of the time of a row for each tensor.
+    kept = [] if optimizer is None else [*optimizer.state.values()]
+    values = [value for state in kept for value in state.values()]
+    tensor_types = {kind for kind in {*map(type, values)} if issubclass(kind, torch.Tensor)}
+    states = [value for value in values if type(value) in tensor_types]
     if optimizer is not None:
-        kept = [*optimizer.state.values()]
-        values = [value for state in kept for value in state.values()]
-        tensor_types = {kind for kind in {*map(type, values)} if issubclass(kind, torch.Tensor)}
-        states = [value for value in values if type(value) in tensor_types]
         look.append((type(optimizer), [[id(p) for p in group["params"]] for group in optimizer.param_groups]))
         look += [[*map(id, optimizer.state)], [*map(tuple, kept)]]
         look.append([None if type(value) in tensor_types else repr(value) for value in values])

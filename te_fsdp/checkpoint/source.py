@@ -106,8 +106,7 @@ class Source:
             pieces = [piece for _, piece in tensor.chunks] if isinstance(tensor, Chunked) else []
             if pieces and all(isinstance(piece, torch_files.Piece) for piece in pieces):
                 names[key] = tensor.key  # type: ignore[missing-attribute]
-        if names:  # files of other kinds have no metadata
-            stored = [place for place in wanted if place[0] in names]
+        if stored := [place for place in wanted if place[0] in names]:  # other kinds have no metadata
             read_stored(self.path, self.manifest, self.index, stored, self.staged, names)
         for place in (place for place in wanted if place[0] not in names):
             key, offsets, shape = place

@@ -205,12 +205,10 @@ class SummedFile:
                 self.add([frame.head, *(row[at : at + _BLOCK] for at in cut), frame.tail])
             return
         # Many small ones are put together, and written, at once: their number is the time that training must wait for.
-        length, together = frame.length, _BLOCK // frame.length
+        length, around, together = frame.length, (frame.head, frame.tail), _BLOCK // frame.length
         for some in (data[at : at + together] for at in range(0, len(data), together)):
-            pieces = np.empty((len(some), length), dtype=np.uint8)
-            begin, end = len(frame.head), len(frame.head) + frame.size
-            pieces[:, :begin], pieces[:, end:] = (np.frombuffer(b, dtype=np.uint8) for b in frame[::2])
-            pieces[:, begin:end] = some
+            head, tail = (np.frombuffer(b * len(some), np.uint8).reshape(len(some), -1) for b in around)
+            pieces = np.concatenate([head, some, tail], axis=1)
             self.raw.write(pieces.reshape(-1))
             self.sums += [(length, crc32(piece)) for piece in pieces]
 
