@@ -148,7 +148,7 @@ ARGUMENTS = {
     ),
     "a_file_to_load": (
         "CheckpointError",
-        "TARGET --to checkpoint makes one of a torch.save or safetensors file",
+        "TARGET --to checkpoint makes one of torch.save or safetensors files",
     ),
     "a_folder_of_hugging_face_to_load": (
         "CheckpointError",
