@@ -118,17 +118,17 @@ def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
 
 
 class HostMemory:
-    """New memory on the host for tensors that are kept together, as parts of stretches that come in large pages."""
+    """Memory on the host for tensors that are kept together: parts of what is spare, then of new stretches."""
 
-    def __init__(self) -> None:
-        self._rest = host_memory(0)
+    def __init__(self, spare: Iterable[torch.Tensor] = ()) -> None:
+        self._spare, self._rest = [*spare], host_memory(0)
 
     def take(self, count: int) -> torch.Tensor:
         """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
         if count <= _SMALL:
             return host_memory(count)
-        if _aligned(count) > len(self._rest):
-            self._rest = host_memory(max(_aligned(count), _STRETCH))
+        while _aligned(count) > len(self._rest):
+            self._rest = self._spare.pop() if self._spare else host_memory(max(_aligned(count), _STRETCH))
         taken, self._rest = self._rest[:count], self._rest[_aligned(count) :]
         return taken
 
@@ -144,7 +144,7 @@ class Staging:
     """Host memory in a few large slabs, page-locked where a device copies into it. One save uses it at a time."""
 
     def __init__(self) -> None:
-        self._slabs: list[torch.Tensor] = []
+        self.slabs: list[torch.Tensor] = []
         self._pinned = False
 
     def copy(self, blocks: list[Block[K]]) -> list[torch.Tensor]:
@@ -154,20 +154,20 @@ class Staging:
         """
         devices = {block.device for block in blocks if not block.is_here}
         if self._pinned != bool(devices):
-            self._slabs, self._pinned = [], bool(devices)
+            self.slabs, self._pinned = [], bool(devices)
         copies, count = [], 0
         for count, some in enumerate(_by_slab(blocks), 1):
             size = sum(_aligned(block.bytes) for block in some)
-            if len(self._slabs) < count or len(self._slabs[count - 1]) < size:
-                del self._slabs[count - 1 : count]  # freed before the larger one is made
-                self._slabs.insert(count - 1, host_memory(size, pinned=self._pinned))
-            rest = self._slabs[count - 1]
+            if len(self.slabs) < count or len(self.slabs[count - 1]) < size:
+                del self.slabs[count - 1 : count]  # freed before the larger one is made
+                self.slabs.insert(count - 1, host_memory(size, pinned=self._pinned))
+            rest = self.slabs[count - 1]
             for block in some:
                 rows = block.rows()
                 copies.append(rest[: block.bytes].view(rows.dtype).view(rows.shape))
                 copies[-1].copy_(rows, non_blocking=True)
                 rest = rest[_aligned(block.bytes) :]
-        del self._slabs[count:]
+        del self.slabs[count:]
         for device in devices:
             torch.get_device_module(device.type).current_stream(device).synchronize()
         return copies
@@ -253,6 +253,10 @@ class Background:
         """Wait for the running save, if there is one. Local operation."""
         if self._thread is not None:
             self._thread.join()
+
+    def spare(self) -> list[torch.Tensor]:
+        """Memory on the host, uint8, that is kept for saves, and that none needs before the next. Local operation."""
+        return [] if self._thread is not None and self._thread.is_alive() else [*self.staging.slabs]
 
     def raise_unasked(self) -> None:
         """Raise what made the last save fail, unless its handle was asked, or this has been told before."""

@@ -25,7 +25,7 @@ import torch
 from te_fsdp import _te
 from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.background import HostMemory, threads_here
+from te_fsdp.checkpoint.background import HostMemory, background, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
@@ -116,7 +116,7 @@ def read_stored(
     manifest: ``names`` are their keys by ours. CheckpointError for files that are not as saved, or lack something.
     """
     by_file = pieces_to_read(path, manifest, index, wanted, names)
-    path, memory = manifest.at(path), HostMemory()
+    path, memory = manifest.at(path), HostMemory(background().spare())
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             try:
@@ -237,9 +237,7 @@ class Share:
 
         The parts have about as many bytes, each in the order of the whole: neighbours lie side by side in the files.
         """
-        common = {
-            place: dtypes[place[0]] for place in wanted if place[0].startswith(_COMMON) and place[0] in dtypes
-        }
+        common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
         members = ranks.round(lambda: digest(repr([*common])), _alike)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
         ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in common.items())]

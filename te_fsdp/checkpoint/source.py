@@ -68,9 +68,8 @@ class Source:
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor in the files, by key. Local operation."""
-        if self.tensors is not None:
-            return {key: (tensor.shape, tensor.dtype) for key, tensor in self.tensors.items()}
-        return self.index.tensors
+        files = self.index.tensors
+        return files if self.tensors is None else {k: (t.shape, t.dtype) for k, t in self.tensors.items()}
 
     def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
         """Read what goes into entries, and more, into memory of the host, and check it; the entries' own is left alone.
@@ -254,9 +253,7 @@ def _verify_together(path: Path, opened: Manifest | torch_files.Opened) -> None:
         if isinstance(opened, Manifest):
             names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
             return check_files(path, opened, names[mine], checksums=True)
-        windows = sorted(opened.windows, key=lambda window: -window.length)[mine]
-        return [
-            f"{w.key} in {w.file.name}: its contents have changed (CRC-32)" for w in windows if w.changed()
-        ]
+        some = sorted(opened.windows, key=lambda window: -window.length)[mine]
+        return [f"{w.key} in {w.file.name}: its contents have changed (CRC-32)" for w in some if w.changed()]
 
     damaged(path, [text for texts in gather_if_any(all_agree(changed)) for text in texts])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import threading
 import weakref
 from copy import deepcopy
 from dataclasses import replace
@@ -387,6 +388,7 @@ def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pyte
     checkpoint.save(tmp_path / "a", model)
     memory_of_host = importlib.import_module(Block.__module__)
     asked, host_memory = [], memory_of_host.host_memory
+    monkeypatch.setattr(background().staging, "slabs", [])
 
     def counted(count: int, **options: bool) -> torch.Tensor:
         asked.append(count)
@@ -395,3 +397,44 @@ def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(memory_of_host, "host_memory", counted)
     checkpoint.load(tmp_path / "a", model)
     assert [count for count in asked if count] == [1 << 25], asked
+
+
+def test_a_load_takes_the_memory_that_saves_keep_while_none_needs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the system gives as much again; but what a running save has copied there stays as it is."""
+    model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
+    first = [weight.detach().clone() for weight in model]
+    checkpoint.save(tmp_path / "first", model, asynchronous=True).result()
+    memory_of_host = importlib.import_module(Block.__module__)
+    asked, host_memory = [], memory_of_host.host_memory
+
+    def counted(count: int, **options: bool) -> torch.Tensor:
+        asked.append(count)
+        return host_memory(count, **options)
+
+    goes_on, write = threading.Event(), writing.Writing.write
+
+    def later(self: writing.Writing, tick: Any) -> Any:
+        assert goes_on.wait(60)
+        return write(self, tick)
+
+    monkeypatch.setattr(memory_of_host, "host_memory", counted)
+    with torch.no_grad():
+        for weight in model:
+            weight.neg_()
+    checkpoint.load(tmp_path / "first", model)
+    assert sum(asked) <= 1 << 25, "for what stands around the last tensors in their file"
+    assert all(map(torch.equal, model, first))
+    with torch.no_grad():
+        for weight in model:
+            weight.neg_()
+    with monkeypatch.context() as patched:
+        patched.setattr(writing.Writing, "write", later)
+        second = checkpoint.save(tmp_path / "second", model, asynchronous=True)
+        checkpoint.load(tmp_path / "first", model)
+        assert sum(asked) > 2 << 25 and all(map(torch.equal, model, first))
+        goes_on.set()
+        second.result()
+    checkpoint.load(tmp_path / "second", model)
+    assert all(torch.equal(weight, -one) for weight, one in zip(model, first, strict=True))

@@ -76,10 +76,10 @@ def test_memory_of_copies_is_kept_and_grows() -> None:
 
     place(1000)
     first = place(500)
-    assert sum(map(len, memory._slabs)) == 4032
+    assert sum(map(len, memory.slabs)) == 4032
     assert place(1000) == first
     place(3000)
-    assert sum(map(len, memory._slabs)) == 12032
+    assert sum(map(len, memory.slabs)) == 12032
 
 
 def test_large_tensors_are_not_stacked() -> None:

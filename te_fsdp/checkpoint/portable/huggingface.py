@@ -280,9 +280,7 @@ def save_huggingface(
     with collective_call("checkpoint.save_huggingface"):
         shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
         saving = _Saving(shares, weights, dtype, max_file_bytes)
-        described, plan = own_ranks().round(
-            lambda: {name: share.about for name, share in shares.items()}, saving.plan
-        )
+        described, plan = own_ranks().round(lambda: {n: s.about for n, s in shares.items()}, saving.plan)
         with ExitStack() as stack:
             folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
             tensors, files = all_agree(lambda: saving.write(folder, described, plan))
