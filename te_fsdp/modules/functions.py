@@ -9,6 +9,8 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 #: Begins a text that does not tell all.
 _UNTOLD = "<"
 #: Parts of parts, and items, that a text has at most.
@@ -28,7 +30,7 @@ def text_of(function: Any, depth: int = 0) -> str:
         arguments = [_shown(one, depth) for one in function.args]
         parts = [text_of(function.func, depth + 1), *arguments, *_named(function.keywords, depth)]
         text = f"partial({', '.join(parts)})"
-    elif inspect.ismethod(function):  # such as ``apply`` of an autograd function, which all have
+    elif inspect.ismethod(function) or _is_apply(function):
         owner = function.__self__
         told = owner.__name__ if isinstance(owner, type) else _object(owner, depth)
         text = f"{told}.{function.__name__}"
@@ -43,6 +45,12 @@ def text_of(function: Any, depth: int = 0) -> str:
     else:
         text = _object(function, depth)
     return f"{_UNTOLD}{text}>" if _UNTOLD in text else text
+
+
+def _is_apply(function: Any) -> bool:
+    """Whether it is ``apply`` of an autograd function, which all have under one name; no method from torch 2.14 on."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
 
 
 def _object(value: Any, depth: int) -> str:
