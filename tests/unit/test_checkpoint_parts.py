@@ -122,6 +122,9 @@ def test_checksums_of_several_blocks() -> None:
     tensor[5] = 1
     other = tensor.roll(_PIECE)  # the same place in the next block
     assert int(row_checksums(tensor[None])) != int(row_checksums(other[None]))
+    assert checksum([torch.arange(6.0)[::2]]) == checksum([torch.tensor([0.0, 2.0, 4.0])]), (
+        "with gaps in memory"
+    )
 
 
 # --------------------------------------------------------------------------------------------------- retention
