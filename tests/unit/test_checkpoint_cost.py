@@ -380,21 +380,27 @@ def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
             assert at.offset is tensors[at.fqn].chunks[at.index].offsets
 
 
-def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system gives it in small pages otherwise, which takes as long as to read as much from a file."""
-    model = torch.nn.ParameterList(
-        torch.randn(400_000) for _ in range(8)
-    )  # each is more than is read together
-    checkpoint.save(tmp_path / "a", model)
+def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of all memory of the host that is asked for from now on."""
     memory_of_host = importlib.import_module(Block.__module__)
-    asked, host_memory = [], memory_of_host.host_memory
-    monkeypatch.setattr(background().staging, "slabs", [])
+    asked, host_memory = list[int](), memory_of_host.host_memory
 
     def counted(count: int, **options: bool) -> torch.Tensor:
         asked.append(count)
         return host_memory(count, **options)
 
     monkeypatch.setattr(memory_of_host, "host_memory", counted)
+    return asked
+
+
+def test_a_load_asks_for_memory_in_large_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system gives it in small pages otherwise, which takes as long as to read as much from a file."""
+    model = torch.nn.ParameterList(
+        torch.randn(400_000) for _ in range(8)
+    )  # each is more than is read together
+    checkpoint.save(tmp_path / "a", model)
+    monkeypatch.setattr(background().staging, "slabs", [])
+    asked = asked_of_the_system(monkeypatch)
     checkpoint.load(tmp_path / "a", model)
     assert [count for count in asked if count] == [1 << 25], asked
 
@@ -406,20 +412,13 @@ def test_a_load_takes_the_memory_that_saves_keep_while_none_needs_it(
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]
     checkpoint.save(tmp_path / "first", model, asynchronous=True).result()
-    memory_of_host = importlib.import_module(Block.__module__)
-    asked, host_memory = [], memory_of_host.host_memory
-
-    def counted(count: int, **options: bool) -> torch.Tensor:
-        asked.append(count)
-        return host_memory(count, **options)
-
     goes_on, write = threading.Event(), writing.Writing.write
 
     def later(self: writing.Writing, tick: Any) -> Any:
         assert goes_on.wait(60)
         return write(self, tick)
 
-    monkeypatch.setattr(memory_of_host, "host_memory", counted)
+    asked = asked_of_the_system(monkeypatch)
     with torch.no_grad():
         for weight in model:
             weight.neg_()
