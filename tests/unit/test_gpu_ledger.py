@@ -1,0 +1,120 @@
+"""The ledger of GPU test results: what it keeps, what it replaces, what it selects for the next run."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = "tests/unit/test_gpu_ledger.py"
+CARD = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture(scope="module")
+def gpu_tests():
+    spec = importlib.util.spec_from_file_location("gpu_tests", ROOT / "scripts" / "gpu_tests.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["gpu_tests"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def result(gpu_tests, name: str, outcome: str, **changes):
+    test = f"{FILE}::{name}"
+    values = {"card": CARD, "gpus": 4, "commit": "a0e77c7", "seconds": 2.0, "reason": ""}
+    return gpu_tests.Result(
+        **{**values, "test": test, "outcome": outcome, "file": gpu_tests.file_digest(test), **changes}
+    )
+
+
+def test_a_ledger_survives_a_round_trip(gpu_tests, tmp_path):
+    rows = [result(gpu_tests, "test_a", "skipped", reason='needs "8", found 4')]
+    gpu_tests.write_ledger(rows, tmp_path / "ledger.csv")
+    assert gpu_tests.read_ledger(tmp_path / "ledger.csv") == rows
+    assert gpu_tests.read_ledger(tmp_path / "absent.csv") == []
+
+
+def test_a_newer_result_replaces_an_older_one(gpu_tests):
+    old = result(gpu_tests, "test_a", "failed")
+    new = result(gpu_tests, "test_a", "passed", commit="b1")
+    other_card = result(gpu_tests, "test_a", "failed", card="NVIDIA H200")
+    assert set(gpu_tests.merge_results([old, other_card], [new])) == {new, other_card}
+
+
+def test_a_test_that_was_not_reached_keeps_its_result(gpu_tests):
+    old = result(gpu_tests, "test_a", "passed")
+    pending = result(gpu_tests, "test_a", "pending", commit="b1")
+    assert gpu_tests.merge_results([old], [pending]) == [old]
+    # Negative control: the test file changed, so the old result says nothing any more.
+    stale = dataclasses.replace(old, file="0" * 12)
+    assert gpu_tests.merge_results([stale], [pending]) == [pending]
+
+
+def test_the_next_run_takes_what_failed_or_is_pending(gpu_tests):
+    rows = [
+        result(gpu_tests, name, outcome)
+        for name, outcome in (("a", "passed"), ("b", "failed"), ("c", "pending"))
+    ]
+    assert gpu_tests.needed_tests([FILE], rows, CARD, 4) == {FILE: [f"{FILE}::b", f"{FILE}::c"]}
+    assert gpu_tests.needed_tests([FILE], rows[:1], CARD, 4) == {}
+    changed = [dataclasses.replace(rows[0], file="0" * 12)]
+    for needed in (
+        gpu_tests.needed_tests([FILE], changed, CARD, 4),
+        gpu_tests.needed_tests([FILE], rows, "NVIDIA H200", 4),
+        gpu_tests.needed_tests([FILE], rows, CARD, 2),
+    ):
+        assert needed == {FILE: [FILE]}
+
+
+def test_pools_get_equal_shares(gpu_tests):
+    rows = [
+        result(gpu_tests, "a", "passed", test=f"{name}::a", seconds=seconds)
+        for name, seconds in (("x", 90), ("y", 50), ("z", 40))
+    ]
+    assert gpu_tests.split_tests({name: [name] for name in "xyz"}, rows, 2) == [["x"], ["y", "z"]]
+    assert gpu_tests.split_tests({}, rows, 2) == []
+
+
+def test_the_plugin_records_each_test(gpu_tests, tmp_path):
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\ndef test_good(): pass\ndef test_bad(): assert 1 == 2\n"
+        "@pytest.mark.skip(reason='no GPU')\ndef test_skipped(): pass\n"
+    )
+    out = tmp_path / "results"
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "gpu_tests",
+            "-c",
+            "/dev/null",
+            "--rootdir",
+            str(tmp_path),
+            str(tmp_path),
+        ],
+        env={
+            "PATH": "/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT / "scripts"),
+            gpu_tests.RESULTS_VARIABLE: f"{out}.0",
+        },
+        check=False,
+        capture_output=True,
+    )
+    records = [json.loads(line) for line in Path(f"{out}.0").read_text().splitlines()]
+    assert [record["outcome"] for record in records] == ["pending"] * 3 + ["passed", "failed", "skipped"]
+    collected = gpu_tests._collect(out, 1, "a0e77c7", CARD, 4)
+    assert [(r.test.split("::")[1], r.outcome) for r in collected] == [
+        ("test_good", "passed"),
+        ("test_bad", "failed"),
+        ("test_skipped", "skipped"),
+    ]
+    assert "1 == 2" in collected[1].reason and "no GPU" in collected[2].reason
