@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from te_fsdp import versions
 from te_fsdp.cli import human_bytes, print_json, print_lines, print_table
 from te_fsdp.cli.env_facts import Facts, gather
 
@@ -55,8 +56,8 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
         print_table("GPUs", ("number", "name", "capability", "memory", "links"), rows)
     if "recipes" in facts.te_says:
         shown = [(name, reason or "yes") for name, reason in facts.te_says["recipes"].items()]
-        where = "under emulation" if facts.te_says["emulated"] else "here"
-        print_table(f"What TransformerEngine can do {where}", ("format", "available"), shown)
+        where = "emulated" if facts.te_says["emulated"] else "this machine"
+        print_table(f"Supported formats ({where})", ("format", "available"), shown)
         _show_attention(facts)
     if facts.variables:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
@@ -68,7 +69,7 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
     for number, fault in enumerate(wrong, 1):
         kind = "Fault" if fault.breaks else "Note"
         print_lines([f"{kind} {number}: {fault.what}", f"  why:  {fault.why}", f"  cure: {fault.cure}"])
-    print_lines([] if wrong else ["Nothing is wrong."])
+    print_lines([] if wrong else ["No problems found."])
 
 
 #: Backends of attention: what TE calls them when it says why not.
@@ -104,8 +105,8 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "Python", f"{facts.python} ({facts.executable})"
     build = f"built with CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
     yield "torch", f"{facts.torch}, {build}"
-    for name, versions in facts.te.items():
-        yield name, " and ".join(versions)
+    for name, found in facts.te.items():
+        yield name, " and ".join(found)
     if facts.te_says.get("emulated"):
         architecture = ".".join(map(str, facts.te_says["emulated"]))
         yield "emulation", "on" if facts.emulation else f"off; on with TE_FSDP_EMULATION={architecture}"
@@ -123,10 +124,6 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "transport copy_engine", copies
 
 
-#: Supported versions, (first, first that is not): as in pyproject.toml.
-PYTHONS = ((3, 10), (3, 13))
-TORCHES = ((2, 11), (2, 16))
-TES = ((2, 18), (2, 21))
 _EXTRAS = {"13": "gpu", "12": "gpu-cu12"}
 
 
@@ -146,40 +143,41 @@ def faults(facts: Facts) -> list[Fault]:
     return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """(2, 11) of "2.11.0a0+git": NVIDIA's containers have such versions."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
-
-
 def _wrong_versions(facts: Facts) -> Iterator[Fault]:
     te = facts.te.get("transformer_engine", [""])[0]
-    for name, package, version, (first, (major, beyond)) in (
-        ("Python", "", facts.python, PYTHONS),
-        ("torch", "torch", facts.torch, TORCHES),
-        ("TransformerEngine", "transformer-engine", te, TES),
+    for name, package, version, tested in (
+        ("Python", "", facts.python, versions.PYTHON),
+        ("torch", "torch", facts.torch, versions.TORCH),
+        ("TransformerEngine", "transformer-engine", te, versions.TRANSFORMER_ENGINE),
     ):
-        if version and not first <= _numbers(version) < (major, beyond):
-            low, supported = f"{first[0]}.{first[1]}", f"{first[0]}.{first[1]} to {major}.{beyond - 1}"
-            install = f"pip install '{package}>={low},<{major}.{beyond}'"
+        low = "{}.{}".format(*tested.first)
+        release = versions.release_of(version)
+        if version and not tested.first <= release:
             yield Fault(
-                f"{name} {version}; supported are {supported}",
-                "te_fsdp stands on private names of it, which were checked on these versions alone",
-                install if package else f"make an environment with Python {supported}",
+                f"{name} {version} is older than what te_fsdp supports ({tested})",
+                "te_fsdp uses private names that older versions do not have",
+                f"pip install '{package}>={low}'" if package else f"make an environment with Python {tested}",
+            )
+        elif version and release > tested.last:
+            yield Fault(
+                f"{name} {version} is newer than what te_fsdp was tested with ({tested})",
+                "te_fsdp uses private names that may have changed",
+                f"if something fails, use {name} {tested} and report it",
+                breaks=False,
             )
 
 
 def _parts_of_te(facts: Facts) -> Iterator[Fault]:
     """Several of them, or another CUDA than torch's."""
     cores = [name for name in facts.te if re.fullmatch(r"transformer_engine_cu\d+", name)]
-    versions = {version for found in facts.te.values() for version in found}
+    releases = {version for found in facts.te.values() for version in found}
     if len(cores) > 1:
         yield Fault(
             f"several cores of TransformerEngine: {', '.join(cores)}",
             "which of them is loaded depends on the order of files, and the bindings fit one of them",
             f"pip uninstall {' '.join(cores)}; then install the one of torch's CUDA: {_install(facts)}",
         )
-    if len(versions) > 1:
+    if len(releases) > 1:
         listed = ", ".join(f"{name} {' and '.join(found)}" for name, found in facts.te.items())
         yield Fault(
             f"several versions of TransformerEngine: {listed}",

@@ -50,6 +50,7 @@ from te_fsdp.step_hooks import (
     run_around_steps,
     sync_tp_replicas,
 )
+from te_fsdp.versions import warn_if_untested
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -262,6 +263,7 @@ def _check_drawn_apart(
 
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     """Carry a plan out. Collective over the weight meshes of quantized weights on the device that have one scale."""
+    warn_if_untested()
     run_around_steps(BEFORE_STEP, AFTER_STEP)
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
         if item.kind == "GroupedLinear" and binding_of(item.module) is None:

@@ -42,14 +42,14 @@ OTHER_CUDNN = ["/usr/lib/libcudnn.so.9.14.0"]
 WRONG = {
     "old torch": (
         {"torch": "2.9.1"},
-        "torch 2.9.1; supported are 2.11 to 2.15",
-        "pip install 'torch>=2.11,<2.16'",
+        "torch 2.9.1 is older than what te_fsdp supports (2.11 to 2.15)",
+        "pip install 'torch>=2.11'",
     ),
-    "new python": ({"python": "3.13.0"}, "Python 3.13.0", "environment with Python 3.10 to 3.12"),
+    "new python": ({"python": "3.13.0"}, "Python 3.13.0", "use Python 3.10 to 3.12"),
     "old te": (
         {"te": {"transformer_engine": ["2.9.0"]}},
         "TransformerEngine 2.9.0",
-        "transformer-engine>=2.18,<2.21",
+        "transformer-engine>=2.18",
     ),
     "two cores": (
         {"te": {**TE, "transformer_engine_cu12": ["2.20.2"]}},

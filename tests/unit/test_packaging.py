@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 import te_fsdp
-from te_fsdp.cli import env
+from te_fsdp import versions
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -40,8 +40,8 @@ REQUIRED = {found.name: found.specifier for found in map(Requirement, PROJECT["d
         "2.11.0a0+eb65b36914.nv26.02": True,  # of an NVIDIA container
         "2.15.1": True,
         "2.10.1": False,
-        "2.16.0": False,
-        "2.16.0a0+0123456789.nv27.01": False,
+        "2.16.0": True,  # newer than tested: named in the log, not refused
+        "2.16.0a0+0123456789.nv27.01": True,
     }.items(),
 )
 def test_which_torch_stays_as_it_is(version, fits):
@@ -54,20 +54,42 @@ def test_a_plain_bound_would_replace_the_torch_of_a_container():
 
 
 def test_versions_are_the_same_everywhere():
-    """In the requirements, in the classifiers, and in what `te-fsdp env` judges by."""
-    for specifier, (first, beyond) in (
-        (SpecifierSet(PROJECT["requires-python"]), env.PYTHONS),
-        (REQUIRED["torch"], env.TORCHES),
+    """In the requirements, in the classifiers and in the table of tested versions. torch and TE have no upper bound."""
+    for specifier, tested in (
+        (REQUIRED["torch"], versions.TORCH),
         *(
-            (found[0].specifier, env.TES)
+            (found[0].specifier, versions.TRANSFORMER_ENGINE)
             for found in (EXTRAS["emulation"], EXTRAS["gpu"], EXTRAS["gpu-cu12"])
         ),
     ):
-        major = first[0]
+        major = tested.first[0]
         inside = [minor for minor in range(60) if specifier.contains(f"{major}.{minor}.0")]
-        assert inside == list(range(first[1], beyond[1])), specifier
+        assert inside == list(range(tested.first[1], 60)), specifier
+    pythons = range(versions.PYTHON.first[1], versions.PYTHON.last[1] + 1)
+    wanted = SpecifierSet(PROJECT["requires-python"])
+    assert [minor for minor in range(60) if wanted.contains(f"3.{minor}.0")] == list(pythons)
     listed = re.findall(r":: Python :: 3\.(\d+)", "\n".join(PROJECT["classifiers"]))
-    assert list(map(int, listed)) == list(range(env.PYTHONS[0][1], env.PYTHONS[1][1]))
+    assert list(map(int, listed)) == list(pythons)
+
+
+def test_untested_versions_are_named_once(caplog):
+    """A newer torch or TE logs a warning that names what was tested; tested ones, containers' included, log nothing."""
+    assert (
+        versions.untested("2.15.1", "2.20.2")
+        == versions.untested("2.11.0a0+eb65b36914.nv26.02", "2.18.0")
+        == []
+    )
+    assert versions.untested("2.16.0", "3.0.0") == [
+        "torch 2.16.0 is newer than what te_fsdp was tested with (2.11 to 2.15).",
+        "TransformerEngine 3.0.0 is newer than what te_fsdp was tested with (2.18 to 2.20).",
+    ]
+    versions.warn_if_untested.cache_clear()
+    with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING", "te_fsdp"):
+        patch.setattr(versions, "TORCH", versions.Tested((2, 0), (2, 1)))
+        versions.warn_if_untested()
+        versions.warn_if_untested()
+    versions.warn_if_untested.cache_clear()
+    assert [record.getMessage().count("2.0 to 2.1") for record in caplog.records] == [1]
 
 
 def test_a_laptop_gets_nothing_of_cuda():
@@ -128,7 +150,7 @@ def test_the_image_is_built_from_what_is_there():
     assert {word for word, _ in steps} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}
     bases = [rest.split()[0] for word, rest in steps if word == "FROM"]
     (minor,) = {int(re.fullmatch(r"python:3\.(\d+)-slim-\w+", base)[1]) for base in bases}
-    assert env.PYTHONS[0][1] <= minor < env.PYTHONS[1][1]
+    assert versions.PYTHON.first[1] <= minor <= versions.PYTHON.last[1]
     ran = [rest for word, rest in steps if word == "RUN"]
     for text in ran:
         bash = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True, check=False)
@@ -227,7 +249,7 @@ def test_the_workflow_runs_what_ci_runs():
     makefile = (ROOT / "Makefile").read_text()
     assert not [target for target in targets if not re.search(rf"^{target}:", makefile, re.MULTILINE)]
     pythons = jobs["test"]["strategy"]["matrix"]["python"]
-    assert pythons == [f"3.{minor}" for minor in range(env.PYTHONS[0][1], env.PYTHONS[1][1])]
+    assert pythons == [f"3.{minor}" for minor in range(versions.PYTHON.first[1], versions.PYTHON.last[1] + 1)]
     for job in jobs.values():
         assert job["timeout-minutes"] <= 90 and not job.get("continue-on-error")
         (python,) = [step for step in job["steps"] if "setup-python" in step.get("uses", "")]

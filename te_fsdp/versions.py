@@ -1,0 +1,62 @@
+"""Versions of Python, torch and TransformerEngine that te_fsdp was tested with.
+
+Older versions than the first are refused by pip. Newer versions than the last are not: a new release would otherwise
+make pip refuse te_fsdp on the day it appears. They are named once in the log, and by ``te-fsdp env``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import logging
+import re
+from typing import NamedTuple
+
+import torch
+
+_log = logging.getLogger("te_fsdp")
+
+
+class Tested(NamedTuple):
+    """Range of the (major, minor) releases that the tests ran with."""
+
+    first: tuple[int, int]
+    last: tuple[int, int]
+
+    def __str__(self) -> str:
+        """Return the range as text, such as ``2.11 to 2.15``."""
+        return f"{self.first[0]}.{self.first[1]} to {self.last[0]}.{self.last[1]}"
+
+
+PYTHON = Tested((3, 10), (3, 12))
+TORCH = Tested((2, 11), (2, 15))
+TRANSFORMER_ENGINE = Tested((2, 18), (2, 20))
+
+
+def release_of(version: str) -> tuple[int, int]:
+    """Return (2, 11) for ``2.11.0a0+git``; NVIDIA's containers have such versions. (0, 0) if there is no number."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def untested(torch_version: str, te_version: str) -> list[str]:
+    """Return one sentence for each of the two libraries that is newer than its last tested release."""
+    return [
+        f"{name} {version} is newer than what te_fsdp was tested with ({tested})."
+        for name, version, tested in (
+            ("torch", torch_version, TORCH),
+            ("TransformerEngine", te_version, TRANSFORMER_ENGINE),
+        )
+        if release_of(version) > tested.last
+    ]
+
+
+@functools.cache
+def warn_if_untested() -> None:
+    """Log a warning about a torch or TransformerEngine that is newer than the tested releases, once per process."""
+    try:
+        te_version = importlib.metadata.version("transformer_engine")
+    except importlib.metadata.PackageNotFoundError:
+        te_version = ""
+    for sentence in untested(torch.__version__, te_version):
+        _log.warning("%s If something fails, run te-fsdp env and report it.", sentence)
