@@ -239,11 +239,6 @@ def is_of_another_rank(value: object, parameter: DTensor) -> bool:
     return value.device_mesh.get_coordinate() != parameter.device_mesh.get_coordinate()
 
 
-def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether ``Tensor.register_hook`` was called for it (``Tensor._backward_hooks``)."""
-    return bool(tensor._backward_hooks)
-
-
 #: A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``).
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -387,6 +382,16 @@ def find_managed(module: nn.Module, name: str) -> Any | None:
         if any(owner is module and own == name for owner, own in owners_of(managed)):
             return managed
     return None
+
+
+def tie_again(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:
+    """Register the parameters that replaced those of ``before`` at the modules that FSDP2 has them tied to. Local."""
+    for name, old in before.items():
+        new = module._parameters.get(name)
+        if old is not None and new is not old and (managed := find_managed(module, name)) is not None:
+            for owner, own in owners_of(managed):
+                if owner._parameters.get(own) is old:
+                    owner._parameters[own] = new
 
 
 def _all_managed() -> Iterator[tuple[Any, Any]]:

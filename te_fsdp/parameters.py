@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
+from te_fsdp import _te, _torch, _torch_autograd
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout import Box, Coordinates, ParameterRule, shard_boxes
 
@@ -155,6 +155,20 @@ def carry_over(
             have[key] = dataclasses.replace(value, replaced=None) if isinstance(value, Facts) else value
 
 
+def inherit(old: torch.Tensor, new: torch.Tensor, *, leave_out: Collection[str] = ()) -> None:
+    """Give a parameter's replacement everything that the parameter carries besides its values. Local operation.
+
+    That is ``requires_grad``, Python attributes, gradient hooks and ``grad_dtype``. TE's own ``reset_parameters`` makes
+    parameters that have none of these.
+    """
+    if new is old:
+        return
+    if new.requires_grad != old.requires_grad:
+        new.requires_grad_(old.requires_grad)
+    _torch_autograd.copy_gradient_settings(old, new)
+    carry_over(old, new, leave_out=leave_out)
+
+
 def successor(
     parameter: torch.Tensor, local: torch.Tensor, *, leave_out: Collection[str] = ()
 ) -> nn.Parameter:
@@ -164,10 +178,13 @@ def successor(
     """
     if isinstance(parameter, DTensor):
         new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+    elif type(local) is torch.Tensor and issubclass(type(parameter), torch.nn.Parameter):
+        # The user may have a class of parameters.
+        new = local.detach().as_subclass(type(parameter)).requires_grad_(parameter.requires_grad)
     else:
         new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)
-    carry_over(parameter, new, leave_out=leave_out)
-    return new
+    inherit(parameter, new, leave_out=leave_out)
+    return new  # type: ignore[bad-return]
 
 
 class Place(NamedTuple):

@@ -29,7 +29,16 @@ from te_fsdp import _fsdp2, _te, _te_modules, _torch
 from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.modules.extra_state import guard, unguard
 from te_fsdp.modules.initialize import check_initialised, initialize_by_reset
-from te_fsdp.parameters import BINDING, Binding, Installed, attributes_of, binding_of, carry_over, share
+from te_fsdp.parameters import (
+    BINDING,
+    Binding,
+    Installed,
+    attributes_of,
+    binding_of,
+    carry_over,
+    inherit,
+    share,
+)
 from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.quantized.all_gather import GATHERS, check_cut, gather_missing, note_gathered, release_of
 from te_fsdp.quantized.shards import adopt_shard, follow_history
@@ -372,11 +381,16 @@ class ResettableModule(MeshModule):
         if binding is None:
             super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
             return
+        before = dict(self._parameters)
         with replacing(self, "reset_parameters", prefix=binding.name):
             super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
         for name, parameter in self._parameters.items():
             if parameter is not None:
+                old = before.get(name)
+                if old is not None:
+                    inherit(old, parameter)
                 binding.carry(name, parameter)
+        _torch.tie_again(self, before)
 
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
         """TE's change of delayed scaling's history, which FSDP2's shards then follow."""
@@ -420,8 +434,10 @@ class ForeignModule(MeshModule):
         if binding is None:
             stock()
             return
+        before = dict(self._parameters)
         with replacing(self, "reset_parameters", prefix=binding.name):
             unset = initialize_by_reset(self, stock)
+        _torch.tie_again(self, before)
         if unset:
             raise InitError(
                 f"{', '.join(binding.label(name) for name in unset)}: never initialised",

@@ -25,7 +25,17 @@ from te_fsdp.all_ranks import collective_call, is_simulated
 from te_fsdp.errors import InitError, OrderError, shorten
 from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
-from te_fsdp.parameters import Binding, ShardInfo, binding_of, name_of, plan_of, shard_info, successor
+from te_fsdp.parameters import KEY as FACTS
+from te_fsdp.parameters import (
+    Binding,
+    ShardInfo,
+    binding_of,
+    carry_over,
+    name_of,
+    plan_of,
+    shard_info,
+    successor,
+)
 from te_fsdp.quantized.components import keep_rows_alone
 from te_fsdp.quantized.shards import attach_group, quantize_shard
 
@@ -137,9 +147,13 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     _check_module_random_state(module)
     before = {name: p for name, p in module._parameters.items() if p is not None}
     infos = {name: shard_info(module, name, p) for name, p in before.items()}
+    whole: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
     for name, parameter in before.items():
-        full = _sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
-        module._parameters[name] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+        if id(parameter) not in whole:
+            full = _sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
+            whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+            carry_over(parameter, whole[id(parameter)], leave_out=(FACTS,))
+        module._parameters[name] = whole[id(parameter)]
     # Buffers that lie on the device already are as their maker wants them, NaN included.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     for name, buffer in pending.items():
@@ -150,11 +164,15 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     finally:
         module._parameters.update(before)
     unset = []
+    stored: dict[int, torch.nn.Parameter | None] = {}
     for name, parameter in before.items():
-        if _has_sentinel(filled[name]):
+        if id(parameter) in stored:
+            module._parameters[name] = stored[id(parameter)]
+        elif _has_sentinel(filled[name]):
             unset.append(name)
         else:
             _store(module, name, parameter, _take(filled[name], infos[name]), binding_of(module))
+            stored[id(parameter)] = module._parameters[name]
     left = {name: module._buffers.get(name) for name in pending}
     return unset + [name for name, b in left.items() if b is not None and _has_sentinel(b)]
 

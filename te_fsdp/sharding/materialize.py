@@ -30,7 +30,16 @@ from te_fsdp.modules.initialize import (
     target_device,
 )
 from te_fsdp.move.start import broadcast
-from te_fsdp.parameters import Place, attributes_of, binding_of, carry_over, places_of, plan_of, require_model
+from te_fsdp.parameters import (
+    Place,
+    attributes_of,
+    binding_of,
+    carry_over,
+    inherit,
+    places_of,
+    plan_of,
+    require_model,
+)
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.precision import gradient_dtype
@@ -134,22 +143,32 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
     An error of one module is raised after the last one: a rank that stopped early would leave the others waiting in
     the collectives of the modules to come.
     """
-    owners: dict[int, list[Place]] = {}
-    for place in places_of(model):
-        owners.setdefault(id(place.parameter), []).append(place)
+    # With the tensors themselves: an id stays taken as long as its tensor is referenced.
+    owners: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    for owner in model.modules():
+        for own, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                held = owner._parameters if own in owner._parameters else owner._buffers
+                owners.setdefault(id(tensor), []).append((held, own, tensor))
     unset: list[str] = []
     first_error: Exception | None = None
     for name, module in pending:
-        before = dict(module._parameters)
+        before = {
+            own: t for own, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
+        }
         try:
             unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
         except Exception as error:  # raised below
             first_error = first_error or error
         for own, old in before.items():
-            new = module._parameters[own]
-            if old is not None and new is not old:
-                for place in owners[id(old)]:
-                    place.owner._parameters[place.name] = new
+            new = module._parameters.get(own, module._buffers.get(own))
+            if new is None or new is old:
+                continue
+            if isinstance(old, torch.nn.Parameter):
+                inherit(old, new)
+            owners[id(new)] = owners[id(old)]
+            for held, other, _ in owners[id(old)]:
+                held[other] = new
     if first_error is not None:
         raise first_error
     return unset

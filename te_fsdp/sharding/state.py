@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from te_fsdp import _fsdp2, _te, _torch, parameters
+from te_fsdp import _fsdp2, _te, _torch, _torch_autograd, parameters
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout import SyncMode
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
@@ -376,7 +376,8 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
     hooked = [
         name
         for name, p in named
-        if _torch.has_gradient_hooks(p) or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
+        if _torch_autograd.has_gradient_hooks(p)
+        or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
     ]
     if hooked:
         raise OrderError(

@@ -28,6 +28,7 @@ TORCH_DOORS = tuple(
     for name in (
         "_patches",
         "_torch",
+        "_torch_autograd",
         "_torch_transport",
         "_fsdp2",
         "_fsdp2_copies",

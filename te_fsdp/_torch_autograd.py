@@ -1,0 +1,27 @@
+"""Private names of torch's autograd: what a leaf tensor carries for it; checked on torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Whether ``Tensor.register_hook`` was called for it (``Tensor._backward_hooks``)."""
+    return bool(tensor._backward_hooks)
+
+
+def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Copy gradient hooks and ``grad_dtype`` of a leaf to its replacement, unless the replacement has its own.
+
+    Local operation. Both leaves then share one dict of hooks (``Tensor._backward_hooks``,
+    ``Tensor._post_accumulate_grad_hooks``), so that the handles that the user keeps still remove them.
+    """
+    if old is new:
+        return
+    if old._backward_hooks and not new._backward_hooks and new.requires_grad:
+        new._backward_hooks = old._backward_hooks
+    if (hooks := getattr(old, "_post_accumulate_grad_hooks", None)) and new.requires_grad:
+        new._post_accumulate_grad_hooks = getattr(new, "_post_accumulate_grad_hooks", None) or hooks  # type: ignore[missing-attribute]
+    dtype = getattr(old, "grad_dtype", old.dtype)
+    if dtype != old.dtype and new.grad is None and getattr(new, "grad_dtype", None) == new.dtype:
+        new.grad_dtype = dtype

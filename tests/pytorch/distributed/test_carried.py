@@ -1,0 +1,23 @@
+"""What a parameter carries besides its values survives every replacement of the parameter."""
+
+from __future__ import annotations
+
+import pytest
+from parity import carried as bodies
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("route", "strategy"),
+    [
+        ("stock", ""),
+        ("bound", ""),
+        ("torch", ""),
+        *(("sharded", strategy) for strategy in STRATEGIES),
+    ],
+)
+def test_everything_survives_materialize(pool, route, strategy):
+    """Kind: requires_grad, attributes, hooks, ``grad_dtype``, class and ties of every parameter that is replaced."""
+    pool.run(bodies.survives, 2, route=route, strategy=strategy)
