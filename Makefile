@@ -39,7 +39,7 @@ test:  ## set up, then run every test that this machine can run
 
 test-integrations:  ## install the frameworks that te_fsdp.integrations is for, then run the tests that need them
 	@scripts/setup.sh test integrations triton
-	$(RUN) -m pytest $(foreach name,integrations fabric accelerate lora torchtitan,tests/pytorch/distributed/test_$(name).py) tests/unit/test_training_log.py $(ARGS)
+	$(RUN) -m pytest $(foreach name,integrations fabric accelerate lora torchtitan,tests/pytorch/distributed/test_$(name).py) $(ARGS)
 
 mutants:  ## break one line after the other and see whether its test notices (some 25 minutes; ARGS="sharding --k wire")
 	@scripts/setup.sh test

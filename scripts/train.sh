@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The main job, shown end to end: train on one mesh, save, resume on another. Run through `make train`.
+# Train on one mesh, save in the middle, resume on another mesh, compare with the uninterrupted run. Run by `make train`.
 #
 #   usage: scripts/train.sh PYTHON [example options...]
 #
-#   OUT=...    where logs, plots and checkpoints go (default: out/train); older checkpoints there are removed
-#   STEPS=...  steps of each of the two runs (default: 20 on CPU, 100 on GPUs)
+#   OUT=...    folder of logs, plots and checkpoints (default: out/train); older checkpoints there are removed
+#   STEPS=...  steps before and after the checkpoint (default: 20 on CPU, 100 on GPUs)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -41,7 +41,10 @@ else
     batch=$((gpus * (gpus / 2) * 2))
   fi
 fi
-common="--recipe $recipe --batch $batch --out $out"
+# FP8 weights with FP32 main weights where the GPU has FP8, two microbatches, clipping, warmup and cosine decay.
+weights="--optimizer fused_adam"
+if [ "$recipe" != none ]; then weights+=" --quantized-weights"; fi
+common="--recipe $recipe $weights --batch $batch --micro 2 --clip 1.0 --warmup 5 --decay $((2 * steps)) --lr 3e-3 --steps $((2 * steps))"
 
 run() {
   local processes=$1
@@ -53,7 +56,7 @@ run() {
 rm -rf "$out/checkpoints"
 mkdir -p "$out"
 # shellcheck disable=SC2086
-run $first $common --steps "$steps" --save "$out/checkpoints" "$@"
+run $first $common --out "$out/uninterrupted" --save "$out/checkpoints" --save-every "$steps" "$@"
 # shellcheck disable=SC2086
-run $second $common --steps "$((2 * steps))" --resume "$out/checkpoints" "$@"
-echo "train: done; see $out"
+run $second $common --out "$out" --resume "$out/checkpoints/step-$steps" --reference "$out/uninterrupted" "$@"
+echo "train: done; a run resumed on another mesh next to the uninterrupted one: $out/loss.png"

@@ -79,6 +79,8 @@ def start_distributed(options: Options) -> te_fsdp.Meshes:
 
 def check(options: Options, meshes: te_fsdp.Meshes) -> int:
     """Microbatches of a step on each rank; refuses a batch that does not divide."""
+    if options.micro < 1:
+        train.stop("--micro must be at least 1.")
     train.check(options, meshes)
     at_once = meshes.data_size * options.micro
     if options.batch % at_once:
@@ -124,7 +126,7 @@ def check_newest(options: Options, start: int) -> None:
 
 
 def resume(
-    path: Path | None, model: torch.nn.Module, optimizer: Any, options: Options, about: dict[str, Any]
+    path: Path | None, model: torch.nn.Module, optimizer: Any, schedule: Any, about: dict[str, Any]
 ) -> dict[str, Any]:
     """What was saved beside model and optimizer, or where a run begins."""
     if path is None:
@@ -132,7 +134,8 @@ def resume(
     progress = te_fsdp.checkpoint.load(path, model, optimizer)
     for what, ours in about.items():
         if ours != progress[what]:
-            train.stop(f"{path} has {what} {progress[what]}, this run {ours}: other batches would follow.")
+            train.stop(f"{path} has {what} {progress[what]}, this run {ours}: the batches would differ.")
+    schedule.load_state_dict(progress["schedule"])
     return progress
 
 
@@ -177,14 +180,14 @@ def main(options: Options) -> None:
     meshes = start_distributed(options)
     count, text = check(options, meshes), train.Text(options)
     recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
-    model, optimizer = train.build(train.ByteModel, te.TransformerLayer, options, meshes, recipe)
+    model, optimizer, schedule = train.build(train.ByteModel, te.TransformerLayer, options, meshes, recipe)
     about = {"data": text.digest, "seed": options.seed, "seq": options.seq, "batch": options.batch}
     path, start = find_newest(options, meshes)
-    progress = resume(path, model, optimizer, options, about)
+    progress = resume(path, model, optimizer, schedule, about)
     if progress["step"] >= options.steps:
         return  # the last checkpoint was whole when the start before was ended
     seed(options, meshes, progress)
-    log = train.start_log(options, meshes, optimizer, progress["losses"])
+    log = train.Log(options, meshes, optimizer, progress["losses"])
 
     share = meshes.data_size * options.micro
     for step in range(progress["step"], options.steps):
@@ -193,10 +196,10 @@ def main(options: Options) -> None:
             text.take(first + index * share, options.micro).to(meshes.device) for index in range(count)
         ]
         loss = train_step(model, recipe, options, meshes, batches)
-        optimizer.step()
-        optimizer.zero_grad()
-        progress["losses"].append(log.step(step, loss=loss)["loss"])
-        progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
+        norm = train.update(options, model, optimizer, schedule)
+        progress["losses"].append(log.step(step, loss, **norm))
+        progress |= {"step": step + 1, "position": progress["position"] + options.batch}
+        progress["schedule"] = schedule.state_dict()
         if (step + 1) % options.save_every == 0 or step + 1 == options.steps:
             check_newest(options, start)
             saving = te_fsdp.checkpoint.save(

@@ -296,18 +296,19 @@ def main(options: Options) -> None:
     meshes = te_fsdp.Meshes.build(
         dp_replicate=options.dp_replicate, dp_shard=options.dp_shard, ep=options.ep, tp=options.tp
     )
-    train.check(options, meshes)
+    if train.check(options, meshes) > 1:
+        train.stop("--micro: the balance loss counts the tokens of a whole step, in one microbatch.")
     if not 1 <= options.top_k <= options.experts:
         train.stop(f"--top-k {options.top_k} is not between 1 and --experts {options.experts}.")
     if options.single_grouped:
         os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # TransformerEngine calls it experimental
     text = train.Text(options)
     recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
-    model, optimizer = train.build(ByteModel, Layer, options, meshes, recipe)
+    model, optimizer, schedule = train.build(ByteModel, Layer, options, meshes, recipe)
     about = {"data": text.digest, "seed": options.seed, "seq": options.seq}
     progress = {"step": 0, "position": 0, "losses": [], **about}
     if options.resume:
-        progress = train.resume(options, model, optimizer, about)
+        progress = train.resume(options, model, optimizer, schedule, about)
     if RANK == 0:
         print(te_fsdp.report(model))
     if progress["step"] >= options.steps:
@@ -315,7 +316,7 @@ def main(options: Options) -> None:
             f"nothing to do: the checkpoint is at step {progress['step']}, --steps is {options.steps}."
         )
     paths = train.planned_saves(options, progress["step"])
-    log = train.start_log(options, meshes, optimizer, progress["losses"])
+    log = train.Log(options, meshes, optimizer, progress["losses"])
 
     first, share, places, copies = train.portion(options, meshes)
     for step in range(progress["step"], options.steps):
@@ -327,15 +328,14 @@ def main(options: Options) -> None:
         # This rank's share of the means over all tokens. The second one is 1 when all experts are equally busy.
         losses = torch.stack([total, balance / options.layers]) / (options.batch * options.seq)
         (losses * losses.new_tensor([1.0, options.balance])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        norm = train.update(options, model, optimizer, schedule)
 
         means = losses.detach().double()
         dist.all_reduce(means)
         loss, balanced = means / copies
-        told = log.step(step, loss=loss, balance=balanced)
-        progress["losses"].append(told["loss"])
-        progress["step"], progress["position"] = step + 1, progress["position"] + options.batch
+        progress["losses"].append(log.step(step, loss, balance=balanced, **norm))
+        progress |= {"step": step + 1, "position": progress["position"] + options.batch}
+        progress["schedule"] = schedule.state_dict()
         if step + 1 in paths:
             te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
+import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -70,37 +73,49 @@ class Report:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
+        """Return the table, as wide as the terminal; elsewhere as wide as the longest names need."""
         from rich.console import Console
         from rich.table import Table
 
         table = Table(title="parameters on this rank", title_justify="left")
-        table.add_column("name", no_wrap=True)
-        for header in ("shape", "layout", "placements", "local shape", "dtype / format"):
+        for header in ("name", "shape", "sharding", "local shape", "format"):
             table.add_column(header, overflow="fold")
-        table.add_column("bytes", justify="right")
+        table.add_column("bytes", justify="right", no_wrap=True)
         noted = any(row.note for row in self.rows)
         if noted:
-            table.add_column("note", no_wrap=True)
+            table.add_column("note", overflow="fold")
         for row in self.rows:
-            shapes = (_times(row.shape), row.layout, row.placements, _times(row.local_shape))
-            table.add_row(row.name, *shapes, row.dtype, f"{row.bytes:,}", *([row.note] if noted else []))
+            cells = (_times(row.shape), _sharding(row), _times(row.local_shape), row.dtype, f"{row.bytes:,}")
+            table.add_row(row.name, *cells, *([row.note] if noted else []))
         table.add_section()
         sums = [(f"{len(self.rows)} parameters", self.total_bytes), *self.costs]
         sums += [("memory that other ranks read", self.shared_bytes)] if self.shared_bytes else []
         for words, size in sums:
-            table.add_row(words, *[""] * 5, f"{size:,}")
+            table.add_row(words, *[""] * 4, f"{size:,}")
         out = io.StringIO()
-        # Room for whole names: cut ones could not be searched for. The other columns need about 130 together.
-        names = [*(row.name for row in self.rows), *(words for words, _ in self.costs)]
-        width = max(map(len, names), default=0) + max((len(row.note) for row in self.rows), default=0) + 150
-        # Names may hold brackets or colons, which rich would take for markup and emoji.
-        Console(file=out, width=width, color_system=None, markup=False, emoji=False).print(table)
+        width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 1000
+        # Names may contain brackets or colons, which rich would read as markup and emoji.
+        Console(file=out, width=max(width, 80), color_system=None, markup=False, emoji=False).print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        lines += [text for mark, text in _LEGEND.items() if any(mark in _sharding(row) for row in self.rows)]
         lines += [_of_several("gathers", "units", units, words) for words, units in self.transports]
         for why, names in self.gradients:
-            words = f"copied: {why}" if why else "reduced from where they lie"
+            words = f"copied: {why}" if why else "reduced without a copy"
             lines.append(_of_several("gradients", "large parameters", names, words))
         return "\n".join(lines)
+
+
+#: Mark in the column "sharding" -> its explanation below the table.
+_LEGEND = {
+    ":S(": "S(n): sharded along dim n, over tp before dp_shard. R: replicated.",
+    "*": "*: stacked blocks (gate and up; query, key and value), each of which tp shards.",
+}
+
+
+def _sharding(row: Row) -> str:
+    """Return the placements of a row as the table shows them: without split factors, stacked layouts marked."""
+    text = re.sub(r"_S\((\d+), \d+\)", r"S(\1)", row.placements)
+    return f"{text} *" if row.layout.startswith("stacked") and "tp:S" in text else text
 
 
 def report(model: nn.Module) -> Report:

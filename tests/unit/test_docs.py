@@ -63,7 +63,7 @@ def test_the_quickstart_runs(tmp_path, python):
     assert len(commands) == 2, commands
 
     first, second = (run(python, command, tmp_path) for command in commands)
-    assert "placements" in first, f"no report in\n{first}"
+    assert "sharding" in first, f"no report in\n{first}"
     assert "gathers of the root: none (it has no sharded weights)" in first
     assert "float8 (bfloat16)" in first, f"no quantized weight in\n{first}"
     assert list(losses(first)) == list(range(10)), first

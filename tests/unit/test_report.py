@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,21 +149,23 @@ BOXES = str.maketrans(dict.fromkeys("\u2502\u2503", "|") | dict.fromkeys("\u2500
 
 TABLE = """
 parameters on this rank
-+-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
-| name                  | shape    | layout        | placements                | local shape | dtype / format   |  bytes |
-+-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
-| mlp.layer_norm_weight | 64       | plain         | dp_shard:S(0) tp:R        | 32          | bfloat16         |     64 |
-| mlp.layer_norm_bias   | 64       | plain         | dp_shard:S(0) tp:R        | 32          | bfloat16         |     64 |
-| mlp.fc1_weight        | 256 x 64 | stacked(1, 1) | dp_shard:_S(0, 2) tp:S(0) | 64 x 64     | mxfp8 (bfloat16) |  9,216 |
-| mlp.fc1_bias          | 256      | stacked(1, 1) | dp_shard:_S(0, 2) tp:S(0) | 64          | bfloat16         |    128 |
-| mlp.fc2_weight        | 64 x 128 | plain         | dp_shard:S(0) tp:S(1)     | 32 x 64     | mxfp8 (bfloat16) |  5,120 |
-| mlp.fc2_bias          | 64       | plain         | dp_shard:S(0) tp:R        | 32          | bfloat16         |     64 |
-| head.weight           | 10 x 64  | plain         | dp_shard:S(0) tp:R        | 5 x 64      | float32          |  1,280 |
-+-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
-| 7 parameters          |          |               |                           |             |                  | 15,936 |
-+-----------------------+----------+---------------+---------------------------+-------------+------------------+--------+
++-----------------------+----------+-------------------------+-------------+------------------+--------+
+| name                  | shape    | sharding                | local shape | format           |  bytes |
++-----------------------+----------+-------------------------+-------------+------------------+--------+
+| mlp.layer_norm_weight | 64       | dp_shard:S(0) tp:R      | 32          | bfloat16         |     64 |
+| mlp.layer_norm_bias   | 64       | dp_shard:S(0) tp:R      | 32          | bfloat16         |     64 |
+| mlp.fc1_weight        | 256 x 64 | dp_shard:S(0) tp:S(0) * | 64 x 64     | mxfp8 (bfloat16) |  9,216 |
+| mlp.fc1_bias          | 256      | dp_shard:S(0) tp:S(0) * | 64          | bfloat16         |    128 |
+| mlp.fc2_weight        | 64 x 128 | dp_shard:S(0) tp:S(1)   | 32 x 64     | mxfp8 (bfloat16) |  5,120 |
+| mlp.fc2_bias          | 64       | dp_shard:S(0) tp:R      | 32          | bfloat16         |     64 |
+| head.weight           | 10 x 64  | dp_shard:S(0) tp:R      | 5 x 64      | float32          |  1,280 |
++-----------------------+----------+-------------------------+-------------+------------------+--------+
+| 7 parameters          |          |                         |             |                  | 15,936 |
++-----------------------+----------+-------------------------+-------------+------------------+--------+
+S(n): sharded along dim n, over tp before dp_shard. R: replicated.
+*: stacked blocks (gate and up; query, key and value), each of which tp shards.
 gathers of the root: nccl (transport='auto' takes copy_engine on GPUs)
-"""  # noqa: E501
+"""
 
 
 def in_ascii(table: str) -> str:
@@ -173,6 +177,21 @@ def test_the_table(world):
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()["mxfp8"]), meshes)
     assert in_ascii(str(te_fsdp.report(model))) == TABLE.strip()
+
+
+def test_the_table_fits_a_terminal(world, monkeypatch):
+    """Long names continue on the next line; nothing is cut off. Elsewhere (a log file) every name is on one line."""
+    meshes = meshes_at((1, 2, 2), 1)
+    model = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()["mxfp8"]), meshes)
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "90")
+    lines = str(te_fsdp.report(model)).splitlines()
+    table = [line for line in lines if line and not line[0].isalnum() and line[0] != "*"]
+    assert len(table) > 9 and max(map(len, lines)) <= 90
+    assert (
+        "".join(line.split("\u2502")[1].strip() for line in table if "\u2502" in line).count("fc1_weight")
+        == 1
+    )
 
 
 def test_long_names_stay_whole(world):

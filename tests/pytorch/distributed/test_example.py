@@ -72,7 +72,8 @@ def whole(setting, pool, kept, tmp_path_factory) -> tuple[dict[int, float], Path
 
 ADAMW = ("--recipe current --sequence-parallel", 2, "--tp 2")
 FUSED = (
-    f"--recipe {'mxfp8' if ON_CPU else 'current'} --quantized-weights --optimizer fused_adam",
+    f"--recipe {'mxfp8' if ON_CPU else 'current'} --quantized-weights --optimizer fused_adam"
+    " --micro 2 --clip 1.0 --warmup 2 --decay 8",
     4,
     "--tp 2",
 )
@@ -156,7 +157,7 @@ def test_under_torchrun(setting, whole, tmp_path, python):
     options, processes, mesh = setting
     save = f"--save {tmp_path / 'checkpoints'}"
     printed = start(python, tmp_path, processes, f"{options} {mesh} --steps {HALF} {save}")
-    for expected in ("placements", "tokens/s", f"{HALF}/{HALF}", f"done: step {HALF}"):
+    for expected in ("sharding", "tokens/s", f"{HALF}/{HALF}", f"done: step {HALF}"):
         assert expected in printed
     assert ("emulated" in printed) == ON_CPU
     printed = start(
@@ -182,10 +183,10 @@ def test_without_a_gpu_it_says_what_to_set(python):
 
 OPTIONS = [
     *("dp_replicate", "dp_shard", "tp", "sequence_parallel"),
-    *("recipe", "quantized_weights", "optimizer", "lr"),
+    *("recipe", "quantized_weights", "optimizer", "lr", "warmup", "decay", "clip", "micro"),
     *("layers", "hidden", "ffn", "heads", "activation"),
     *("data", "pattern", "megabytes", "seq", "batch", "steps", "seed"),
-    *("save", "save_every", "resume", "out"),
+    *("save", "save_every", "resume", "reference", "out"),
 ]
 
 
