@@ -20,7 +20,7 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-moe test test-integrations mutants same-bits te-versions torch-versions lint format docs docs-commands coverage clean clean-venv
+.PHONY: help train train-moe test test-integrations mutants same-bits te-versions torch-versions python-versions lint format docs docs-commands coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -56,6 +56,9 @@ te-versions:  ## the emulation's tests and a short sharded training with the oth
 torch-versions:  ## the distributed tests on the CPU with torch 2.11, 2.14 and 2.15 (downloads each; VERSIONS="..." for others)
 	@scripts/setup.sh test
 	@ARGS="$(ARGS)" scripts/torch_versions.sh $(PY) $(VERSIONS)
+
+python-versions:  ## the checkpoint tests with the oldest and newest patch release of each Python on this machine (PYTHONS="..." for others)
+	@ARGS="$(ARGS)" scripts/python_versions.sh $(PYTHONS)
 
 lint:  ## ruff (lint and format), pyrefly, import-linter, codespell, shellcheck, hadolint, the workflow's schema
 	@scripts/setup.sh lint

@@ -13,8 +13,7 @@ checked on TE 2.18 to 2.20.2. This file imports no TE: checkpoints are read wher
 
 Delayed and current scaling are one format, float8: the bytes are the same, only the scale comes from elsewhere.
 
-Pickles are read without running anything of them: an unpickler of Python's is given a table of names, each with a
-stand-in that keeps what was stored; any other name is an error.
+Pickles are read by a table of names (:mod:`te_fsdp.unpickling`), each with a stand-in that keeps what was stored.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ import collections
 import functools
 import io
 import pickle
-import pickletools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 
 from te_fsdp.errors import CheckpointError
+from te_fsdp.unpickling import EnumNames, TableUnpickler
 
 #: Rows and columns of the weight that one element of a buffer covers; ``None``: the whole weight.
 Block: TypeAlias = tuple[int, int] | None
@@ -240,70 +238,6 @@ def unknown_format(name: str) -> Format:
 
 #: TE's enum values (``transformer_engine.pytorch.constants.DType``, TE 2.18 to 2.20).
 _DTYPES = {7: "kFloat8E4M3", 8: "kFloat8E5M2", 9: "kFloat8E8M0", 10: "kFloat4E2M1"}
-#: Dtypes of torch's classes of storages; that without one tells bytes.
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "uint8",
-}
-
-
-class UnknownNameError(pickle.UnpicklingError):
-    """A pickle that wants something of no known name; the text is the name."""
-
-
-def check_numbers(data: bytes) -> None:
-    """UnpicklingError for a number of an object beyond the pickle's bytes: of that length Python makes its table."""
-    for code, number, _ in pickletools.genops(data):
-        if code.name in ("PUT", "LONG_BINPUT") and number > len(data):  # type: ignore[operator]
-            raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")
-
-
-class TableUnpickler(pickle.Unpickler):
-    """Knows the names of a table. ``load_storage`` makes what a pickled tensor's bytes are.
-
-    UnpicklingError: see :func:`check_numbers`.
-    """
-
-    def __init__(
-        self,
-        data: bytes,
-        known: Mapping[str, Any],
-        load_storage: Callable[[torch.dtype, str], Any] | None = None,
-    ) -> None:
-        check_numbers(data)
-        super().__init__(io.BytesIO(data))
-        self.known, self.load_storage = known, load_storage
-
-    def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}.{name}".replace("__builtin__.", "builtins.")
-        if full in self.known:
-            found = self.known[full]
-            # A pickle may set attributes of what it names: of a new object each time, not of one of ours.
-            if isinstance(found, type) and found.__module__ == __name__:
-                return type(name, (found,), {})
-            return partial(found) if isinstance(found, FunctionType | partial) else found
-        if module in ("torch", "torch.storage"):
-            value = getattr(torch, _STORAGES.get(name, name), None)
-            if isinstance(value, torch.dtype):
-                return value
-        raise UnknownNameError(full)
-
-    def persistent_load(self, pid: Any) -> Any:
-        kind, dtype, key, *_ = pid
-        if kind != "storage" or self.load_storage is None or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"an object kept elsewhere ({kind})")
-        return self.load_storage(dtype, str(key))
 
 
 def with_record(tensor: torch.Tensor, record: Any) -> Any:
@@ -358,7 +292,10 @@ _PICKLED = [row for row in _ROWS if row.pickled]
 TENSORS: dict[str, Any] = (
     {f"{_TENSORS}.{row.module}._make_{row.module}_in_reduce_ex": partial(_quantized, row) for row in _PICKLED}
     | {f"{_TENSORS}.{row.module}.{name}": _Opaque for row in _PICKLED for name in row.quantizers}
-    | dict.fromkeys(("transformer_engine.pytorch.constants.DType", "transformer_engine_torch.DType"), _DType)
+    | dict.fromkeys(
+        ("transformer_engine.pytorch.constants.DType", "transformer_engine_torch.DType"),
+        EnumNames(_DType, {name: _DType(value) for value, name in _DTYPES.items()}),
+    )
 )
 
 #: Largest forward and backward values of TE's formats (``transformer_engine.common.recipe.Format``).
@@ -411,7 +348,9 @@ def _rebuild_whole(
 
 _ENTRIES = {
     "transformer_engine.common.recipe.DelayedScaling": _Recipe,
-    "transformer_engine.common.recipe.Format": lambda largest: largest,
+    "transformer_engine.common.recipe.Format": EnumNames(
+        lambda largest: largest, {name: largest for largest, name in _RANGES.items()}
+    ),
     "transformer_engine.common.recipe._FormatHelper": _Largest,
     "torch._utils._rebuild_tensor_v2": _rebuild_whole,
     "torch.storage._load_from_bytes": _load_from_bytes,

@@ -18,6 +18,7 @@ Checkpoints from before there was an index, and plain DCP directories, which hav
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import hashlib
 import io
@@ -27,6 +28,7 @@ import pickle
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from pathlib import Path, PurePosixPath
 from types import FunctionType
@@ -38,11 +40,11 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from te_fsdp import _torch
-from te_fsdp._te_formats import check_numbers
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
 from te_fsdp.checkpoint.sums import SummedFile, crc32, open_checked, synced, view_of, without_collector
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.unpickling import check_numbers
 
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
 FIXED = 3
@@ -127,7 +129,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
         heads = [[head for head, _ in block] for block in blocks]
         head = json.dumps({"files": files, "blocks": heads}).encode()
         packed = [_pack([rows for _, rows in block]) for block in blocks]
-        return Encoded(pickle.dumps(metadata), mark, [*packed, head])
+        return Encoded(_pickled(metadata), mark, [*packed, head])
 
 
 @functools.cache
@@ -331,6 +333,27 @@ _KNOWN = {
 }
 
 
+_ENUMS = {v for v in vars(dcp).values() if isinstance(v, type) and issubclass(v, Enum) and v is not Enum}
+
+
+def _get_enum_member(enum: Any, name: Any) -> Enum:
+    """Replace ``builtins.getattr``, in [Note: enums in pickles]: return a member of one of DCP's enums."""
+    known = isinstance(enum, type) and enum in _ENUMS
+    if not known or not isinstance(name, str) or name not in enum.__members__:
+        raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum of DCP's")
+    return enum.__members__[name]
+
+
+def _pickled(metadata: Metadata) -> bytes:
+    """Return DCP's metadata as a pickle whose enums are stored by value, whatever the release of Python."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    by_value = {one: lambda member: (type(member), (member.value,)) for one in _ENUMS}
+    pickler.dispatch_table = {**copyreg.dispatch_table, **by_value}
+    pickler.dump(metadata)
+    return file.getvalue()
+
+
 class _Properties(TensorProperties):
     """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
 
@@ -348,6 +371,8 @@ class _Unpickler(pickle.Unpickler):
         self.named: dict[type, dict[str, Any]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return partial(_get_enum_member)
         known = name in _KNOWN.get(module, ())
         if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp._te_formats import Quantized, UnknownNameError, read_extra_state, unreadable_state
+from te_fsdp._te_formats import Quantized, read_extra_state, unreadable_state
 from te_fsdp.checkpoint.contents import (
     DCP_KIND,
     MANIFEST_KEY,
@@ -36,6 +36,7 @@ from te_fsdp.checkpoint.torch_files import Opened, Piece, Window, open_dcp, stor
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
 from te_fsdp.quantized.components import components_from
+from te_fsdp.unpickling import UnknownNameError
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")

@@ -30,7 +30,7 @@ from torch import serialization
 from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp import _torch
-from te_fsdp._te_formats import TENSORS, Quantized, TableUnpickler, UnknownNameError, with_record
+from te_fsdp._te_formats import TENSORS, Quantized, with_record
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
@@ -38,6 +38,7 @@ from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, unreadable
 from te_fsdp.checkpoint.paths import listing
 from te_fsdp.checkpoint.sums import crc32, view_of
 from te_fsdp.errors import CheckpointError
+from te_fsdp.unpickling import TableUnpickler, UnknownNameError
 
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
 _BEHIND = b"PK\x07\x08"
