@@ -18,7 +18,8 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
-from te_fsdp._fsdp2_patches import fill_unused, forget_gathers, passes_on
+from te_fsdp._fsdp2_patches import forget_gathers
+from te_fsdp._fsdp2_unused import fill_unused
 from te_fsdp._torch import (
     dtensor,
     find_managed,
@@ -314,18 +315,12 @@ def reduce_outside_backward(root: nn.Module) -> None:
             continue
         before = group.reduce_grads, group.all_reduce_grads
         group.reduce_grads = group.all_reduce_grads = True
-        unused = None if passes_on(group) else getattr(group, "reduce_scatter_unused_params", None)
-        if unused is None:
-            fill_unused(group)
-        else:
-            group.reduce_scatter_unused_params = True
+        fill_unused(group)
         try:
             group.post_backward()
         finally:
             group._training_state = type(group._training_state).IDLE
             group.reduce_grads, group.all_reduce_grads = before
-            if unused is not None:
-                group.reduce_scatter_unused_params = unused
 
 
 def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:

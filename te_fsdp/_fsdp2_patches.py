@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 # --- FSDPParamGroup.post_backward
 
 #: Of a parameter group: what is called before it reduces, and after.
-_LISTENERS = "_te_fsdp_listeners"
+LISTENERS = "_te_fsdp_listeners"
 
 
 def listen(
@@ -45,9 +45,9 @@ def listen(
 
     What was added last is called first before, and last after a reduction. Backwards without one pass by.
     """
-    listeners = group.__dict__.get(_LISTENERS)
+    listeners = group.__dict__.get(LISTENERS)
     if listeners is None:
-        listeners = group.__dict__[_LISTENERS] = [], []
+        listeners = group.__dict__[LISTENERS] = [], []
         group.post_backward = functools.partial(_post_backward, group, group.post_backward, *listeners)
     for known, new in zip(listeners, (before, after), strict=True):
         if new is not None:
@@ -65,48 +65,6 @@ def _post_backward(
     stock(*args)
     for call in after:
         call(group)
-
-
-def fill_unused(group: Any) -> None:
-    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
-
-    What ``set_reduce_scatter_unused_params`` of torch 2.13 does, for torch before it.
-    """
-    if _fill not in group.__dict__.get(_LISTENERS, ((), ()))[0]:
-        listen(group, before=_fill)
-
-
-def _fill(group: Any) -> None:
-    for managed in group.fsdp_params:
-        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
-        if parameter is None or not parameter.requires_grad:
-            continue
-        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
-            parameter.grad = torch.zeros_like(parameter, dtype=getattr(parameter, "grad_dtype", None))
-
-
-def one_gradient_dtype(group: Any) -> None:
-    """Let a parameter group reduce gradients of which only some have added up over several backwards.
-
-    FSDP2 adds up in the dtype of the reduction, but leaves gradients of a first backward in the gathered parameters'
-    dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together (torch
-    2.15 keeps all in one dtype by itself).
-    """
-    listen(group, before=_in_one_dtype)
-
-
-def _in_one_dtype(group: Any) -> None:
-    records = [m for m in group.fsdp_params if "unsharded_accumulated_grad" in vars(m)]
-    added = [m.unsharded_accumulated_grad for m in records if m.unsharded_accumulated_grad is not None]
-    for managed in records if added else ():
-        parameter = managed._unsharded_param
-        if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
-            continue
-        if parameter.grad is not None:
-            managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
-            parameter.grad = None
-        else:
-            managed.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=added[0].dtype)
 
 
 def around_reductions(
@@ -350,7 +308,7 @@ _keep: Callable[[], Any] = tuple
 
 def passes_on(group: Any) -> bool:
     """Whether a parameter group passes its gradients on (:func:`alias_whole_shards`)."""
-    return _pass_on in group.__dict__.get(_LISTENERS, ((), ()))[0]
+    return _pass_on in group.__dict__.get(LISTENERS, ((), ()))[0]
 
 
 def whole_shards(unit: torch.nn.Module) -> dict[int, bool]:

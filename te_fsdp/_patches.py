@@ -41,7 +41,7 @@ FSDP2 = (
     Patch(
         "`FSDPParamGroup`",
         "post_backward",
-        "calls what te_fsdp does before and after a reduction: zeros for unused parameters (torch before 2.13),"
+        "calls what te_fsdp does before and after a reduction: zeros for unused parameters,"
         " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
         "gradients of HFSDP; and hands on gradients of whole shards before FSDP2 copies them",
         "test_no_shard.py::test_parameters_that_other_ranks_use",
@@ -68,6 +68,14 @@ FSDP2 = (
         "makes no flat, dequantized copy of a quantized shard",
         "test_quantized_memory.py::test_what_is_kept_without_the_savings",
         "- `view(-1)` of block formats dequantizes",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "unsharded_zero_grad_data",
+        "makes zeros without reading a quantized weight whose memory is released",
+        "test_unused.py::test_zeros_of_torch_itself",
+        "- `torch.zeros_like` of a quantized weight",
+        versions="torch 2.13 and later",
     ),
     Patch(
         "`FSDPParam`",

@@ -44,6 +44,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
+from te_fsdp._fsdp2_unused import keep_zeros_unquantized
 from te_fsdp._patches import install, install_on
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
@@ -274,6 +275,7 @@ def _look_at(
     agree_on_weight_mesh(binding, module, shard)
     attach_group(shard, binding)
     _fsdp2_patches.keep_no_flat_shards(module, shard)
+    keep_zeros_unquantized(module, shard)
     _, ranks, whole = now
     row = _te.format_of(shard)
     assert row is not None

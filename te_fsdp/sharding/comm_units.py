@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_patches, _te, _torch, _torch_transport
+from te_fsdp import _fsdp2, _fsdp2_copies, _fsdp2_unused, _te, _torch, _torch_transport
 from te_fsdp.agree import gather, rank
 from te_fsdp.all_ranks import collective_timeout, is_simulated
 from te_fsdp.errors import shorten
@@ -76,15 +76,9 @@ def reduce_unused(model: nn.Module) -> None:
     for unit in model.modules():
         if not _torch.is_fsdp_module(unit):
             continue
-        groups = _torch.fsdp_parameter_groups(unit)
-        passes_on = any(map(_fsdp2_patches.passes_on, groups))
-        if hasattr(unit, "set_reduce_scatter_unused_params") and not passes_on:
-            unit.set_reduce_scatter_unused_params(True, recurse=False)  # type: ignore[operator]
-        else:  # torch before 2.13; or where FSDP2 finds no gradients at all
-            for group in groups:
-                _fsdp2_patches.fill_unused(group)
-        for group in groups:
-            _fsdp2_patches.one_gradient_dtype(group)
+        for group in _torch.fsdp_parameter_groups(unit):
+            _fsdp2_unused.fill_unused(group)
+            _fsdp2_unused.one_gradient_dtype(group)
 
 
 def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:

@@ -33,6 +33,7 @@ TORCH_DOORS = tuple(
         "_fsdp2",
         "_fsdp2_copies",
         "_fsdp2_patches",
+        "_fsdp2_unused",
     )
 )
 TE_DOORS = tuple(f"te_fsdp/{name}.py" for name in ("_te", "_te_formats", "_te_modules", "_patches"))

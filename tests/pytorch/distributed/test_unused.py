@@ -1,0 +1,56 @@
+"""Parameters that a backward does not reach: no read of released memory, and the gradients of one process."""
+
+from __future__ import annotations
+
+import pytest
+from quantization import unreached
+
+HOW = ("two outputs", "left out", "frozen trunk")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0", "10.0")
+@pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
+def test_quantized_weights_that_backward_does_not_reach(pool, arch, recipe):
+    """The kind: FSDP2 and te_fsdp must not read an unsharded quantized weight outside of its gathered window.
+
+    ``zeros_like`` of such a weight dequantizes it, and its memory is released (SIGSEGV on the CPU, SIGABRT on GPUs).
+    """
+    for how in HOW:
+        pool.run(unreached.training, 2, recipe=recipe, how=how)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("recipe", ["current", "block"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"zero_copy": True},
+        {"fp32_gradients": True},
+        {"schedule": "no_sync", "fp32_gradients": True},
+        {"schedule": "microbatch"},
+        {"schedule": "by hand"},
+        {"units": ()},
+        {"strategy": "optim_grads"},
+    ],
+    ids=str,
+)
+def test_every_place_that_makes_zeros(pool, arch, recipe, options):
+    """The kind: each path that makes a gradient of zeros, and torch's own, makes it without reading the weight."""
+    pool.run(unreached.training, 2, recipe=recipe, how="left out", **options)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+def test_zeros_of_torch_itself(pool, arch):
+    """The kind: a user's own ``fully_shard`` with ``set_reduce_scatter_unused_params`` (torch 2.13 and later)."""
+    pool.run(unreached.training, 2, recipe="current", how="left out", engine="torch")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.arch("9.0")
+def test_other_gradients_are_caught(pool, arch):
+    """Negative control: the gradients of another step."""
+    errors = pool.run_expect_error(unreached.training, 2, recipe="current", how="left out", spoil=True)
+    assert all("trunk.weight" in error.message for error in errors)
