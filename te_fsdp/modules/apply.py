@@ -265,9 +265,10 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     """Carry a plan out. Collective over the weight meshes of quantized weights on the device that have one scale."""
     warn_if_untested()
     run_around_steps(BEFORE_STEP, AFTER_STEP)
+    adopted: dict[int, tuple[Any, Any]] = {}
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
         if item.kind == "GroupedLinear" and binding_of(item.module) is None:
-            adopt_single(item.module)
+            adopt_single(item.module, adopted)
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         _bind(item, replaced)

@@ -26,7 +26,7 @@ from te_fsdp.agree import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
 from te_fsdp.modules.base import ResettableModule
-from te_fsdp.parameters import Binding, binding_of, carry_over, name_of
+from te_fsdp.parameters import Binding, binding_of, inherit, name_of
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
 
@@ -174,21 +174,25 @@ def check_single_recipe(module: Any, label: str) -> None:
         )
 
 
-def adopt_single(module: Any) -> None:
+def adopt_single(module: Any, adopted: dict[int, tuple[Any, Any]]) -> None:
     """Replace a module's ``GroupedTensor`` parameters by ordinary ones over the same memory. Local operation.
+
+    ``adopted`` maps the id of each parameter to it and its replacement, so that modules that share one still do.
 
     On meta, where TE puts them together only in ``reset_parameters``, the experts' parameters are replaced by one.
     """
     for name in single_names(module):
         parameter = module._parameters.get(name)
         parts = [f"{name}{index}" for index in range(module.num_gemms)]
-        if parameter is not None:
+        first = module._parameters[parts[0]] if parameter is None else parameter
+        _, new = adopted.get(id(first), (None, None))
+        if new is None and parameter is not None:
             new = plain_of(parameter)
-        else:
-            first = module._parameters[parts[0]]
+        elif new is None:
             local = torch.empty((module.num_gemms, *first.shape), dtype=first.dtype, device="meta")
             new = torch.nn.Parameter(local, requires_grad=first.requires_grad)
-            carry_over(first, new)
+            inherit(first, new)
+        adopted[id(first)] = first, new
         for part in parts:
             module._parameters[part] = None
         module._parameters[name] = new

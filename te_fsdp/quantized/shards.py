@@ -46,27 +46,40 @@ Key: TypeAlias = tuple[int, str]
 
 
 class Stashed(NamedTuple):
-    """A quantized weight on its way through ``fully_shard``: tp-local, its bytes are those of the shards."""
+    """A quantized weight on its way through ``fully_shard``: tp-local, its bytes are those of the shards.
 
-    module: nn.Module
-    name: str
+    Attributes:
+        places: Modules that it is registered at, each with its name there: several if it is tied.
+    """
+
+    places: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
     whole: torch.Tensor
     quantizer: Any
 
 
 def stash_quantized(model: nn.Module) -> list[Stashed]:
-    """Replace quantized weights on the device by their high-precision values. Local operation."""
-    stashed = []
+    """Replace quantized weights on the device by their high-precision values. Local operation.
+
+    Tied weights stay tied: one replacement takes all places of a weight.
+    """
+    stashed: dict[int, Stashed] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for _, module, name, parameter in places_of(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
         if binding is None or local.is_meta or not _te.is_quantized(local) or is_replicated(module, name):
             continue
-        kept = _te.high_precision_value(local)
-        value = local.dequantize() if kept is None else kept.to(local.device)
-        stashed.append(Stashed(module, name, local, _te.quantizer_of(local).copy()))
-        module._parameters[name] = successor(parameter, value)
+        key = id(parameter)
+        if key not in stashed:
+            kept = _te.high_precision_value(local)
+            value = local.dequantize() if kept is None else kept.to(local.device)
+            # With the parameter itself, whose id is not given to another object then.
+            stashed[key] = Stashed([], parameter, local, _te.quantizer_of(local).copy())
+            replacements[key] = successor(parameter, value)
+        stashed[key].places.append((module, name))
+        module._parameters[name] = replacements[key]
         binding.requantizes = True
-    return stashed
+    return list(stashed.values())
 
 
 def restore_quantized(stashed: list[Stashed]) -> None:
@@ -75,8 +88,8 @@ def restore_quantized(stashed: list[Stashed]) -> None:
     Collective over the weight mesh for formats with one scale per tensor.
     """
     for item in stashed:
-        parameter = item.module._parameters[item.name]
-        binding = binding_of(item.module)
+        module, name = item.places[0]
+        parameter, binding = module._parameters[name], binding_of(module)
         assert parameter is not None and binding is not None
         value = _torch.local_of(parameter).detach()
         local = quantize_shard(value, item.quantizer, binding)
@@ -84,11 +97,15 @@ def restore_quantized(stashed: list[Stashed]) -> None:
         keep_rows_alone(local)
         if _te.high_precision_value(item.whole) is not None:
             _te.attach_high_precision_value(local, value.cpu())
-        item.module._parameters[item.name] = shard = successor(parameter, local)
-        # The high-precision one would stay until FSDP2 installs this one.
-        if pair := binding.installed.get(item.name):
-            pair.shard = shard  # type: ignore[bad-assignment]
-        binding.requantizes = False
+        shard = successor(parameter, local)
+        for owner, own in item.places:
+            owner._parameters[own] = shard
+            its = binding_of(owner)
+            assert its is not None
+            # The high-precision one would stay until FSDP2 installs this one.
+            if pair := its.installed.get(own):
+                pair.shard = shard  # type: ignore[bad-assignment]
+            its.requantizes = False
 
 
 def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, binding: Binding) -> None:
@@ -99,11 +116,12 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
     bytes come from the original values, not from the rowwise ones.
     """
     mesh = parameter.device_mesh  # type: ignore[missing-attribute]
-    tp = binding.whole_mesh(item.name)
+    name = item.places[0][1]
+    tp = binding.whole_mesh(name)
     axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
     dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
     low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
-    label = binding.label(item.name)
+    label = binding.label(name)
     if not _te.is_grouped(local):
         _copy_part(local, item.whole, dim, low, label)
         _te.forget_transpose(local)
