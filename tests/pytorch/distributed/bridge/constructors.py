@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
 
 import harness
+import pytest
 import torch
 import torch.distributed as dist
 from harness.collectives import recorded
@@ -229,11 +231,17 @@ class Root(torch.nn.Module):
 
 
 def ahead() -> dict[str, Any]:
-    """`start_param_sync()` gathers the root's own weights and no other unit's."""
+    """`start_param_sync()` gathers the root's own weights and no other unit's, counted in NCCL's (gloo's) all-gathers."""
     from te_fsdp.compat import megatron_fsdp
+    from te_fsdp.compat.megatron_fsdp import sharding
 
     net = Root()
-    model = megatron_fsdp.fully_shard_model(net, fsdp_unit_modules=[torch.nn.Linear])
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # gathers by copies, the default on GPUs, are no collective calls
+        by_nccl = functools.partial(sharding.native_fully_shard, transport="nccl")
+        patch.setattr(sharding, "native_fully_shard", by_nccl)
+        model = megatron_fsdp.fully_shard_model(net, fsdp_unit_modules=[torch.nn.Linear])
     model(batch(0, 0, 0))
     model.synchronize_param_gather()
     with recorded() as early:

@@ -236,12 +236,15 @@ def gathered(recipe: str) -> dict[str, list[str]]:
 
 
 def traced(recipe: str) -> list[str]:
-    """What a GPU does in a step whose weights are gathered by copies: names of kernels and copies."""
+    """Return the names of what a GPU does in a step whose weights are gathered by copies: kernels and copies.
+
+    Weights are wide enough for copies of their own; smaller pieces are copied together by a kernel.
+    """
     from quantization.models import recipe_of
 
-    made = None if recipe == "none" else recipe_of(recipe)
-    model, optimizer = _build(made, DP2, "optim_grads_params", {}, 0, "copy_engine")
-    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device())
+    made, hidden = None if recipe == "none" else recipe_of(recipe), 512
+    model, optimizer = _build(made, DP2, "optim_grads_params", {}, 0, "copy_engine", hidden=hidden)
+    x = torch.randn(TOKENS, hidden, dtype=torch.bfloat16, device=harness.device())
 
     def step() -> None:
         model(x).float().square().mean().backward()
