@@ -429,6 +429,7 @@ def main(options: Options) -> None:
     log = Log(options, meshes, optimizer, progress["losses"])
 
     first, share, places, copies = portion(options, meshes)
+    saving = None
     for step in range(progress["step"], options.steps):
         torch.manual_seed(options.seed + 7919 * step + first)  # for recipes with stochastic rounding
         tokens = text.take(progress["position"] + first, share).to(meshes.device)
@@ -450,8 +451,10 @@ def main(options: Options) -> None:
         progress |= {"step": step + 1, "position": progress["position"] + options.batch}
         progress["schedule"] = schedule.state_dict()
         if step + 1 in paths:
-            te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
+            saving = te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 
+    if saving is not None:
+        saving.result()  # with asynchronous=True the save would end with the process, by os._exit below
     log.close()
 
 

@@ -57,7 +57,10 @@ _held: dict[Owner, threading.Event] = {}
 
 
 def place_of(path: str | os.PathLike[str] | Path) -> Path:
-    """A local path, or one on object storage where it is a URL; CheckpointError if it is neither. Touches nothing."""
+    """A local path, or one on object storage where it is a URL; CheckpointError if it is neither. Touches nothing.
+
+    A leading ``~`` or ``~user`` is the home directory, as in a shell.
+    """
     if isinstance(path, RemotePath):
         return cast(Any, path)
     if not isinstance(path, str | os.PathLike):
@@ -70,11 +73,24 @@ def place_of(path: str | os.PathLike[str] | Path) -> Path:
     text = os.fspath(path)
     found = _URL.fullmatch(text) if "://" in text or isinstance(path, PurePath) else None
     if found is None:
-        return Path(text)
+        return _expanded(text)
     scheme, rest = found.groups()
     if scheme in ("file", "local"):
         return Path(rest if "://" in text else f"/{rest}")
     return cast(Any, RemotePath(f"{scheme}://{rest}"))
+
+
+def _expanded(text: str) -> Path:
+    """Return a local path with its leading ``~`` replaced by the home directory."""
+    full = os.path.expanduser(text)
+    if full.startswith("~"):
+        raise CheckpointError(
+            f"checkpoint: path {text}",
+            expected="a user that this machine has, after ~",
+            got=f"{text.split('/')[0]}, whose home directory is unknown",
+            fix=f"write the home directory itself, or ./{text} for a directory of this name",
+        )
+    return Path(full)
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:

@@ -63,6 +63,7 @@ from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.parameters import binding_of
 from te_fsdp.sharding.main_parameters import main_parameters_of
 from te_fsdp.sharding.main_weights import check_optimizer
+from te_fsdp.sharding.reductions import refuse_pending_gradients
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -114,7 +115,8 @@ def save(
         CheckpointError: Something lies at ``path``, ranks disagree on what they must share, something cannot be stored,
             a rank failed to write or was silent, or the save before has failed and nobody asked: on all ranks, with
             nothing at ``path``.
-        OrderError: The optimizer was built before the model was sharded.
+        OrderError: The optimizer was built before the model was sharded, or gradients wait for their reduction: the
+            call is between two microbatches, and a checkpoint holds no gradients.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
@@ -161,6 +163,7 @@ class _Collected:
         self, model: nn.Module, optimizer: Optimizer | None, extra: Any, before: _Known | None
     ) -> None:
         self.optimizer, self.stage = optimizer, stage_of(model)
+        refuse_pending_gradients(model)
         check_whole_job(model, self.stage)
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)

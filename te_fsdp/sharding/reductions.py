@@ -32,6 +32,7 @@ from te_fsdp.sharding.state import (
     recover,
     refuse_in_backward,
     required_state,
+    sharding_state,
     show_gathered,
     versions_of,
 )
@@ -116,6 +117,35 @@ def require_reduced(state: ShardingState, where: str, only: Iterable[torch.Tenso
             fix="run the last backward with is_last=True or outside of the context, or call "
             "te_fsdp.finish_grad_reduce(model)",
         )
+
+
+def refuse_pending_gradients(model: nn.Module) -> None:
+    """Raise OrderError between two microbatches of a step: a save would leave their gradients out. Local operation.
+
+    These are gradients that wait for their reduction, of units of torch's own ``fully_shard`` as well. Strategies that
+    reduce in each microbatch have them in ``.grad``.
+    """
+    pending: dict[int, str] = {}
+    units: set[nn.Module] = set()
+    for state in filter(None, map(sharding_state, model.modules())):
+        pending |= state.pending()
+        if state.waiting and state.sync_mode is SyncMode.LAST:  # else a step may have taken what is in .grad
+            pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
+        units.update(state.modules.values())
+    plain = [module for module in model.modules() if _torch.is_fsdp_module(module) and module not in units]
+    records = [_fsdp2.sharded_of(record) for unit in plain for record in _fsdp2.unreduced(unit)]
+    names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
+    pending |= {id(p): names.get(id(p)) or f"one of shape {tuple(p.shape)}" for p in records}
+    if not pending:
+        return
+    raise OrderError(
+        f"checkpoint.save: {len(pending)} parameter(s) have gradients of a step that is not complete, such as "
+        f"{next(iter(pending.values()))}",
+        expected="a call between two steps",
+        got="a call after a microbatch that was not the last one, before optimizer.step()",
+        why="A checkpoint holds no gradients: a resumed run would lack these microbatches",
+        fix="save after optimizer.step(), or discard the microbatches first (te_fsdp.zero_grad(model))",
+    )
 
 
 def require_sound(state: ShardingState, where: str) -> None:

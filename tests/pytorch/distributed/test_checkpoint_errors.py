@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from checkpointing import mistakes, semantics
+from checkpointing import mistakes, moments, semantics
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -189,3 +189,21 @@ def test_hybrid_weights_are_refused_with_a_way_out(pool, tmp_path):
             "Fix: build it in high precision, without quantized_model_init; the custom recipe may stay"
             in (error.message)
         )
+
+
+@pytest.mark.parametrize("how", ["no_shard", "optim", "optim_grads", "optim_grads_params", "torch"])
+def test_a_save_between_microbatches(pool, tmp_path, how):
+    """The kind: gradients that wait for their reduction, by whatever sharded the model. No save drops them.
+
+    Complete gradients do not stop a save, and the refused save loses none: the step's gradients are both microbatches'.
+    """
+    for outcome in pool.run(moments.save_between_microbatches, 2, directory=str(tmp_path), how=how):
+        name, text = outcome["refused"]
+        assert (
+            name == "OrderError"
+            and "4 parameter(s) have gradients of a step that is not complete, such as " in text
+        ), text
+        assert "Fix: save after optimizer.step()" in text
+        assert outcome["kept"] == dict.fromkeys(outcome["kept"], True) and len(outcome["kept"]) == 4
+        expected = ["after", "before"] + (["discarded"] if how != "torch" else [])
+        assert outcome["there"] == expected
