@@ -1,6 +1,7 @@
 """What te_fsdp itself costs a rank as ranks grow: one process, torch's fake process group, no GPU.
 
     python benchmarks/scale.py --out benchmarks/results/scale-cpu.json --plot docs/scale.png
+    python benchmarks/scale.py --plot-of benchmarks/results/scale-cpu.json --plot docs/scale.png     (measures nothing)
 
 Set-up of a 405B-shaped and a 671B-MoE-shaped model on meta; materialize of as many modules and parameters, but narrow
 ones, since values are drawn by the device and this is the host's time; and a step of a small model whose work per rank
@@ -12,6 +13,7 @@ return at once, so these are the costs of the host, never of a network.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
@@ -62,7 +64,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set(xscale="log", xlabel="ranks", title=title, ylim=(0, None))
         if axes is not right:
             axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, metadata={"Rows": digest(rows)})
+
+
+def digest(rows: list[dict[str, Any]]) -> str:
+    """Return a digest of the rows, which the plot's file records, so that a test can compare it with the JSON."""
+    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
 def table(rows: list[dict[str, Any]]) -> None:
@@ -109,7 +116,11 @@ def main() -> None:
     parser.add_argument("--ranks", nargs="+", type=int, default=RANKS)
     parser.add_argument("--out", type=Path, help="rows there of other models stay, with their commit")
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot-of", type=Path, help="draw --plot from this file of --out; measure nothing")
     options = parser.parse_args()
+    if options.plot_of:
+        plot(json.loads(options.plot_of.read_text(encoding="utf-8"))["rows"], options.plot)
+        return
     rows = []
     for model in options.models:
         # Few milliseconds, on machines that others use: the best of rounds that take turns.
@@ -134,7 +145,7 @@ def main() -> None:
     if options.out:
         whole = {"machine": about, "rows": rows}
         options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
+    if options.plot:  # all rows of the file, with those that were not measured now
         plot(rows, options.plot)
 
 

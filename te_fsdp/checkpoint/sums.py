@@ -41,6 +41,8 @@ Tick = Callable[[int], None]
 #: The manifest's entry of a file: bytes and CRC-32; with a third number, that of the part from this byte on, a table.
 Listed = list[int]
 
+#: What file systems that cannot sync directories answer; every other error means that entries may be lost.
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES)
 _FULL = {
     errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
     errno.EDQUOT: ("the quota of this user or project is used up", "free some of it, or have it raised"),
@@ -133,7 +135,8 @@ def sync(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno in _FULL or not path.is_dir():  # told late, by file systems over a network
+        # Network file systems report a full disk or a lost server here, not at the write.
+        if error.errno not in _CANNOT_SYNC or not path.is_dir():
             raise
         _log.debug("%s: this file system cannot sync directories", path)
     finally:

@@ -205,12 +205,15 @@ def print_lines(lines: Iterable[str]) -> None:
         print(line)
 
 
-def bytes_of(text: str) -> int | None:
-    """The number of bytes that a size such as ``80GiB``, ``5GB`` or ``1000`` stands for; ``None`` for no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?", text.strip().lower())
-    if match is None:
+def bytes_of(text: str, unit: bool = False) -> int | None:
+    """Return the bytes of a size such as ``80GiB``, ``5GB`` or ``1000``; ``None`` if it is not a size.
+
+    ``unit``: return ``None`` for a number without a unit, too.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:([kmgt])(i?))?b?)", text.strip().lower())
+    if match is None or (unit and not match[2]):
         return None
-    return int(Decimal(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " "))
+    return int(Decimal(match[1]) * (1024 if match[4] else 1000) ** " kmgt".index(match[3] or " "))
 
 
 def human_bytes(count: int) -> str:

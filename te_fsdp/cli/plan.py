@@ -38,7 +38,7 @@ class _Mesh:
     arch: Annotated[
         Literal["9.0", "10.0"] | None, arg(help="Hopper or Blackwell; default: this machine's GPU, else 9.0.")
     ] = None
-    memory: Annotated[str, arg(help="Of a GPU, such as 80GiB.")] = "80GiB"
+    memory: Annotated[str, arg(help="Of a GPU, with its unit, such as 80GiB or 141GB.")] = "80GiB"
 
     @property
     def sizes(self) -> Sizes:
@@ -149,9 +149,7 @@ def show_plan(
     The model is a folder with Hugging Face's config.json, that file, or module:function, a function that takes
     te_fsdp.Meshes, or nothing, and returns the model on meta.
     """
-    job, limit, machine = work.job(model), bytes_of(mesh.memory), speeds.machine(node)
-    if limit is None:
-        raise PlacementError(f"plan: memory {mesh.memory!r}", expected="a size such as 80GiB or 141GB")
+    job, limit, machine = work.job(model), _memory(mesh.memory), speeds.machine(node)
     if search and mesh.gpus is None:
         raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
     if machine is None and speeds != _Speeds():
@@ -173,6 +171,20 @@ def show_plan(
         if step is not None:
             _show_step(step, found)
     return 0 if found.peak.bytes <= limit else 1
+
+
+def _memory(text: str) -> int:
+    """Return the bytes of a size with a unit; raise PlacementError for a size without one."""
+    size = bytes_of(text, unit=True)
+    if size is None:
+        bare = bytes_of(text) is not None
+        raise PlacementError(
+            f"plan: memory {text!r}",
+            expected="a size with a unit, such as 80GiB or 141GB",
+            got="a number without a unit" if bare else None,
+            fix=f"--memory {text.strip()}GiB" if bare else "",
+        )
+    return size
 
 
 def _dtype(word: str | None, absent: torch.dtype | None) -> torch.dtype | None:

@@ -42,7 +42,16 @@ from te_fsdp.planning.costs import (
     sums,
     weights_of,
 )
-from te_fsdp.planning.job import OPTIMIZERS, RECIPES, Job, Sizes, build_model, is_function, workload_of
+from te_fsdp.planning.job import (
+    OPTIMIZERS,
+    RECIPES,
+    Job,
+    Sizes,
+    build_model,
+    is_function,
+    require_recipe,
+    workload_of,
+)
 from te_fsdp.planning.step import Machine, Peak, StepTime, Traffic, peak_of, reach_of, step_time, traffic_of
 from te_fsdp.sharding.fully_shard import fully_shard
 from te_fsdp.sharding.report import Report, Row, describe
@@ -172,6 +181,7 @@ def plan(job: Job, sizes: Sizes) -> Plan:
         OrderError: ``torch.distributed`` is running.
         TeFsdpError: What the job itself would raise: see :func:`te_fsdp.fully_shard` and :class:`te_fsdp.Meshes`.
     """
+    require_recipe(job)
     with _pretended_ranks(sizes.ranks):
         return _plan(job, sizes)
 
@@ -307,6 +317,7 @@ def search(
             expected="sizes that divide the GPUs, tp within a node, ep of a model with experts",
             got="none",
         )
+    require_recipe(job)
     with _pretended_ranks(gpus):
         found = [_candidate(job, sizes, memory, node) for sizes in meshes]
 

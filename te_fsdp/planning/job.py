@@ -18,7 +18,7 @@ from torch import nn
 from te_fsdp import _te
 from te_fsdp.axes import ALL_AXES
 from te_fsdp.checkpoint.portable.huggingface_config import config_contents, read_config
-from te_fsdp.errors import OrderError, PlacementError, TeFsdpError
+from te_fsdp.errors import OrderError, PlacementError, PrecisionError, TeFsdpError
 from te_fsdp.sharding.precision import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -34,6 +34,14 @@ RECIPES = {
     "block": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
+}
+#: Names of recipes -> TE's function that says whether the device computes in them.
+_AVAILABLE = {
+    "delayed": "is_fp8_available",
+    "current": "is_fp8_available",
+    "block": "is_fp8_block_scaling_available",
+    "mxfp8": "is_mxfp8_available",
+    "nvfp4": "is_nvfp4_available",
 }
 #: Optimizers, each with the number of states of a parameter's shape that it keeps beside main weights.
 OPTIMIZERS = {"adamw": 2, "fused-adam": 2, "sgd": 0}
@@ -206,6 +214,27 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
             fix='build it with device="meta", or under torch.device("meta")',
         )
     return model, job.units
+
+
+def require_recipe(job: Job) -> None:
+    """Check that the device computes in the job's recipe, with TransformerEngine's own test; raise otherwise.
+
+    TransformerEngine makes this check when training enters ``te.autocast``, which a plan never does. Local operation.
+
+    Raises:
+        PrecisionError: TransformerEngine does not support the recipe on the device, real or emulated.
+    """
+    if job.recipe not in _AVAILABLE:
+        return
+    supported, reason = getattr(_te.te(), _AVAILABLE[job.recipe])(return_reason=True)
+    if not supported:
+        raise PrecisionError(
+            f"plan: recipe {job.recipe!r}",
+            expected="a recipe that the device supports",
+            got="compute capability {}.{}".format(*_te.te().get_device_compute_capability()),
+            why=f"TransformerEngine: {reason}",
+            fix="plan for a device that supports it (--arch 10.0 on a machine without a GPU), or another recipe",
+        )
 
 
 def is_function(model: object) -> bool:

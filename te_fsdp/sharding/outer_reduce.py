@@ -135,7 +135,8 @@ class Averaging:
         """What all replicas get of each small gradient, replica after replica, each time with the flags behind."""
         first, flags = self.shards[places[0]], buffer.numel - buffer.more
         device = _torch.local_of(first.parameter).device
-        memory = torch.empty(first.size, buffer.numel, dtype=first.sent, device=device)
+        # Padding of uneven rows and gaps between aligned tensors are sent, too: zeros, never old memory.
+        memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         pieces = iter(buffer.pieces(memory))
@@ -146,8 +147,6 @@ class Averaging:
             if self._alone[at]:
                 continue
             piece = next(pieces)
-            if gradient is None or not shard.rows.is_even:
-                piece.zero_()
             if gradient is not None:
                 copies += [(there, rows) for rows, there in shard.rows.pairs(gradient, piece)]
         copy_pairs(copies)

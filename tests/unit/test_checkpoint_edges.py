@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
+import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +375,37 @@ def test_numbered_optimizers_of_plain_directories(tmp_path: Path) -> None:
     dcp.save(saved, checkpoint_id=tmp_path / "numbered")
     with pytest.raises(CheckpointError, match="optimizer: left, it numbers its parameters without names"):
         checkpoint.load(tmp_path / "numbered", other, fresh)
+
+
+def _failing_fsync(number: int, of_directories: bool) -> Callable[[int], None]:
+    """Return an os.fsync that fails with an errno for directories alone, or for files alone."""
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode) == of_directories:
+            raise OSError(number, os.strerror(number))
+        real(handle)
+
+    return fsync
+
+
+@pytest.mark.parametrize("of_directories", [True, False], ids=["directory", "file"])
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(errno.ENOSPC, "disk is full"), (errno.EDQUOT, "quota"), (errno.EIO, "cannot be written")],
+    ids=["full", "quota", "lost"],
+)
+def test_a_sync_that_fails_ends_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, text: str, of_directories: bool
+) -> None:
+    """Kind: an error of fsync that a save ignores, of a file or a directory: its entries may not be on disk."""
+    monkeypatch.setattr(os, "fsync", _failing_fsync(number, of_directories))
+    with pytest.raises(CheckpointError, match=text):
+        checkpoint.save(tmp_path / "a", model())
+
+
+def test_file_systems_that_cannot_sync_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The negative control: EINVAL of a directory means that the file system has no such operation."""
+    monkeypatch.setattr(os, "fsync", _failing_fsync(errno.EINVAL, True))
+    checkpoint.save(tmp_path / "a", model())
+    checkpoint.load(tmp_path / "a", model())

@@ -66,3 +66,26 @@ def test_replicas_are_spread_and_told_in_few_words():
         "one number for all that is on all ranks"
     )
     assert len(pickle.dumps(parts[1])) < 20 * copies
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_replicas_are_spread_by_bytes(dtype):
+    """Kind: work that is balanced by the number of tensors instead of their bytes: two large ones on one writer."""
+    sizes = [
+        1000,
+        1,
+        1,
+        1000,
+        1,
+        1,
+        500,
+        500,
+    ]  # in this order, a balance by count puts both large ones on rank 0
+    held: Held = [(f"t{n}", (size,), dtype, [rows(0, size)]) for n, size in enumerate(sizes)]
+    parts = divide([held, held])
+    written = [sum(sizes[number] for number in part.writes) for part in parts]
+    assert sum(written) == sum(sizes) and max(written) - min(written) <= 4, written
+    # Elements of different sizes: eight bytes each on one rank, one byte each on the other.
+    mixed: Held = [("wide", (100,), torch.float64, [rows(0, 100)])]
+    mixed += [(f"n{n}", (100,), torch.uint8, [rows(0, 100)]) for n in range(8)]
+    assert sorted(len(part.writes) for part in divide([mixed, mixed])) == [1, 8]

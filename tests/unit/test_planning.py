@@ -473,7 +473,7 @@ def test_sizes_of_memory(capsys: pytest.CaptureFixture[str]):
     ]
     assert bytes_of("much") is None and bytes_of("9" * 400 + "TB") > 10**400
     assert main(["plan", "config.json", "--memory", "much"]) == 1
-    assert "a size such as 80GiB" in capsys.readouterr().err
+    assert "a size with a unit, such as 80GiB" in capsys.readouterr().err
 
 
 def test_it_is_public():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,3 +50,51 @@ def _calls(row, phase):
 
 def _bytes(row, phase):
     return {entry["over"]: entry["bytes"] for entry in row["traffic"][phase]}
+
+
+def _text_chunks(path: Path) -> dict[str, str]:
+    """Return the text chunks of a PNG file: keyword -> text."""
+    data, at, found = path.read_bytes(), 8, {}
+    while at < len(data):
+        (length,) = struct.unpack(">I", data[at : at + 4])
+        if data[at + 4 : at + 8] == b"tEXt":
+            key, _, text = data[at + 8 : at + 8 + length].partition(b"\0")
+            found[key.decode()] = text.decode("latin-1")
+        at += length + 12
+    return found
+
+
+def test_the_plot_of_the_page_shows_the_recorded_rows(monkeypatch, tmp_path):
+    """Kind: a figure drawn from different numbers than its JSON. The PNG records a digest of its rows."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import scale
+
+    path = ROOT / "benchmarks/results/scale-cpu.json"
+    rows = json.loads(path.read_text())["rows"]
+    assert _text_chunks(ROOT / "docs/scale.png").get("Rows") == scale.digest(rows)
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--plot-of", str(path), "--plot", str(tmp_path / "a.png")])
+    scale.main()
+    assert _text_chunks(tmp_path / "a.png")["Rows"] == scale.digest(rows)
+    rows[0]["set_up_seconds"] += 1  # the negative control
+    scale.plot(rows, tmp_path / "b.png")
+    assert _text_chunks(tmp_path / "b.png")["Rows"] != scale.digest(json.loads(path.read_text())["rows"])
+
+
+def test_the_page_shows_the_recorded_rows():
+    """Kind: as above, for the table of docs/scale.md."""
+    page = (ROOT / "docs/scale.md").read_text()
+    for row in json.loads((ROOT / "benchmarks/results/scale-cpu.json").read_text())["rows"]:
+        if row["model"] == "step":
+            if row["ranks"] > 8:  # not in the table
+                ms = f"{1e3 * row['own_seconds']:.1f}"
+                assert f"| {row['ranks']:,} | {row['calls']:,} | {ms} |" in page, row["ranks"]
+            continue
+        name = {"405b": "405B", "671b-moe": "671B MoE"}[row["model"]]
+        numbers = [f"{row['seconds'][key]:.1f} s" for key in ("fully_shard", "materialize")]
+        numbers += [f"{row['set_up_seconds']:.1f} s", f"{row['fsdp2_seconds']:.1f} s"]
+        numbers += [
+            f"{max(row['peak_gib'].values()):.2f} GiB",
+            f"{row['weights_gib']:.2f} GiB",
+            str(row["groups"]),
+        ]
+        assert f"| {name} | {row['ranks']:,} | {' | '.join(numbers)} |" in page, (name, row["ranks"])

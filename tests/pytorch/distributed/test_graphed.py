@@ -114,3 +114,12 @@ def test_mistakes(pool):
             "ValueError",
         ]
         assert "warmup must be at least 1, got 0" in texts[2] and "max_norm must be" in texts[3]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("failing", [0, 1], ids=["gradients", "update"])
+def test_what_failed_is_recorded_after_forget(pool, failing):
+    """Kind: a reason to run eagerly that outlives ``forget()``, of the whole step or of the update alone."""
+    before = [[True, False, 0, []], [False, True, 1, [False]]][failing]
+    for found in pool.run(bodies.forgotten, 2, failing=failing):
+        assert found == {"before": before, "after": [False, False, 1 + failing, [True]]}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hfsdp import bodies, checkpoints, experts, readers, wire
+from hfsdp import bodies, checkpoints, experts, leftovers, readers, wire
 from hfsdp.models import OPTIMIZERS
 
 #: Axes of each mesh -> cases that run on it one after the other.
@@ -339,6 +339,25 @@ def test_own_gradients_are_not_read(pool, told):
         assert found["read"] == found["harmful"] == []
         assert len(found["texts"]) == 2 * 2 * 3 * len(readers.READERS)
         assert all("use te_fsdp.clip_grad_norm_" in text for text in found["texts"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
+@pytest.mark.parametrize("how", ["optimizer", "model", "te_fsdp"])
+def test_a_step_that_was_given_up_leaves_no_factor(pool, how, told):
+    """Kind: a clip factor of an average that was dropped multiplies gradients of later steps."""
+    pool.run(leftovers.given_up, 2, how=how, told=told)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
+def test_padding_is_not_reported(pool, told):
+    """Kind: memory that pads uneven rows is sent as it was, so that ``report_nan`` sees it."""
+    for raised, finite in pool.run(leftovers.padding, 2, told=told, poisoned=False):
+        assert raised == ["", "", ""] and len(finite) >= 3 and all(finite)
+    for raised, finite in pool.run(leftovers.padding, 2, told=told, poisoned=True):
+        assert raised[:2] == ["", ""] and "NaN or infinity" in raised[2], raised
+        assert all(finite) is not told  # a step that raises sends nothing; backward may have
 
 
 @pytest.mark.ranks(4)

@@ -54,6 +54,14 @@ def test_quantized_weights(pool, recipe, hidden):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("nesterov", [True, False], ids=["nesterov", "plain"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_momentum_is_not_written_over(pool, dtype, nesterov):
+    """Kind: an update that is computed in the memory of the optimizer's state."""
+    pool.run(muon.momentum, 2, dtype=dtype, nesterov=nesterov)
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("case", "error", "texts"),
     [

@@ -6,6 +6,7 @@ import math
 
 import pytest
 from parity import optimizers
+from strategies import closures
 
 MESHES = {"dp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2}}
 SPARE = "LBFGS of sharded parameters: expected parameters that it can update, got a parameter of shape "
@@ -70,3 +71,12 @@ def test_a_shallow_copy_has_no_main_weights(pool):
             text.startswith("SGD.step: first.weight: a main weight in the optimizer's state")
             and "Fix: " in text
         )
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+def test_closures_that_come_too_late(pool, optimizer):
+    """Kind: each condition of the refusal by itself, tensor parallelism among them; a plain model is the control."""
+    for found in pool.run(closures.too_late, 2, optimizer=optimizer):
+        assert found.pop("plain") is False  # it was updated
+        assert len(found) == 4 and all(found.values()), found

@@ -392,3 +392,27 @@ def mistakes() -> list[str]:
         except (te_fsdp.OrderError, ValueError) as error:
             texts.append(f"{type(error).__name__}: {error}")
     return texts
+
+
+def forgotten(failing: int) -> dict[str, list[Any]]:
+    """Steps after ``forget()`` where a capture has failed before: both graphs are recorded then, and replayed.
+
+    Args:
+        failing: Number of the recording that fails on rank 1: 0 that of the gradients, 1 that of the update.
+
+    Returns:
+        Reasons, recordings and whether the update is recorded: before ``forget()``, and two steps after it.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    _, _, step, inputs = _ready(meshes, {}, failing if dist.get_rank() == 1 else -1)
+    found = {}
+    for when in ("before", "after"):
+        recorded = [one.update is not None for one in step._recorded]
+        found[when] = [bool(step.why_eager), bool(step.why_step_eager), step.recordings, recorded]
+        if when == "before":
+            step.forget()
+            for _ in range(3):
+                step(inputs)
+    return found

@@ -324,3 +324,40 @@ def torch_optimizers(axes: dict[str, int], only: Sequence[str] = (), **how: Any)
                 rounded.attempt(rounded.close, f"{name} {own}", *pair, MUON_ROUNDING, WHY_MUON, floor=0.1)
         rounded.settle(minimum=0)
     return outcomes
+
+
+def momentum(dtype: str, nesterov: bool, steps: int = 2) -> int:
+    """Momentum buffers after some steps are the sums of gradients, by torch's formula, bit for bit.
+
+    Args:
+        dtype: Of weights, gradients and momentum; "bfloat16" is what the iteration runs in.
+        nesterov: Of Muon.
+        steps: How many.
+
+    Returns:
+        Comparisons. The negative control is that the update, which is orthogonal, has other values.
+    """
+    import te_fsdp
+
+    kind = getattr(torch, dtype)
+    meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
+    torch.manual_seed(4)
+    model = nn.Sequential(*(nn.Linear(16, 8 * n, bias=False, dtype=kind) for n in (1, 2))).to(
+        harness.device()
+    )
+    te_fsdp.fully_shard(model, meshes)
+    optimizer = te_fsdp.Muon(model, list(model.parameters()), nesterov=nesterov, adamw=ADAMW, **MUON)
+    checks, expected = harness.Comparisons(), {}
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            generator = torch.Generator().manual_seed(step)
+            local = torch.randn(_local(parameter).shape, generator=generator).to(harness.device(), kind)
+            parameter.grad = torch.zeros_like(parameter)
+            _local(parameter.grad).copy_(local)
+            buffer = expected.setdefault(name, torch.zeros_like(local))
+            buffer.lerp_(local, 1 - MUON["momentum"])
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            found = _local(optimizer.state[parameter]["momentum_buffer"])
+            checks.same_bits(f"step {step} {name}", found, expected[name])
+    return checks.require(2 * steps)

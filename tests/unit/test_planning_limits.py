@@ -1,0 +1,78 @@
+"""What `te-fsdp plan` compares a job with: the device's recipes and memory; and plans that are read back."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from te_fsdp import emulation
+from te_fsdp.cli import bytes_of, main
+from te_fsdp.errors import CheckpointError, PrecisionError
+from te_fsdp.planning import RECIPES, Job, Plan, Sizes, plan, search
+from tests.unit.test_planning import CONFIG
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_a_timed_plan_is_read_back(te, folder, capsys):
+    """Kind: what the command adds to a plan's file must not keep the file from being read."""
+    words = ["plan", str(folder), "--gpus", "2", "--sequence", "64", "--arch", "10.0", "--json"]
+    printed = []
+    for more in ([], ["--tflops", "400"], ["--tflops", "400", "--host-ms", "3"]):
+        assert main([*words, *more]) == 0
+        printed.append(json.loads(capsys.readouterr().out))
+    assert "step" not in printed[0] and printed[1]["step"]["seconds"] > 0
+    plain, *timed = [Plan.from_json(value) for value in printed]
+    assert all(one == plain for one in timed)
+    (folder / "timed.json").write_text(json.dumps(printed[1]))
+    assert main(["report", str(folder / "timed.json")]) == 0
+    assert "checkpoint:" in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match="not a plan"):  # the negative control
+        Plan.from_json(printed[1] | {"stop": 1})
+
+
+@pytest.mark.parametrize("text", ["80", " 7.5 ", "0"])
+def test_a_size_of_memory_needs_its_unit(capsys: pytest.CaptureFixture[str], text: str):
+    """Kind: a number whose unit is guessed. A plan for 80 bytes helps no one."""
+    assert main(["plan", "config.json", "--memory", text]) == 1
+    said = " ".join(capsys.readouterr().err.split())
+    assert "expected a size with a unit" in said and f"Fix: --memory {text.strip()}GiB" in said
+    assert main(["plan", "config.json", "--gpus", "2", "--search", "--memory", text]) == 1
+    assert "expected a size with a unit" in " ".join(capsys.readouterr().err.split())
+    assert bytes_of(text, unit=True) is None and bytes_of(f"{text}GiB", unit=True) == bytes_of(f"{text}GiB")
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("recipe", list(RECIPES))
+@pytest.mark.parametrize("arch", ["9.0", "10.0"])
+def test_recipes_that_the_device_does_not_have(te, arch, recipe, quantized):
+    """Kind: a plan of a job that TransformerEngine refuses at its first forward; for every recipe and device."""
+    if quantized and recipe == "none":
+        return
+    emulation.switch_arch(arch)
+    try:
+        job = Job(CONFIG, recipe=recipe, quantized_weights=quantized, sequence=64, optimizer="sgd")
+        calls = (lambda: plan(job, Sizes()), lambda: search(job, gpus=1, memory=2**40))
+        for call in calls:
+            if recipe in ("mxfp8", "nvfp4") and arch == "9.0":
+                with pytest.raises(
+                    PrecisionError, match=f"plan: recipe '{recipe}'.*got compute capability 9.0"
+                ):
+                    call()
+            else:
+                call()
+    finally:
+        emulation.switch_arch("10.0")
+
+
+def test_the_command_refuses_a_recipe(te, folder, capsys):
+    """As above, from the command line; the negative control is the same job on Blackwell."""
+    words = ["plan", str(folder), "--recipe", "mxfp8", "--sequence", "64"]
+    assert main([*words, "--arch", "9.0"]) == 1
+    assert "compute capability 9.0" in " ".join(capsys.readouterr().err.split())
+    assert main([*words, "--arch", "10.0"]) == 0
