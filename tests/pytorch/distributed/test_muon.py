@@ -58,7 +58,8 @@ def test_quantized_weights(pool, recipe, hidden):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_momentum_is_not_written_over(pool, dtype, nesterov):
     """Kind: an update that is computed in the memory of the optimizer's state."""
-    pool.run(muon.momentum, 2, dtype=dtype, nesterov=nesterov)
+    for strategy in ("optim_grads_params", "no_shard"):
+        pool.run(muon.momentum, 2, dtype=dtype, nesterov=nesterov, strategy=strategy)
 
 
 @pytest.mark.ranks(2)

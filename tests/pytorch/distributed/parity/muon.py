@@ -326,12 +326,13 @@ def torch_optimizers(axes: dict[str, int], only: Sequence[str] = (), **how: Any)
     return outcomes
 
 
-def momentum(dtype: str, nesterov: bool, steps: int = 2) -> int:
+def momentum(dtype: str, nesterov: bool, strategy: str, steps: int = 2) -> int:
     """Momentum buffers after some steps are the sums of gradients, by torch's formula, bit for bit.
 
     Args:
         dtype: Of weights, gradients and momentum; "bfloat16" is what the iteration runs in.
         nesterov: Of Muon.
+        strategy: Of the model. With "no_shard" a rank has whole matrices, and nothing is sent that would be a copy.
         steps: How many.
 
     Returns:
@@ -345,7 +346,7 @@ def momentum(dtype: str, nesterov: bool, steps: int = 2) -> int:
     model = nn.Sequential(*(nn.Linear(16, 8 * n, bias=False, dtype=kind) for n in (1, 2))).to(
         harness.device()
     )
-    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
     optimizer = te_fsdp.Muon(model, list(model.parameters()), nesterov=nesterov, adamw=ADAMW, **MUON)
     checks, expected = harness.Comparisons(), {}
     for step in range(steps):
