@@ -231,7 +231,7 @@ class Root(torch.nn.Module):
 
 
 def ahead() -> dict[str, Any]:
-    """`start_param_sync()` gathers the root's own weights and no other unit's, counted in NCCL's (gloo's) all-gathers."""
+    """`start_param_sync()` gathers the root's own weights only, counted in all-gathers of NCCL or gloo."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.compat.megatron_fsdp import sharding
 
