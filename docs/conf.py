@@ -36,10 +36,17 @@ html_title = "te_fsdp"
 
 
 def outside_as_files(app, docname, source):
-    """Links to pages outside of docs/, which GitHub shows, are files to download here; MyST would look for pages."""
+    """Turn links to pages outside of docs/, which GitHub shows, into downloads; MyST would look for pages."""
     source[0] = re.sub(r"\]\((\.\./[^)#]+\.md)(#[^)]*)?\)", r"](path:\1)", source[0])
 
 
+def pictures_inline(app, docname, source):
+    """Insert SVG pictures into the page, so that their text can be selected and follows the theme."""
+    picture = "```{raw} html\n:file: \\1\n```"
+    source[0] = re.sub(r"^!\[[^\]]*\]\((pictures/\w+\.svg)\)$", picture, source[0], flags=re.MULTILINE)
+
+
 def setup(app):
-    """Called by Sphinx."""
+    """Connect the two functions above; called by Sphinx."""
     app.connect("source-read", outside_as_files)
+    app.connect("source-read", pictures_inline)

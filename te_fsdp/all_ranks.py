@@ -132,7 +132,7 @@ def _start_of_job() -> str:
 
     torchrun's agent keeps its store when it starts the ranks again, with what dead ones have written. Each node counts
     its own restarts, so that only a job of one node can tell all its starts apart, others those on other numbers of
-    ranks (docs/elastic.md).
+    ranks (docs/nodes.md).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""

@@ -2,7 +2,7 @@
 
 torchrun starts the script again whenever a rank has died or a node has come, on as many ranks as there are then. Each
 start makes its mesh from them, loads the newest whole checkpoint, and goes on at the same place of the data with the
-same global batch. On each of one to four nodes, with a store outside of them (docs/elastic.md tells why):
+same global batch. On each of one to four nodes, with a store outside of them (see docs/nodes.md):
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 --rdzv-backend c10d --rdzv-endpoint store:29500 \

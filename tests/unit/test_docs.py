@@ -75,6 +75,25 @@ def test_the_quickstart_runs(tmp_path, python):
     assert json.loads(run(python, f"{look} --json", tmp_path))["extra"]["step"] == 20
 
 
+def test_train_a_model_runs(tmp_path, python):
+    """The script of "Train a model": ten steps on one mesh, ten more on another, with the loss that goes on."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if 0 < gpus < 4:
+        pytest.skip(f"the page's commands need 4 GPUs, found {gpus}")
+    page = "docs/train.md"
+    (tmp_path / "train.py").write_text("\n".join(documented.blocks(page, "python")))
+    [[_, *commands]] = documented.to_run(page)  # the first one sets OMP_NUM_THREADS, as `start` does
+    if gpus:
+        commands = [command.replace(" -m te_fsdp.emulation", "") for command in commands]
+    printed = [run(python, command, tmp_path) for command in commands]
+    found = [dict(re.findall(r"^step (\d+): loss ([\d.]+),", text, re.MULTILINE)) for text in printed]
+    assert [list(map(int, steps)) for steps in found] == [list(range(10)), list(range(10, 20))], printed
+    losses = [float(loss) for steps in found for loss in steps.values()]
+    # Learnt in 20 steps: 5.6 nats to 2.2. A resume without weights or main weights would start at 5.6 again.
+    assert losses[10] < losses[9] + 0.1 and losses[19] < 0.6 * losses[0], losses
+    assert all("evaluation: loss" in text for text in printed)
+
+
 @every_page
 def test_code_blocks_are_python(page):
     for block in documented.blocks(name_of(page), "python"):
