@@ -93,7 +93,7 @@ def initialize_te_parameters(module: nn.Module) -> None:
         if value is None:
             local = _torch.local_of(parameter)
             value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
-        _store(module, name, parameter, value, binding)
+        store_part(module, name, parameter, value, binding)
     if first_error is not None:
         raise first_error
 
@@ -124,18 +124,18 @@ def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> 
     """This rank's part of a parameter's original tensor, drawn by TE's init method. Local operation."""
     info = shard_info(module, name, parameter, label=label)
     with torch.no_grad():
-        full = _sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+        full = sentinel(info.original_shape, parameter.dtype, target_device(parameter))
         fill = _te.init_function(module, name)
         for part in full if info.rule.layout.is_grouped else (full,):  # expert after expert, as TE draws them
             fill(part)
-        if _has_sentinel(full):
+        if has_sentinel(full):
             raise InitError(
                 f"{label}: never initialised",
                 expected="an init method that fills the whole tensor",
                 got="values left unset",
                 fix="pass an init_method to the TE module that fills the tensor in place",
             )
-        return _take(full, info)
+        return take_part(full, info)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
@@ -150,14 +150,14 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     whole: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
     for name, parameter in before.items():
         if id(parameter) not in whole:
-            full = _sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
+            full = sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
             whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
             carry_over(parameter, whole[id(parameter)], leave_out=(FACTS,))
         module._parameters[name] = whole[id(parameter)]
     # Buffers that lie on the device already are as their maker wants them, NaN included.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     for name, buffer in pending.items():
-        module._buffers[name] = _sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
+        module._buffers[name] = sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
     try:
         reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
@@ -168,13 +168,13 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     for name, parameter in before.items():
         if id(parameter) in stored:
             module._parameters[name] = stored[id(parameter)]
-        elif _has_sentinel(filled[name]):
+        elif has_sentinel(filled[name]):
             unset.append(name)
         else:
-            _store(module, name, parameter, _take(filled[name], infos[name]), binding_of(module))
+            store_part(module, name, parameter, take_part(filled[name], infos[name]), binding_of(module))
             stored[id(parameter)] = module._parameters[name]
     left = {name: module._buffers.get(name) for name in pending}
-    return unset + [name for name, b in left.items() if b is not None and _has_sentinel(b)]
+    return unset + [name for name, b in left.items() if b is not None and has_sentinel(b)]
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:
@@ -218,7 +218,29 @@ def _check_module_random_state(module: nn.Module) -> None:
             return
 
 
-def _take(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
+def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the original (unsharded) value of a module's own parameter, in high precision.
+
+    On meta every value is one that no initialiser produces. Collective over the mesh axes that cut the parameter: one
+    sum all-reduce of the original tensor for each, in which all ranks but one contribute zero.
+    """
+    local, info = _torch.local_of(parameter), shard_info(module, name, parameter)
+    if local.is_meta:
+        return sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+    with torch.no_grad():
+        value: torch.Tensor = local.dequantize() if _te.is_quantized(local) else local.detach()
+        full = torch.zeros(info.original_shape, dtype=value.dtype, device=value.device)
+        for box in info.boxes:
+            full[box.original_slices()] = value[box.local_slices()]
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in enumerate(parameter.placements):
+                if mesh.size(axis) > 1 and _torch.shard_dim_of(placement) is not None:
+                    dist.all_reduce(full, group=mesh.get_group(axis))
+    return full
+
+
+def take_part(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     """This rank's shard of an original tensor, as a tensor of its own."""
     if info.local_shape == info.original_shape:
         return full.detach()
@@ -228,7 +250,7 @@ def _take(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
     return value
 
 
-def _store(
+def store_part(
     module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: Binding | None
 ) -> None:
     """Put a shard's value into the tensor that is there, or into a new parameter in place of a meta one."""
@@ -261,7 +283,7 @@ def _store(
         _fsdp2_patches.keep_no_flat_shards(module, new)
 
 
-def _sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor whose values no initialiser produces: NaN, or the dtype's smallest integer."""
     return torch.full(shape, _sentinel_value(dtype), dtype=dtype, device=device)
 
@@ -272,7 +294,7 @@ def _sentinel_value(dtype: torch.dtype) -> float | bool:
     return False if dtype == torch.bool else torch.iinfo(dtype).min
 
 
-def _has_sentinel(tensor: torch.Tensor) -> bool:
+def has_sentinel(tensor: torch.Tensor) -> bool:
     """Whether values were left unset.
 
     Integers: only when all are, as the smallest may be meant. Bools and unsigned ones, of which every value may be:

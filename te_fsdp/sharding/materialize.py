@@ -24,6 +24,7 @@ from te_fsdp.modules.base import ForeignModule
 from te_fsdp.modules.initialize import (
     checksum,
     find_equal_shards,
+    has_sentinel,
     initialize_by_reset,
     on_device,
     refuse_equal_shards,
@@ -42,6 +43,7 @@ from te_fsdp.parameters import (
 )
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
+from te_fsdp.sharding.model_init import find_initializers
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import release_params
 from te_fsdp.sharding.state import mark, mesh_of, sharding_state
@@ -74,7 +76,12 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     Modules without a tensor on meta are left alone. Tied parameters stay tied, with the initial values of the last
     module that owns them.
 
-    Collective over the mesh of the parameters: call on all ranks. Needs memory for one original-size parameter.
+    Then the model's own initialization runs, if it has one: ``init_weights()``, else ``initialize_weights()``, else
+    ``_init_weights``, applied to every module. It sees unsharded tensors, and every rank keeps its parts. Code that a
+    constructor runs inline cannot run again.
+
+    Collective over the mesh of the parameters: call on all ranks. Needs memory for one original-size parameter,
+    with an initialization of the model's own for those of one module.
 
     Args:
         model: The model, before or after :func:`te_fsdp.fully_shard`; returned.
@@ -82,7 +89,8 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             (and advance) the current default generator, which must then be equal on all ranks.
 
     Raises:
-        InitError: Parameters or buffers that nothing initialises, all by name; or ranks with different random states.
+        InitError: Parameters or buffers that nothing initialises, all by name; ranks with different random states; or
+            an initialization of the model's own that cannot be called.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "materialize(model)")
@@ -99,7 +107,18 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         replacing(model, "materialize"),
     ):
         _refuse_computed_weights(pending)
-        left = set(_initialize_all(model, pending))
+        initializers = find_initializers(model)
+        left, done = set(), 0
+        for (
+            initializer
+        ) in initializers:  # as constructors do, each when its modules have the values of their own
+            inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
+            end = max((done, *(i + 1 for i in inside)))
+            left |= set(_initialize_all(model, pending[done:end]))
+            initializer.run([pending[i][1] for i in inside])
+            done = end
+        left |= set(_initialize_all(model, pending[done:]))
+        left = {name for name in left if has_sentinel(_tensor_at(model, name))}
         left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
         if left:
             raise InitError(
@@ -117,6 +136,11 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         take_in_shards(state)
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
+
+
+def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, own = name.rpartition(".")
+    return _torch.local_of(getattr(model.get_submodule(owner), own))
 
 
 def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:

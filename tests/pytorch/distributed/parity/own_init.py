@@ -1,0 +1,185 @@
+"""Bodies about models with an initialization of their own: its numbers are those of one process, on any mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+
+from parity.initialization import SEED, check_bits
+from parity.models import Build
+
+
+class Base(nn.Module):
+    """TE modules and others, a parameter of the model itself, and tied embeddings."""
+
+    def __init__(self, how: Build) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        device, kwargs = how.device, how.kwargs
+        self.embedding = nn.Embedding(40, 32, padding_idx=1, device=device)
+        self.blocks = nn.ModuleList(
+            te.LayerNormMLP(32, 64, activation="swiglu", set_parallel_mode=True, **kwargs) for _ in range(2)
+        )
+        self.column = te.Linear(32, 32, parallel_mode="column", **kwargs)
+        self.positions = nn.Parameter(torch.empty(16, 32, device=device))
+        self.norm = nn.LayerNorm(32, device=device)
+        self.head = nn.Linear(32, 40, bias=False, device=device)
+        self.head.weight = self.embedding.weight
+
+
+class Applied(Base):
+    """As Hugging Face and nanoGPT: `_init_weights(module)`, applied to every module."""
+
+    def __init__(self, how: Build) -> None:
+        super().__init__(how)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        import transformer_engine.pytorch as te
+
+        if isinstance(module, (nn.Linear, te.Linear)):
+            module.weight.data.normal_(0.0, 0.02)
+        elif isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+        elif isinstance(module, te.LayerNormMLP):
+            nn.init.trunc_normal_(module.fc1_weight, std=0.1)
+            with torch.no_grad():
+                module.fc2_weight.mul_(0.5)  # of TE's own values
+        elif module is self:
+            nn.init.normal_(self.positions, std=0.3)
+
+
+class Named(Base):
+    """As torchtitan: one method that initializes all modules."""
+
+    def __init__(self, how: Build) -> None:
+        super().__init__(how)
+        self.init_weights()
+
+    def init_weights(self, factor: float = 1.0) -> None:
+        view = self.positions.data
+        nn.init.trunc_normal_(self.embedding.weight, std=0.02)
+        self.norm.reset_parameters()
+        for number, block in enumerate(self.blocks):
+            nn.init.xavier_uniform_(block.fc1_weight)
+            nn.init.constant_(block.fc2_bias, float(number))
+        for name, parameter in self.named_parameters():
+            if name == "column.weight":
+                parameter.data.copy_(torch.eye(*parameter.shape) * factor)
+        view.uniform_(-1.0, 1.0)  # through a view that is older than all of these
+
+
+class Renamed(Applied):
+    """The same under the third name, called without arguments."""
+
+    def initialize_weights(self) -> None:
+        self.apply(self._init_weights)
+
+
+class Inner(nn.Module):
+    """A model with an initialization inside of a module without one."""
+
+    def __init__(self, how: Build) -> None:
+        super().__init__()
+        self.model = Applied(how)
+        self.extra = nn.Linear(32, 32, device=how.device)
+
+
+MODELS = {cls.__name__: cls for cls in (Applied, Named, Renamed, Inner)}
+
+
+def equals_one_process(
+    kind: str, axes: dict[str, int], strategy: str, route: str = "sharded"
+) -> dict[str, Any]:
+    """Body: the bits of the model that one process builds.
+
+    Args:
+        kind: of `MODELS`.
+        axes: mesh sizes.
+        strategy: of `fully_shard`.
+        route: "sharded", or "bound" for `materialize` before it.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    torch.manual_seed(SEED)
+    reference = MODELS[kind](Build(harness.device()))
+    model = MODELS[kind](Build("meta", **meshes.te_kwargs()))
+    torch.manual_seed(SEED)
+    if route == "bound":
+        te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+        te_fsdp.materialize(model)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    if route == "sharded":
+        te_fsdp.materialize(model)
+    if kind != "Inner":
+        assert model.head.weight is model.embedding.weight
+    return check_bits(model, reference)
+
+
+def keeps_loaded_values(strategy: str) -> None:
+    """Body: modules that have values keep them, though the model's initialization writes to all of them."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    torch.manual_seed(SEED)
+    model = Applied(Build("meta"))
+    model.column.reset_parameters()
+    with torch.no_grad():
+        model.column.weight.fill_(3.0)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    te_fsdp.materialize(model, seed=SEED)
+    for parameter, constant in ((model.column.weight, True), (model.embedding.weight, False)):
+        value = parameter.detach()
+        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert bool((value == 3.0).all()) is constant
+
+
+class Asking(Base):
+    """Its initialization cannot be called."""
+
+    def init_weights(self, std: float, device: str) -> None:
+        """Nothing: never called."""
+
+
+class Assigning(Base):
+    """Its initialization makes new parameters."""
+
+    def init_weights(self) -> None:
+        self.head.weight = nn.Parameter(torch.zeros(40, 32, device=harness.device()))
+
+
+def cannot_run(kind: str) -> None:
+    """Body that raises on every rank."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = {"Asking": Asking, "Assigning": Assigning}[kind](Build("meta"))
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=SEED)
+
+
+def huggingface(name: str, strategy: str) -> dict[str, Any]:
+    """Body: a Hugging Face model from meta has the bits of `from_config` in one process."""
+    import transformers
+
+    import te_fsdp
+    from tests.unit.huggingface_models import MODELS as CONFIGS
+
+    kind, settings = CONFIGS[name]
+    config = getattr(transformers, kind)(**settings)
+    torch.manual_seed(SEED)
+    reference = transformers.AutoModelForCausalLM.from_config(config).to(harness.device())
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    te_fsdp.materialize(model, seed=SEED)
+    assert abs(float(reference.get_input_embeddings().weight.std()) - config.initializer_range) < 0.005
+    return check_bits(model, reference)

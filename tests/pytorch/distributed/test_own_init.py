@@ -1,0 +1,66 @@
+"""A model's own initialization (`init_weights` and its like) runs on unsharded tensors."""
+
+from __future__ import annotations
+
+import pytest
+from parity import own_init as bodies
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "axes", "strategy", "route"),
+    [
+        *(("Applied", {"dp_shard": 2}, strategy, "sharded") for strategy in STRATEGIES),
+        ("Named", {"dp_shard": 2}, "optim_grads_params", "sharded"),
+        ("Renamed", {"dp_shard": 2}, "optim_grads_params", "sharded"),
+        ("Inner", {"dp_shard": 2}, "optim_grads_params", "sharded"),
+        ("Applied", {"dp_shard": 1, "tp": 2}, "no_shard", "sharded"),
+        ("Named", {"dp_shard": 1, "tp": 2}, "optim_grads_params", "bound"),
+    ],
+    ids=lambda value: "_".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else value,
+)
+def test_numbers_are_those_of_one_process(pool, kind, axes, strategy, route):
+    """Kind: every form of a model's own initialization. Bit for bit, with the same random state."""
+    pool.run(bodies.equals_one_process, 2, kind=kind, axes=axes, strategy=strategy, route=route)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", ["Applied", "Named"])
+@pytest.mark.parametrize(
+    "axes", [{"dp_shard": 2, "tp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=["tp", "hsdp"]
+)
+def test_numbers_are_those_of_one_process_on_larger_meshes(pool, kind, axes):
+    """Kind: the same over tp, with stacked layouts, and over replicas."""
+    pool.run(bodies.equals_one_process, 4, kind=kind, axes=axes, strategy="optim_grads_params")
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("name", ["llama", "llama-tied-biased"])
+def test_huggingface_models(pool, name, strategy):
+    """Kind: `_init_weights` behind `init_weights`, whose marks say that a model on meta is initialized."""
+    pytest.importorskip("transformers")
+    pool.run(bodies.huggingface, 2, name=name, strategy=strategy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_values_that_are_there_stay(pool, strategy):
+    pool.run(bodies.keeps_loaded_values, 2, strategy=strategy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("Asking", "an initialization of its own that cannot be called"),
+        ("Assigning", "its own initialization assigned parameters"),
+    ],
+)
+def test_what_cannot_run_raises_on_all_ranks(pool, kind, text):
+    for error in pool.run_expect_error(bodies.cannot_run, 2, kind=kind):
+        assert error.type_name == "InitError"
+        assert text in error.message
