@@ -116,6 +116,12 @@ FSDP2 = (
         "test_mistakes.py::test_what_is_no_mistake",
     ),
     Patch(
+        "modules `_state_dict_utils`, `checkpoint.state_dict`",
+        "_distribute_tensors, _distribute_state_dict",
+        "places rows of stacked tensors with `full_state_dict=True` (`_torch_boxed.py`)",
+        "test_plain_dcp.py::test_states_of_fused_adam",
+    ),
+    Patch(
         "model",
         "_apply",
         "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",
@@ -255,6 +261,18 @@ PATCHES: dict[str, Patch] = {
         "test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
         "- `fully_shard` on float8-block and NVFP4 weights",
     ),
+    "states": Patch(
+        "`FusedAdam`",
+        "_initialize_state",
+        "gives states the class of their parameters, by which DCP finds their rows in the original tensor",
+        "test_plain_dcp.py::test_states_of_fused_adam",
+    ),
+    "states of dicts": Patch(
+        "`FusedAdam`",
+        "state_dict",
+        "does so for the tensors of state dicts, which TE wraps again",
+        "test_plain_dcp.py::test_states_of_fused_adam",
+    ),
     "save": Patch(
         "`FusedAdam` with main weights of te_fsdp's",
         "state_dict",
@@ -315,6 +333,8 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     # NVFP4's shards hold whole blocks, so that none is empty.
     "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
     "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+    "states": _te.fused_adam_class,
+    "states of dicts": _te.fused_adam_class,
 }
 
 #: Attribute of a patched class or module: the names of its replaced attributes.

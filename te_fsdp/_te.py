@@ -354,6 +354,11 @@ def tensor_attribute(module: str, name: str) -> type:
     return getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{module}"), name)
 
 
+def fused_adam_class() -> list[type]:
+    """Return TE's FusedAdam, in a list."""
+    return [te().optimizers.FusedAdam]
+
+
 def is_fused_adam(optimizer: object) -> bool:
     """Whether an optimizer is TE's FusedAdam, which can keep main weights itself."""
     return is_loaded() and isinstance(optimizer, te().optimizers.FusedAdam)

@@ -55,7 +55,7 @@ def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor):
         return local
     # Not zeros_like and such: the parameter's own spec would say the parameter's dtype.
-    return placed(local, parameter.device_mesh, parameter.placements, parameter)
+    return with_boxes(placed(local, parameter.device_mesh, parameter.placements, parameter), parameter)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,8 +146,7 @@ def dtensors(
     """:func:`dtensor` of several tensors at once; ``None`` where a tensor or its spec is missing."""
     made: list[DTensor | None] = []
     for local, spec in zip(found, specs, strict=True):
-        missing = local is None or spec is None
-        made.append(None if missing else DTensor(local, spec, requires_grad=False))
+        made.append(None if local is None or spec is None else DTensor(local, spec, requires_grad=False))
     return made
 
 
@@ -167,11 +166,19 @@ def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn
     parameter = torch.nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
     # nn.Parameter detaches, and detaching makes a new local object: put the given one back.
     parameter._local_tensor = local  # type: ignore[missing-attribute]
-    return parameter
+    return with_boxes(parameter, like)  # type: ignore[bad-return]
 
 
+def with_boxes(new: DTensor, like: torch.Tensor) -> DTensor:
+    """Give a new DTensor the class of one with the same placements (:mod:`te_fsdp._torch_boxed`); return it."""
+    if BOXES in like.__dict__:
+        new.__class__, new.__dict__[BOXES] = type(like), like.__dict__[BOXES]  # type: ignore[bad-argument-type]
+    return new
+
+
+BOXES = "_te_fsdp_boxes"  #: Attribute of :mod:`te_fsdp._torch_boxed`
 #: What a DTensor keeps among its Python attributes for itself, and what no other object may be given.
-OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec"))
+OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
 
 
 def shard_dim_of(placement: Placement) -> int | None:

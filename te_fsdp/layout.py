@@ -330,6 +330,11 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
     return tuple(found)
 
 
+def block_heights(rows: int, rule: ParameterRule) -> list[int]:
+    """Return the height of each block of a layout in an original tensor with this number of rows."""
+    return [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
+
+
 def _tp_boxes(
     shape: tuple[int, ...], rule: ParameterRule, at: Coordinates, name: str
 ) -> tuple[tuple[int, ...], tuple[Box, ...]]:
@@ -338,7 +343,7 @@ def _tp_boxes(
     if rule.shard_dim is None or at.tp_size == 1:
         return shape, (Box(zeros, zeros, shape),)
     dim, rows = rule.shard_dim, shape[rule.shard_dim]
-    heights = [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
+    heights = block_heights(rows, rule)
     if sum(heights) != rows or any(h % at.tp_size for h in heights):
         raise PlacementError(
             f"{name}: dim {dim} of shape {shape}, layout {rule.layout}",

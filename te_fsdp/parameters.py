@@ -26,7 +26,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch, _torch_autograd
-from te_fsdp.errors import PlacementError, message
+from te_fsdp._torch_boxed import boxed, coordinates_of
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, shard_boxes
 
 if TYPE_CHECKING:
@@ -323,6 +324,7 @@ class Binding:
         """Give ``parameter`` what is known for ``name``, and the attributes that it lacks."""
         carry_over(self.attributes.get(name, {}), parameter)
         facts, rule = noted(parameter), self.rules.get(name)
+        boxed(parameter, rule, has_tp=self.tp_mesh is not None)
         if rule is not None and rule.quantizable:
             facts.label = self.label(name)
         if rule is not None and rule.shard_dim is None and self.tp_mesh is not None:
@@ -387,7 +389,7 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     rule = binding.rules.get(name, _REPLICATED) if binding is not None else _REPLICATED
     has_tp = binding is not None and binding.tp_mesh is not None
     has_ep = binding is not None and binding.experts_mesh is not None and rule.layout.is_grouped
-    at = _coordinates(parameter, has_tp, has_ep, label) if isinstance(parameter, DTensor) else Coordinates()
+    at = coordinates_of(parameter, has_tp, has_ep, label) if isinstance(parameter, DTensor) else Coordinates()
     original = tuple(parameter.shape)
     local_shape, boxes = shard_boxes(original, rule, at, name=label)
     have = tuple(_torch.local_of(parameter).shape)
@@ -399,27 +401,3 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
             fix="do not replace local tensors by hand; bind and shard the model again",
         )
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))
-
-
-def _coordinates(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
-    """Coordinates from a DTensor's placements: tp is the last axis of a bound parameter, ep and FSDP2's come before."""
-    mesh, placements = parameter.device_mesh, parameter.placements
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        raise PlacementError(message(f"{label}: this rank is not on the parameter's mesh {mesh}"))
-    tp_axis = mesh.ndim - 1 if has_tp else None
-    ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
-    dims = {
-        axis: _torch.shard_dim_of(p) for axis, p in enumerate(placements) if axis not in (tp_axis, ep_axis)
-    }
-    cuts = [(axis, dim) for axis, dim in dims.items() if dim is not None]
-    if len(cuts) > 1:
-        raise PlacementError(
-            f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts)
-        )
-
-    def place(axis: int | None) -> tuple[int, int]:
-        return (1, 0) if axis is None else (mesh.size(axis), coordinate[axis])
-
-    axis, dim = cuts[0] if cuts else (None, 0)
-    return Coordinates(*place(tp_axis), *place(axis), dim, *place(ep_axis))

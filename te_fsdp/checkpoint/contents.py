@@ -333,8 +333,13 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
 def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
     """Keys of the tensors whose rows are cut, in a directory of tensor parallelism; else none.
 
+    Directories that te_fsdp's models have written say that their rows are in the original order.
+
     Tensor parallelism cuts the columns of every weight whose outputs it adds up, FSDP columns only if told to.
     """
+    chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
+    if any(tensor.in_original_order for tensor in chunked):
+        return set()
     cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
     if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):
         return set()

@@ -246,6 +246,8 @@ class Chunked(Lazy):
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Sequence[tuple[tuple[int, ...], Lazy]]
+    #: Whether the directory says that rows are in the order of the unsharded module (:mod:`te_fsdp._torch_boxed`)
+    in_original_order: bool = False
 
     def __post_init__(self) -> None:
         boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]

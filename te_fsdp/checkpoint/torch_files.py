@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp import _torch
 from te_fsdp._te_formats import TENSORS, Quantized, with_record
+from te_fsdp._torch_boxed import ORIGINAL_ORDER
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
 from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
@@ -352,7 +353,12 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         elif (size := file.stat().st_size) < end:
             problems.append(f"{name}: expected {end} bytes, got {size}")
     damaged(path, problems)
-    return Opened(found, tensors_of(path, found), others, paths, [*chain.from_iterable(windows.values())])
+    tensors = tensors_of(path, found)
+    for key, tensor in tensors.items():
+        properties = getattr(metadata.state_dict_metadata[key], "properties", None)
+        if isinstance(tensor, Chunked) and getattr(properties, "memory_format", None) is ORIGINAL_ORDER:
+            tensor.in_original_order = True
+    return Opened(found, tensors, others, paths, [*chain.from_iterable(windows.values())])
 
 
 def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:

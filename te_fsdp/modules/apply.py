@@ -23,11 +23,13 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp import _te, _te_modules, _torch
+from te_fsdp._torch_boxed import boxed, place_full_tensors
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import check_1d
 from te_fsdp.errors import CheckpointError, PlacementError, require_flags
 from te_fsdp.modules.base import ForeignModule, MeshModule, OpMeshModule, ResettableModule
+from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.initialize import (
     find_equal_shards,
@@ -276,8 +278,10 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
         if _WATCHED not in module.__dict__:
             module.__dict__[_WATCHED] = True
             module.register_load_state_dict_pre_hook(_before_load)
+    place_full_tensors()
     if _te.is_loaded():
         patch_fsdp_hooks()
+        patch_fused_adam()
 
 
 def _communicates_over(
@@ -305,6 +309,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         known.rules.update(item.rules)
         known.weight_mesh = known.weight_mesh or weight_mesh
         known.name = item.name if len(item.name) > len(known.name) else known.name
+        for name, parameter in module._parameters.items():
+            boxed(parameter, known.rules.get(name), has_tp=known.tp_mesh is not None)
         return
     if item.kind is None and any(isinstance(p, DTensor) for p in module._parameters.values()):
         _log.debug("%s: left alone, its parameters are DTensors already", item.name)

@@ -8,13 +8,9 @@ Plain ``torch.distributed.checkpoint`` refuses to write delayed scaling's state:
 newest amaxes are not those of the others, and a fresh model, which has no such state before its first forward, could
 not take it.
 
-Two kinds of weights cannot be resharded by plain DCP: stacked rows (a DTensor can't say that a rank holds
-several ranges) and quantized tensors (a slice of them may be a temporary, the write to it lost). The entry of a module
-with such weights has a shape that tells the condition. On another mesh DCP stops at it, by name and before it reads
-anything:
-
-    Size mismatch between saved torch.Size([47, 2]) and current: torch.Size([24, 4]) (rows stacked for tp=4, other
-    tp sizes need te_fsdp.checkpoint) for model.layers.0.fc1._extra_state
+Quantized tensors cannot be resharded by plain DCP: a slice of them may be a temporary, the write to it lost. The entry
+of a module with such weights has a shape that tells the condition. On another mesh DCP stops at it, by name and before
+it reads anything. Versions before 0.3 wrote entries for stacked rows, too, in the order of the ranks of tp.
 
 High-precision values may always be loaded into quantized weights: each becomes one quantization, with the
 scale of the whole weight. Entries are bytes that say what they are, in a shape that says where they fit:
@@ -215,7 +211,7 @@ def guard(module: nn.Module, stock: Any) -> Any:
         return stock
     # Bytes without states are the pickle of a custom recipe, which TE ignores when it loads it.
     states = _te.delayed_states(module) if stock.numel() else None
-    marks = _conditions(module)[0] or ()
+    marks = _condition(module) or ()
     if states is None:
         return pack(marks, None).as_subclass(_Entry) if marks else stock.new_empty(0)
     # Its tensors, and what it takes to make such state anew.
@@ -263,11 +259,10 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
 
 
 def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
-    condition, rows, cut = _conditions(module)
+    condition = _condition(module)
     if saved is not None and set(saved) == {1}:  # until version 0.1 uncut modules said so
         saved = None
-    # Rows that are not stacked, or not cut, are those of any module; high-precision ones fit quantized weights.
-    if saved in (condition, rows) or (saved is None and not cut):
+    if saved in (condition, None):  # high-precision values fit quantized weights
         return
     raise CheckpointError(
         f"{name_of(module)}: weights of a plain state dict",
@@ -295,21 +290,16 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
         state.amax_history.copy_(saved[f"{key}.amax_history"])
 
 
-def _conditions(module: nn.Module) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None, bool]:
-    """Marks of the condition on which plain DCP can load this module's weights, none where nothing is cut.
-
-    Also those of the same rows in high precision; and whether rows are stacked and cut: whole ones would not fit.
-    """
+def _condition(module: nn.Module) -> tuple[int, ...] | None:
+    """Return the marks of the condition on which plain DCP can load this module's quantized weights."""
     binding = binding_of(module)
     own = {n: p for n, p in module._parameters.items() if p is not None}
     if binding is None or not own:
-        return None, None, False
+        return None
     tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    cut = tp_size > 1 and any(binding.rules[n].layout.is_stacked for n in own if n in binding.rules)
-    rows = (tp_size,) if cut else None
     quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
     if not quantized:
-        return rows, rows, cut
+        return None
     at = shard_info(module, quantized[0], own[quantized[0]], label=name_of(module)).at
     pieces = (tp_size, at.fsdp_size)
-    return pieces if max(pieces) > 1 else None, rows, cut
+    return pieces if max(pieces) > 1 else None

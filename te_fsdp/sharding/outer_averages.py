@@ -308,7 +308,7 @@ class UnaveragedGradient(DTensor):
             given = args[0] if args and isinstance(args[0], (list, tuple)) else args
             _refuse(next((g for g in given if isinstance(g, cls)), None), name)
         result = _torch.plain_results(func, types, args, kwargs or {})
-        return guard(result) if type(result) is DTensor else result
+        return guard(result) if isinstance(result, DTensor) else result
 
     def __repr__(self, **unused: Any) -> str:
         """Without values."""
@@ -323,7 +323,7 @@ def _is_number(value: Any) -> bool:
 
 def guard(gradient: torch.Tensor) -> torch.Tensor:
     """The same gradient, as one that is averaged within one replica alone. Local operation."""
-    if type(gradient) is DTensor:
+    if isinstance(gradient, DTensor):
         gradient.__class__ = UnaveragedGradient
     return gradient
 
@@ -361,7 +361,7 @@ def _after(
 ) -> None:
     for parameter in parameters:
         gradient = parameter.grad
-        if type(gradient) is DTensor:
+        if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
             gradient.__class__ = UnaveragedGradient
             facts = facts_of(parameter)
             setattr(gradient, _LABEL, facts.label or "" if facts is not None else "")

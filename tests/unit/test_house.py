@@ -30,6 +30,7 @@ TORCH_DOORS = tuple(
         "_torch",
         "_torch_autograd",
         "_torch_transport",
+        "_torch_boxed",
         "_fsdp2",
         "_fsdp2_copies",
         "_fsdp2_patches",

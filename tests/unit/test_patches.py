@@ -15,6 +15,7 @@ import te_fsdp
 from te_fsdp import _fsdp2, _patches, _te
 from te_fsdp._patches import FSDP2, markdown
 from te_fsdp.mesh import Meshes
+from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks
 from te_fsdp.quantized.amax import make_marks_stick
 
@@ -51,6 +52,7 @@ def test_the_tables_are_read_without_a_change(python):
 def test_patches_of_classes_are_installed_once(te):
     make_marks_stick()
     patch_fsdp_hooks()
+    patch_fused_adam()
     found = {}
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
@@ -59,8 +61,9 @@ def test_patches_of_classes_are_installed_once(te):
             found[owner, attribute] = owner.__dict__[attribute]
     make_marks_stick()
     patch_fsdp_hooks()
+    patch_fused_adam()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
-    assert len({attribute for _, attribute in found}) == 10
+    assert len({attribute for _, attribute in found}) == 12
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process

@@ -181,13 +181,12 @@ def test_delayed_scaling_onto_another_mesh(pool, tmp_path):
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        (STACKED_USED, "rows stacked for tp=4, other tp sizes need te_fsdp.checkpoint"),
         (
             _quantized("current"),
             "quantized for tp=4 and 1 FSDP shard(s), other meshes need te_fsdp.checkpoint",
         ),
     ],
-    ids=["stacked", "quantized"],
+    ids=["quantized"],
 )
 def test_plain_dcp_refuses_what_it_would_scramble(pool, tmp_path, case, words):
     _run(pool, bodies.save_for_others, "dp2xtp2", case, tmp_path, routes=("plain",))

@@ -131,3 +131,15 @@ def test_rows_scrambled_by_tp_are_told_by_their_pieces(pool, tmp_path, capsys, s
         )
     assert main(["ckpt", "export", str(tmp_path / "scrambled"), str(tmp_path / "weights")]) == 1
     assert "weight(s) in pieces of tensor parallelism" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("saved", [DP2_TP2, {"tp": 4}], ids=["dp2 tp2", "tp4"])
+def test_rows_in_the_original_order_are_taken(pool, tmp_path, capsys, saved):
+    """A plain directory of a model on a mesh with tp, onto tp=2 and by `te-fsdp ckpt` (kind: wrong refusals)."""
+    where = {"case": Case(stacked=True, unused=False), "axes": DP2_TP2, "directory": str(tmp_path)}
+    for outcome in pool.run(foreign.take_original_order, 4, saved=saved, env=ENVIRONMENT, **where):
+        assert outcome["control"] > 20 and outcome["wrong"] == []
+    assert main(["ckpt", "export", str(tmp_path / "ordered"), str(tmp_path / "weights")]) == 0, (
+        capsys.readouterr()
+    )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from checkpointing.bodies import AFTER, differing, local_state, logical_state
 from checkpointing.mistakes import error_of, warnings_of_te_fsdp
@@ -148,10 +149,19 @@ def _stock(case: Case, seed: int) -> Run:
     return run
 
 
-def _save_plain(run: Run, path: str, *, entries: bool = True) -> dict[str, torch.Tensor]:
-    """Train a step, save by torch alone, with TE's entries or without; logical values."""
+def _save_plain(
+    run: Run, path: str, *, entries: bool = True, ordinary: bool = False
+) -> dict[str, torch.Tensor]:
+    """Train a step, save by torch alone, with TE's entries or without; logical values.
+
+    ``ordinary``: with the DTensors that TE's pull request has, whose rows tensor parallelism has put in another order.
+    """
     run.steps(1)
     model, optimizer = get_state_dict(run.model, run.optimizer)
+    states = [model, *optimizer["state"].values()] if ordinary else []
+    for value in (value for state in states for value in state.values()):
+        if isinstance(value, DTensor):
+            value.__class__ = DTensor
     kept = {name: value for name, value in model.items() if entries or not name.endswith("_extra_state")}
     dcp.save({"model": kept, "optimizer": optimizer}, checkpoint_id=path)
     return logical_state(run)
@@ -189,7 +199,7 @@ def refuse_scrambled(
     """A script has dropped the entries of modules that tp has cut: refused by the pieces, and nothing changes."""
     import te_fsdp
 
-    stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/scrambled", entries=False)
+    stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/scrambled", entries=False, ordinary=True)
     run = Run(case, axes, seed=1)
     before = local_state(run)
     path = f"{directory}/scrambled"
@@ -198,3 +208,16 @@ def refuse_scrambled(
     loaded = te_fsdp.checkpoint.load(path, run.model, run.optimizer, strict=False)
     wrong = differing(stacked, logical_state(run))
     return {"refused": refused, "unchanged": unchanged, "left": sorted(loaded.left), "wrong": wrong}
+
+
+def take_original_order(
+    case: Case, saved: dict[str, int], axes: dict[str, int], directory: str
+) -> dict[str, Any]:
+    """The same directory as te_fsdp's models write it: taken, with every bit."""
+    import te_fsdp
+
+    stacked = _save_plain(Run(case, saved, seed=0), f"{directory}/ordered", entries=False)
+    run = Run(case, axes, seed=1)
+    control = len(differing(stacked, logical_state(run)))
+    te_fsdp.checkpoint.load(f"{directory}/ordered", run.model, run.optimizer)
+    return {"control": control, "wrong": differing(stacked, logical_state(run))}

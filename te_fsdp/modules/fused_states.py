@@ -1,0 +1,51 @@
+"""Optimizer states of TE's ``FusedAdam``, in the class of their parameters.
+
+``torch.optim`` makes states by ``zeros_like``, which keeps the class (:mod:`te_fsdp._torch_boxed`). ``FusedAdam`` wraps
+local tensors by ``DTensor.from_local``, once for its states and again for its state dicts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+
+from te_fsdp._patches import install
+from te_fsdp._torch_boxed import boxed_like
+
+
+def patch_fused_adam() -> None:
+    """Wrap what makes states of ``FusedAdam``; later calls do nothing. Local operation."""
+    install("states", _wrap_initialize)
+    install("states of dicts", _wrap_state_dict)
+
+
+def _wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
+        stock(self, param, state_name, *args, **kwargs)
+        boxed_like(self.state[param][state_name], param)
+
+    return initialize
+
+
+def _wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    @functools.wraps(stock)
+    def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = stock(self, *args, **kwargs)
+        for key, parameter in _numbered(self, found):
+            for value in found["state"].get(key, {}).values():
+                boxed_like(value, parameter)
+        return found
+
+    return state_dict
+
+
+def _numbered(optimizer: Any, found: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """Keys of a state dict, each with its parameter."""
+    keys = chain.from_iterable(group["params"] for group in found["param_groups"])
+    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return zip(keys, parameters, strict=False)

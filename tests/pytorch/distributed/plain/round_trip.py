@@ -1,0 +1,234 @@
+"""Bodies: a TE module per kind, sharded by torch's fully_shard or te_fsdp's, saved and loaded by plain DCP."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from checkpointing import models
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+HIDDEN, FFN, HEADS, BATCH, SEQUENCE, EXPERTS = 512, 512, 16, 4, 8, 4
+WHOLE = StateDictOptions(full_state_dict=True)
+
+
+def recipe_of(name: str) -> Any:
+    """The recipe; ``bf16`` is high precision with TE's optimizer."""
+    return None if name == "bf16" else models.recipe_of(name)
+
+
+class Model(nn.Module):
+    """One TE module, as recipes have it: ``state_dict`` may drop ``_extra_state``."""
+
+    def __init__(
+        self, kind: str, recipe: Any, *, keep: bool, device: str, experts: int = EXPERTS, **tp: Any
+    ) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        dtype, recipe = torch.float32 if recipe == "none" else torch.bfloat16, recipe_of(recipe)
+        size = {"device": device, "params_dtype": dtype}
+        column, both = {"parallel_mode": "column"}, {"set_parallel_mode": True}
+        heads = {"num_gqa_groups": HEADS // 2, "input_layernorm": True, "attention_dropout": 0.0}
+        stacked = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
+        makers = {
+            "Linear": lambda: te.Linear(HIDDEN, FFN, **column, **tp, **size),
+            "row": lambda: te.Linear(HIDDEN, FFN, parallel_mode="row", **tp, **size),
+            "LayerNormLinear": lambda: te.LayerNormLinear(HIDDEN, FFN, **column, **tp, **size),
+            "MLP": lambda: te.LayerNormMLP(HIDDEN, FFN, **both, **tp, **size),
+            "gated MLP": lambda: te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **both, **tp, **size),
+            "attention": lambda: te.MultiheadAttention(HIDDEN, HEADS, **heads, **both, **tp, **size),
+            "fused attention": lambda: te.MultiheadAttention(
+                HIDDEN, HEADS, **heads, **stacked, **both, **tp, **size
+            ),
+            "TransformerLayer": lambda: te.TransformerLayer(
+                HIDDEN, FFN, HEADS, activation="swiglu", hidden_dropout=0.0, attention_dropout=0.0,
+                fuse_qkv_params=True, **both, **tp, **size
+            ),
+            "GroupedLinear": lambda: te.GroupedLinear(experts, HIDDEN, FFN, bias=False, **size),
+        }  # fmt: skip
+        with te.quantized_model_init(recipe=recipe) if recipe is not None else contextlib.nullcontext():
+            self.inner = makers[kind]()
+        self.kind, self.keep, self.recipe = kind, keep, recipe
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import transformer_engine.pytorch as te
+
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            if self.kind == "GroupedLinear":
+                rows = x.reshape(-1, HIDDEN)
+                count = self.inner.num_gemms
+                return self.inner(rows, [len(rows) // count] * count)
+            out = self.inner(x)
+        return out[0] if isinstance(out, tuple) else out
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        return found if self.keep else {k: v for k, v in found.items() if not k.endswith("_extra_state")}
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state_dict, strict=strict and self.keep, assign=assign)
+
+
+class Job:
+    """A model on a mesh, as a user of TE's pull request writes it, with an optimizer."""
+
+    def __init__(
+        self, kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, seed: int
+    ) -> None:
+        import te_fsdp
+
+        device = harness.device_type()
+        self.meshes = meshes = te_fsdp.Meshes.build(**axes, device_type=device)
+        tp = {} if meshes.tp is None else {"tp_size": meshes.tp.size(), "tp_group": meshes.tp.get_group()}
+        size = {"experts": EXPERTS // axes.get("ep", 1)}
+        self.model = Model(kind, recipe, keep=keep, device="meta", **size, **tp)
+        if sharder == "te_fsdp":
+            te_fsdp.fully_shard(self.model, meshes)
+            te_fsdp.materialize(self.model, seed=seed)
+        else:
+            self._shard_with_torch(seed)
+        if recipe == "none":
+            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2, eps=1e-3)
+        else:
+            from transformer_engine.pytorch.optimizers import FusedAdam
+
+            self.optimizer = FusedAdam(self.model.parameters(), lr=1e-2, eps=1e-3, master_weights=True)
+
+    def _shard_with_torch(self, seed: int) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        import te_fsdp
+
+        meshes = self.meshes
+        experts = (
+            {"ep_mesh": meshes.ep, "expert_weight_mesh": meshes.expert_weight}
+            if meshes.ep is not None
+            else {}
+        )
+        te_fsdp.set_device_mesh(self.model, meshes.tp, meshes.weight, **experts)
+        mesh = (meshes.expert_fsdp if experts else meshes.fsdp) or meshes.device_mesh["dp_shard"]
+        fully_shard(self.model, mesh=mesh)
+        torch.manual_seed(seed)
+        for module in self.model.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def step(self, position: int) -> None:
+        generator = torch.Generator().manual_seed(100 + position)
+        batch = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+        parts = dist.get_world_size() // (self.meshes.tp.size() if self.meshes.tp is not None else 1)
+        rank = self.meshes.data_rank
+        own = batch.chunk(parts, dim=1)[rank].to(harness.device(), next(self.model.parameters()).dtype)
+        if self.model.kind == "row" and self.meshes.tp is not None:
+            own = own.chunk(self.meshes.tp.size(), dim=2)[self.meshes.tp.get_local_rank()].contiguous()
+        torch.manual_seed(position)  # NVFP4 rounds gradients at random
+        # Columns of the output may be cut by tp: a sum, over the number of values of the whole output.
+        (self.model(own).float().pow(2).sum() * (10 / (SEQUENCE * BATCH // parts * HIDDEN))).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+
+    def take(self, state: dict[str, Any], **options: Any) -> None:
+        set_model_state_dict(self.model, state["model"], **options)
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], **options)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Original tensors of weights and optimizer states, by ``full_tensor``, on all ranks."""
+        found: dict[str, torch.Tensor] = {}
+        for name, parameter in self.model.named_parameters():
+            found[name] = whole(parameter)
+        for name, states in get_optimizer_state_dict(self.model, self.optimizer)["state"].items():
+            found |= {f"{name}.{key}": whole(t) for key, t in states.items() if torch.is_tensor(t)}
+        return found
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return harness.full(tensor).float()
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    keys = one.keys() | other.keys()
+    return sorted(k for k in keys if k not in one or k not in other or not torch.equal(one[k], other[k]))
+
+
+def farthest(one: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(float((one[k] - other[k]).abs().max()) for k in one)
+
+
+def unsharded(kind: str, recipe: str, seed: int) -> dict[str, torch.Tensor]:
+    """The tensors of stock TE's module in one process."""
+    torch.manual_seed(seed)
+    model = Model(kind, recipe, keep=True, device=str(harness.device()))
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
+def begin(
+    kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str
+) -> dict[str, Any]:
+    """Initialize, compare with the unsharded module, train two steps and save; keep the values and those after."""
+    job = Job(kind, recipe, axes, sharder, keep, seed=3)
+    first = {name: whole(p) for name, p in job.model.named_parameters()}
+    outcome = {"unsharded": differing(first, unsharded(kind, recipe, 3))}
+    job.step(0)
+    job.step(1)
+    dcp.save(job.state(), checkpoint_id=f"{directory}/0")
+    values = job.values()
+    exported = get_model_state_dict(
+        job.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
+    if dist.get_rank() == 0:
+        tensors = {k: harness.full(v).float() for k, v in exported.items() if not k.endswith("_extra_state")}
+        outcome["exported"] = differing(tensors, {k: values[k] for k in tensors})
+        outcome["trained"] = len(differing(first, {k: values[k] for k in first}))
+    job.step(2)
+    if dist.get_rank() == 0:
+        torch.save({"values": values, "after": job.values()}, f"{directory}/oracle.pt")
+    else:
+        job.values()
+    return outcome
+
+
+def proceed(
+    kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str, place: int
+) -> dict[str, Any]:
+    """Load what the mesh before has saved, compare, save again, and compare the next step."""
+    oracle = torch.load(f"{directory}/oracle.pt", weights_only=True)
+    job = Job(kind, recipe, axes, sharder, keep, seed=4)
+    outcome: dict[str, Any] = {"control": len(differing(oracle["values"], job.values()))}
+    state = job.state()
+    dcp.load(state, checkpoint_id=f"{directory}/{place - 1}")
+    job.take(state)
+    outcome["wrong"] = differing(oracle["values"], values := job.values())
+    dcp.save(job.state(), checkpoint_id=f"{directory}/{place}")
+    full = {
+        "model": get_model_state_dict(job.model, options=WHOLE),
+        "optimizer": get_optimizer_state_dict(job.model, job.optimizer, options=WHOLE),
+    }
+    other = Job(kind, recipe, axes, sharder, keep, seed=5)
+    other.take(copy.deepcopy(full), options=WHOLE)  # torch hands on the very step counters
+    outcome["full"] = differing(values, other.values())
+    job.step(2)
+    other.step(2)
+    outcome["after"] = max(farthest(oracle["after"], one.values()) for one in (job, other))
+    return outcome

@@ -1,0 +1,58 @@
+"""Torch's own functions on te_fsdp's models: full_tensor, state dicts and plain DCP, from any mesh to any other.
+
+A chain of meshes: each one loads by ``dcp.load`` what the one before has saved by ``dcp.save``, with optimizer states.
+Values are compared bit for bit with those of the mesh that trained them, and before training with the unsharded module.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from plain import round_trip
+
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+DENSE = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_shard": 2}, {"dp_shard": 1}]
+WITH_EXPERTS = [{"dp_shard": 2, "ep": 2}, {"dp_shard": 4}, {"dp_shard": 2}, {"dp_shard": 1}]
+KINDS = [
+    "Linear",
+    "row",
+    "LayerNormLinear",
+    "MLP",
+    "gated MLP",
+    "attention",
+    "fused attention",
+    "TransformerLayer",
+]
+# One step of AdamW from the same state, with gradients summed in another order: ten chained sums of up to 512 products
+# in fp32, on updates of at most the learning rate.
+NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}  # bf16: a unit in the last place of weights below 1
+
+
+def check_chain(pool, tmp_path, kind, recipe, sharder, keep, chain):
+    where = {"kind": kind, "recipe": recipe, "sharder": sharder, "keep": keep, "directory": str(tmp_path)}
+    first = pool.run(round_trip.begin, math.prod(chain[0].values()), axes=chain[0], env=ENVIRONMENT, **where)
+    assert [found["unsharded"] for found in first] == [[]] * len(first)
+    assert first[0]["exported"] == [] and first[0]["trained"] > 0
+    for place, axes in enumerate(chain[1:], 1):
+        ranks = math.prod(axes.values())
+        for found in pool.run(round_trip.proceed, ranks, axes=axes, place=place, env=ENVIRONMENT, **where):
+            assert found["control"] > 0 and found["wrong"] == [] and found["full"] == [], (axes, found)
+            assert found["after"] <= NEXT_STEP[recipe], (axes, found)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.covering(strength=1, always=[{"kind": "gated MLP", "sharder": "torch", "keep": False}])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_high_precision_through_a_chain_of_meshes(pool, tmp_path, kind, sharder, keep):
+    """Rows of stacked weights and of their optimizer states, in pieces of any tp and dp (kind: order of rows)."""
+    check_chain(pool, tmp_path, kind, "none", sharder, keep, [{"dp_shard": 2, "tp": 2}, *DENSE])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
+def test_states_of_fused_adam(pool, tmp_path, sharder):
+    """Main weights and moments of bf16 weights, in the order of the unsharded module (kind: order of rows)."""
+    check_chain(pool, tmp_path, "gated MLP", "bf16", sharder, False, [{"dp_shard": 2, "tp": 2}, {"tp": 4}])
