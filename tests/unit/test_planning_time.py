@@ -108,7 +108,7 @@ def test_beside_two_h200s(hopper, monkeypatch):
             )
             in page
         ), (weights, setting)
-    for name, rates_in_page in (("bf16", f"{rates['none']:.0f}"), ("FP8", f"{rates['current']:.0f}")):
+    for name, rates_in_page in (("BF16", f"{rates['none']:.0f}"), ("FP8", f"{rates['current']:.0f}")):
         assert f"{rates_in_page} TFLOP/s in {name}" in page
 
 
