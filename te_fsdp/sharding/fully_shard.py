@@ -151,6 +151,9 @@ def _begin(plan: ModelPlan) -> ShardingState:
     model, device, request = plan.model, plan.meshes.device, plan.request
     for place in places_of(model):
         row = noted(place.parameter).plan = plan.parameters[id(place.owner), place.name]
+        if type(place.parameter) is torch.nn.Parameter and not place.parameter.is_contiguous():
+            # FSDP2 shards no others (torch 2.11 to 2.15).
+            place.parameter.data = place.parameter.data.contiguous()
         if row.storage.is_whole and place.parameter.device.type == "cpu" != device.type:
             place.parameter.data = place.parameter.data.to(device)
     for module in model.modules() if "" in plan.whole else ():

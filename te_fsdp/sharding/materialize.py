@@ -107,19 +107,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         replacing(model, "materialize"),
     ):
         _refuse_computed_weights(pending)
-        initializers = find_initializers(model)
-        left, done = set(), 0
-        for (
-            initializer
-        ) in initializers:  # as constructors do, each when its modules have the values of their own
-            inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
-            end = max((done, *(i + 1 for i in inside)))
-            left |= set(_initialize_all(model, pending[done:end]))
-            initializer.run([pending[i][1] for i in inside])
-            done = end
-        left |= set(_initialize_all(model, pending[done:]))
-        left = {name for name in left if has_sentinel(_tensor_at(model, name))}
-        left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+        left = _draw_all(model, pending)
         if left:
             raise InitError(
                 f"{len(left)} tensor(s) were never initialised: {', '.join(sorted(left))}",
@@ -136,6 +124,31 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         take_in_shards(state)
     _log.debug("materialize: initialised %d modules", len(pending))
     return model
+
+
+def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str]:
+    """Initialize the modules, then run the model's own initialization; return the names of tensors left unset."""
+    initializers = find_initializers(model)
+    left, done = set(), 0
+    for initializer in initializers:  # as constructors do, each when its modules have the values of their own
+        inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
+        end = max((done, *(i + 1 for i in inside)))
+        left |= set(_initialize_all(model, pending[done:end]))
+        initializer.run([pending[i][1] for i in inside])
+        done = end
+    left |= set(_initialize_all(model, pending[done:]))
+    left = {name for name in left if has_sentinel(_tensor_at(model, name))}
+    left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+    return left | set(_attributes_on_meta(model))
+
+
+def _attributes_on_meta(model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors on meta that users' modules have as plain attributes: nothing gives them values."""
+    for name, module in model.named_modules():
+        if _te.kind_of(module) is None:
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    yield f"{name}.{key}" if name else key
 
 
 def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:

@@ -18,6 +18,7 @@ from te_fsdp.modules.grouped import Selection, find_experts, single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan, plan_modules
 from te_fsdp.parameters import NO_SHARD, ParameterPlan, Place, is_replicated, places_of
 from te_fsdp.sharding.no_shard import ReplicatedParameter
+from te_fsdp.sharding.odd_parameters import find_odd
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.state import check_accepted, check_order, is_container, refuse_hooks
 
@@ -126,13 +127,14 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
         check_order(model)
         _check_policies(request)
         units = _plan_units(model, meshes, request)
-        placed = plan_storage(model, units)
+        widened = request.precision is not None and request.precision.main_params_dtype is not None
+        placed = plan_storage(model, units, one_dtype=not widened)
         whole = _whole(model, placed)
         kept = {id(p.parameter) for p in places_of(model) if placed[id(p.owner), p.name].storage.is_whole}
         refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in kept), sharded=False)
         # No unit is made of a module that stays whole.
         units = {name: row for name, row in units.items() if not name or row.is_whole or name not in whole}
-        check_accepted(model, units)
+        check_accepted(model, units, kept)
         cut = {name: row for name, row in units.items() if name not in whole}
         precision = None
         if request.precision is not None:
@@ -186,12 +188,15 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
     return units
 
 
-def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, ParameterPlan]:
+def plan_storage(
+    model: nn.Module, units: Mapping[str, Storage], *, one_dtype: bool = False
+) -> dict[Key, ParameterPlan]:
     """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
 
     Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
     by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
-    ``units`` (name -> storage, ``""`` for the root).
+    ``units`` (name -> storage, ``""`` for the root). With ``one_dtype`` trained parameters of another dtype than the
+    rest of their unit stay whole; empty parameters always do.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
@@ -201,10 +206,16 @@ def plan_storage(model: nn.Module, units: Mapping[str, Storage]) -> dict[Key, Pa
     for name, module in modules.items():  # parents come before their children
         inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[Place, str, Storage]]] = {}
+    sharded: dict[str, list[Place]] = {}
+    for place in places_of(model):
+        if not units[inside[place.path]].is_whole and id(place.owner) not in marked:
+            sharded.setdefault(inside[place.path], []).append(place)
+    odd = find_odd(sharded, one_dtype=one_dtype)
     for place in places_of(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]
-        if not storage.is_whole and (id(place.owner) in marked or is_replicated(place.owner, place.name)):
+        is_exempt = id(place.owner) in marked or is_replicated(place.owner, place.name)
+        if not storage.is_whole and (is_exempt or id(place.parameter) in odd):
             storage = STORAGE[REPLICATED, storage.outer]
         # What is one and the same where a parameter is tied, and where experts will be one parameter.
         single = place.name.rstrip("0123456789")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -338,8 +338,8 @@ def check_order(model: nn.Module) -> None:
             )
 
 
-def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
-    """What FSDP2 would refuse half way, when some units are cut already."""
+def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int] = ()) -> None:
+    """Check for what FSDP2 would refuse when some units are cut already. ``kept``: ids of unsharded parameters."""
     for name in units:
         module = model.get_submodule(name)
         if is_container(module):
@@ -353,12 +353,12 @@ def check_accepted(model: nn.Module, units: Iterable[str]) -> None:
                 else "shard the module that calls it",
             )
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
+        if parameter.ndim == 0 and id(parameter) not in kept:
             raise PlacementError(
                 f"{name}: fully_shard of a scalar parameter",
                 expected="at least one dim to cut",
                 got="shape ()",
-                fix="make it a tensor of shape (1,)",
+                fix="make it a tensor of shape (1,), or call te_fsdp.fsdp_no_shard(parameter)",
             )
 
 

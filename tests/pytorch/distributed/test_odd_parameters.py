@@ -1,0 +1,41 @@
+"""Parameters that FSDP2 cannot shard with the rest of their unit train, or are named with the way out."""
+
+from __future__ import annotations
+
+import pytest
+from strategies import odd as bodies
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("kind", list(bodies.KINDS))
+def test_they_train_as_in_one_process(pool, kind, strategy):
+    """Kind: another dtype than the unit's, empty, non-contiguous, scalar: gradients and values, three steps."""
+    for found in pool.run(bodies.trains, 2, kind=kind, strategy=strategy):
+        assert found["worst"] < 1e-5  # fp32: sums of 8 rows in two halves, three chained steps
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_learnable_softmax_offset_trains_in_a_bf16_model(pool, strategy):
+    pool.run(bodies.learnable_softmax, 2, strategy=strategy)
+
+
+@pytest.mark.ranks(2)
+def test_large_ones_are_named(pool):
+    for error in pool.run_expect_error(bodies.too_large, 2):
+        assert error.type_name == "PlacementError"
+        assert (
+            "small.weight (torch.bfloat16)" in error.message
+            or "large.weight (torch.float32)" in error.message
+        )
+        assert "te_fsdp.fsdp_no_shard(parameter)" in error.message
+
+
+@pytest.mark.ranks(2)
+def test_attributes_on_meta_are_named(pool):
+    for error in pool.run_expect_error(bodies.left_on_meta, 2):
+        assert error.type_name == "InitError"
+        assert "0.cache" in error.message
