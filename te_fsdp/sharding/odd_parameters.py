@@ -7,6 +7,7 @@ unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raise
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,9 @@ def find_odd(units: Mapping[str, list[Place]], *, one_dtype: bool) -> set[int]:
         odd.update(id(place.parameter) for place in places if not place.parameter.numel())
         if one_dtype:
             odd.update(_of_other_dtypes(unit, places))
-    return odd
+    # Tied parameters of several units are an error of their own.
+    homes = Counter(key for places in units.values() for key in {id(place.parameter) for place in places})
+    return {key for key in odd if homes[key] == 1}
 
 
 def _of_other_dtypes(unit: str, places: list[Place]) -> set[int]:
