@@ -49,6 +49,26 @@ FSDP2 = (
     ),
     Patch(
         "`FSDPParamGroup`",
+        "pre_backward",
+        "refuses a backward with `create_graph=True` before weights are gathered for it (`_fsdp2_outputs.py`)",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
+        "DTensor's dispatcher",
+        "_custom_op_handlers",
+        "lets `GradScaler` unscale gradients on several meshes and plain ones together, and reduces its report over "
+        "all of them (`_torch_amp.py`)",
+        "test_unsupported.py::test_scaler",
+        "- `torch.amp.GradScaler` reduces",
+    ),
+    Patch(
+        "model, unit",
+        "__deepcopy__, __reduce_ex__",
+        "refuses copies and pickles with the fix",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
         "_init_mp_dtypes",
         "keeps sharded gradients in a dtype of their own",
         "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",

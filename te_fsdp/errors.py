@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,6 +29,7 @@ __all__ = [
     "message",
     "require_flag_fields",
     "require_flags",
+    "require_number",
     "shorten",
 ]
 
@@ -137,6 +140,20 @@ def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given:
             got=f"{value!r} ({type(value).__name__})",
             why="Python takes whatever is not empty for true, the word 'false' too" if value else "",
             fix=f"{name}=True or {name}=False; of a word, such as one of a configuration file, compare it first",
+        )
+
+
+def require_number(where: str, name: str, value: object, *, least: float, fix: str) -> None:
+    """Raise unless an argument is a number of at least ``least``: a Python or NumPy number, or a scalar tensor. Local.
+
+    Raises:
+        PlacementError: It names the call, the argument and what was passed.
+    """
+    is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
+    if isinstance(value, bool) or not is_number or math.isnan(float(value)) or float(value) < least:  # type: ignore[bad-argument-type]
+        kind = "" if isinstance(value, numbers.Real) else f" ({type(value).__name__})"
+        raise PlacementError(
+            f"{where}: {name} must be a number of at least {least}", got=f"{value!r}{kind}", fix=fix
         )
 
 

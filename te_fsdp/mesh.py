@@ -24,6 +24,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,8 @@ _log = logging.getLogger("te_fsdp")
 
 # Those that are one axis for dense parameters.
 _SHARD_AXES = ("dp_shard", "cp", "ep")
+#: Attribute of :attr:`Meshes.fsdp`: a :class:`_PartOf`.
+_PART_OF = "_te_fsdp_part_of"
 
 
 @dataclass(frozen=True)
@@ -210,14 +213,21 @@ class Meshes:
             _log.warning("Meshes: %s", text)
 
     @property
-    def tp(self) -> DeviceMesh | None:
-        """1-D mesh of the tensor-parallel axis, ``None`` when its size is 1."""
-        return self.device_mesh["tp"] if self.size("tp") > 1 else None
+    def tp(self) -> DeviceMesh:
+        """1-D mesh of the tensor-parallel axis; at size 1 a mesh of this rank alone, whose local rank is 0."""
+        return self.device_mesh["tp"]
+
+    @property
+    def tp_or_none(self) -> DeviceMesh | None:
+        """:attr:`tp`, or ``None`` when its size is 1."""
+        return self.tp if self.size("tp") > 1 else None
 
     @property
     def fsdp(self) -> DeviceMesh | None:
         """``dp_shard``, or (``dp_replicate``, ``dp_shard``) for HSDP; ``None`` when both have size 1."""
         mesh = self.fsdp_with_size_one
+        # fully_shard(model, meshes.fsdp), as FSDP2 is called, must not lose the other axes.
+        setattr(mesh, _PART_OF, _PartOf(self))
         return mesh if mesh.size() > 1 else None
 
     @property
@@ -368,7 +378,7 @@ class Meshes:
 
     def te_kwargs(self) -> dict[str, Any]:
         """Keywords for TE constructors: ``tp_group`` and ``tp_size`` of this mesh."""
-        tp = self.tp
+        tp = self.tp_or_none
         return {"tp_group": tp.get_group() if tp is not None else None, "tp_size": self.size("tp")}
 
     def __str__(self) -> str:
@@ -381,19 +391,35 @@ class Meshes:
         return " x ".join(sizes.values())
 
 
+class _PartOf:
+    """The meshes that a slice belongs to. Pickles of DTensors over the slice leave it out."""
+
+    def __init__(self, meshes: Meshes) -> None:
+        self.meshes = meshes
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return OrderedDict, ()  # a class that torch.load(weights_only=True) accepts
+
+
 def as_meshes(given: object, where: str) -> Meshes:
-    """What a user gave as ``meshes``: :class:`Meshes`, or torch's own mesh, which is adopted; else ``MeshError``."""
+    """Return the :class:`Meshes` for what a user passed as ``meshes``; raise ``MeshError`` otherwise.
+
+    A torch mesh is adopted. :attr:`Meshes.fsdp` stands for the meshes that it is a part of.
+    """
     from torch.distributed.device_mesh import DeviceMesh
 
     if isinstance(given, Meshes):
         return given
     if isinstance(given, DeviceMesh):
-        return Meshes.from_device_mesh(given)
+        part = getattr(given, _PART_OF, None)
+        return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(given)
     raise MeshError(
         f"{where}: meshes",
         expected="te_fsdp.Meshes, or a DeviceMesh with named axes",
         got=type(given).__name__,
-        fix="te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
+        fix="pass meshes = te_fsdp.Meshes.build(dp_shard=-1, tp=...) itself, whose meshes.fsdp is None on one rank"
+        if given is None
+        else "te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
     )
 
 

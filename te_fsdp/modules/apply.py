@@ -243,7 +243,7 @@ def set_device_mesh(
     require_flags("set_device_mesh", check_inputs=check_inputs)
     mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
-    meshings = Meshing(tp_mesh, weight_mesh), Meshing(tp_mesh, expert_weight_mesh, ep_mesh)
+    meshings = Meshing(_split(tp_mesh), weight_mesh), Meshing(_split(tp_mesh), expert_weight_mesh, ep_mesh)
     with together, replacing(model, "set_device_mesh"):
         with raised_on_all_ranks(mesh, "set_device_mesh"):
             planned = plan_modules(model, *meshings, experts)
@@ -282,6 +282,11 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     if _te.is_loaded():
         patch_fsdp_hooks()
         patch_fused_adam()
+
+
+def _split(tp_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return a tensor-parallel mesh of several ranks, or ``None``: one rank is no tensor parallelism."""
+    return None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
 
 
 def _communicates_over(

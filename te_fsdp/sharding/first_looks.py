@@ -304,6 +304,20 @@ def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
                     why="torch.save writes of a sharded tensor the part of the rank that calls it",
                     fix="te_fsdp.checkpoint.save and load, on all ranks",
                 )
+            shape = getattr(value, "shape", ())
+            if (
+                isinstance(parameter, DTensor)
+                and not isinstance(value, DTensor)
+                and _is_whole(shape, parameter)
+            ):
+                raise CheckpointError(
+                    f"{step.where}: {name} of {step.names[id(parameter)]}",
+                    expected="this rank's part, a DTensor",
+                    got=f"a tensor of the unsharded parameter's shape {tuple(shape)}, as a full state dict has it",
+                    why="optimizer.load_state_dict takes state as it is",
+                    fix="te_fsdp.checkpoint.load; or torch.distributed.checkpoint.state_dict.set_optimizer_state_dict("
+                    "model, optimizer, state, options=StateDictOptions(full_state_dict=True)) with names as keys",
+                )
         if not follows and MAIN in held:
             raise OrderError(
                 f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
@@ -312,6 +326,11 @@ def _refuse_state_of_others(step: Step, parameters: list[torch.Tensor]) -> None:
                 why="It would update the low-precision weight, and leave the main weight as it was",
                 fix="step with the optimizer that was given to te_fsdp.main_weights",
             )
+
+
+def _is_whole(shape: Any, parameter: DTensor) -> bool:
+    """Return whether a plain state tensor has the shape of an unsharded parameter, which is not that of the shard."""
+    return tuple(shape) == tuple(parameter.shape) and tuple(shape) != tuple(_torch.local_of(parameter).shape)
 
 
 def _refuse_differing_copies(state: ShardingState) -> None:

@@ -52,6 +52,7 @@ from te_fsdp.sharding.state import (
     versions_of,
 )
 from te_fsdp.sharding.steps import clear_with, clear_with_modules
+from te_fsdp.sharding.unsupported import choose_root, refuse_taken_away
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,6 +86,7 @@ def _check_initialised(state: ShardingState) -> None:
 
 
 def _before_forward(state: ShardingState, module: nn.Module, args: Any) -> None:
+    refuse_taken_away(state)
     if state.on_meta:
         _check_initialised(state)
     if not _torch.in_backward() and not state.methods:
@@ -125,7 +127,9 @@ def _is_marked(state: ShardingState) -> bool:
 def _before_unit(state: ShardingState, name: str, unit: nn.Module, args: Any) -> None:
     """Raise if a unit would run with weights that were changed since they were gathered."""
     if state.on_meta:
+        refuse_taken_away(state)
         _check_initialised(state)
+    choose_root(state, unit)
     if name in state.aside:
         show_gathered(state, name, unit)
     if _torch.in_backward():  # recomputed activations

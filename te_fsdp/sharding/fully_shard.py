@@ -27,10 +27,10 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch
+from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch, _torch_amp
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import PlacementError, require_flags, shorten
+from te_fsdp.errors import MeshError, PlacementError, require_flags, shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
 from te_fsdp.modules.context_parallel import check_attention, tell_attention
@@ -53,6 +53,7 @@ from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wanted, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import AFTER_STEP, BEFORE_STEP
+from te_fsdp.sharding.unsupported import watch_unsupported
 from te_fsdp.step_hooks import compare_gradients, replacing, run_around_steps
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ def fully_shard(
     require_flags("fully_shard", average_gradients=average_gradients, check_inputs=check_inputs)
     meshes = as_meshes(meshes, "fully_shard")
     require_model(model, "fully_shard(model, meshes)")
+    _refuse_slice(model, meshes)
     with collective_call("fully_shard", meshes.device_mesh), _wgrad_fusion_set_aside(model) as fused:
         request = Request(*asked, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
@@ -133,6 +135,20 @@ def fully_shard(
         _finish(plan, state, check_inputs, fused)
         _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
     return model
+
+
+def _refuse_slice(model: nn.Module, meshes: Meshes) -> None:
+    """Raise if the meshes have no ``tp`` axis, but the model was built for one. Local operation."""
+    sizes = {name: getattr(module, "tp_size", 1) for name, module in model.named_modules()}
+    name, size = next(((name, size) for name, size in sizes.items() if size not in (1, None)), ("", 1))
+    if size != 1 and meshes.size("tp") == 1:
+        raise MeshError(
+            f"{name or type(model).__name__}: fully_shard over meshes without a tensor-parallel axis",
+            expected=f"meshes with tp={size}, for which the module was built",
+            got=str(meshes),
+            why="te_fsdp binds the model to the tensor-parallel axis and applies FSDP2 in one call",
+            fix="te_fsdp.fully_shard(model, meshes), with te_fsdp.Meshes.build(tp=...) or the torch mesh of all axes",
+        )
 
 
 def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
@@ -191,9 +207,8 @@ def _replace_parameters(plan: ModelPlan, state: ShardingState) -> None:
             "shard_placement_fn": (lambda p: Shard(dims[id(p)]) if id(p) in dims else None) if dims else None,
             "ignored_params": {item.parameter for item in plan.replicated},
         }
-        for name, row in reversed(plan.units.items()):
-            if name in plan.whole:
-                continue
+        for name in _inner_first(plan):
+            row = plan.units[name]
             unit = state.modules[name] = model.get_submodule(name)
             options["mesh"] = _fsdp_mesh(plan.meshes, unit, row)
             if precision is not None:
@@ -206,6 +221,28 @@ def _replace_parameters(plan: ModelPlan, state: ShardingState) -> None:
             )
         divide_gradients(state, plan.mp_policy)
         restore_quantized(stash)
+
+
+def _inner_first(plan: ModelPlan) -> list[str]:
+    """Return the names of the units that FSDP2 manages, each after all units inside of it.
+
+    A module that several units share has one name, by which it is inside of one of them. FSDP2 must cut it before any.
+    """
+    modules = {
+        name: plan.model.get_submodule(name) for name in reversed(plan.units) if name not in plan.whole
+    }
+    names = {id(module): name for name, module in modules.items()}
+    order: dict[str, None] = {}
+
+    def add(name: str) -> None:
+        inside = (names.get(id(module), name) for module in modules[name].modules())
+        for inner in [inner for inner in inside if inner != name and inner not in order][::-1]:
+            add(inner)
+        order.setdefault(name)
+
+    for name in modules:
+        add(name)
+    return list(order)
 
 
 def _is_expert(module: nn.Module) -> bool:
@@ -280,11 +317,14 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     if state.meshes.cp is not None:
         tell_attention(state.model, state.meshes)
     watch_inputs(
-        state.model, state.meshes.tp if check_inputs else None, state.meshes.cp if check_inputs else None
+        state.model,
+        state.meshes.tp_or_none if check_inputs else None,
+        state.meshes.cp if check_inputs else None,
     )
     if check_inputs and state.modules:
         watch_for_copies(state.model, state.meshes)
     compare_gradients(state.model, check_inputs)
+    watch_unsupported(state)
     watch_forward(state)
     watch_conversions(state)
     if state.meshes.pp is not None:
@@ -292,6 +332,7 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
     for unit in state.modules.values():
         watch_writes(state, unit)
     run_around_steps(BEFORE_STEP, AFTER_STEP)
+    _torch_amp.unscale_over_all_meshes()
     if fused:
         _fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)

@@ -31,7 +31,15 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import gather, maximum
-from te_fsdp.errors import GradientError, OrderError, PlacementError, PrecisionError, message, require_flags
+from te_fsdp.errors import (
+    GradientError,
+    OrderError,
+    PlacementError,
+    PrecisionError,
+    message,
+    require_flags,
+    require_number,
+)
 from te_fsdp.move.start import GradComm, comm_of, set_comm
 from te_fsdp.parameters import COPIED, facts_of, label_of, noted
 from te_fsdp.sharding.comm_units import install_comm
@@ -48,6 +56,8 @@ _log = logging.getLogger("te_fsdp")
 _Axis = tuple[int, ...]
 # torch.nn.utils.clip_grad_norm_ divides by the norm plus this, so that a norm of zero does no harm.
 _MARGIN = 1e-6
+# Orders of norms are positive.
+_SMALLEST = math.ulp(0.0)
 #: What the gradients of parameters that FSDP2 does not manage go by.
 NOT_SHARDED = "parameters that are not sharded"
 #: How many parameters a message names.
@@ -86,20 +96,19 @@ def clip_grad_norm_(
         Norm before clipping: float32 scalar, equal on all ranks, on the gradients' device.
 
     Raises:
-        PlacementError: A gradient that still waits for its reduction (``Partial``).
+        PlacementError: A gradient that still waits for its reduction (``Partial``); arguments out of range.
         OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, or a backward since an earlier call;
             parameters that the model has lost.
         PrecisionError: A non-finite norm, if asked for.
-        ValueError: ``max_norm`` or ``norm_type`` out of range.
     """
     require_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     given = _listed(parameters)
-    if math.isnan(max_norm) or max_norm < 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be a number of at least 0, got {max_norm}")
+    require_number(
+        "clip_grad_norm_", "max_norm", max_norm, least=0, fix="max_norm=1.0; math.inf clips nothing"
+    )
+    require_number("clip_grad_norm_", "norm_type", norm_type, least=_SMALLEST, fix="norm_type=2.0")
     stages = _stages(given, pp_mesh)
     chosen = _averaged(_parameters(given))
-    if not norm_type > 0:
-        raise ValueError(f"grad_norm: norm_type must be positive, got {norm_type}")
     total = _norm(chosen, norm_type, stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise PrecisionError(

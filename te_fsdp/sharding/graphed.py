@@ -18,7 +18,6 @@ after any complete step), the exchanges over the CPU by which ranks agree on ord
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from torch.autograd.graph import increment_version
 from te_fsdp import _fsdp2, _torch
 from te_fsdp.agree import on_any_rank
 from te_fsdp.all_ranks import collective_call
+from te_fsdp.errors import require_number
 from te_fsdp.sharding.grad_norm import clip_grad_norm_
 from te_fsdp.sharding.graph_checks import (
     Inputs,
@@ -116,8 +116,10 @@ def graphed_step(
     required_state(model, "graphed_step")
     if warmup < 1:
         raise ValueError(f"graphed_step: warmup must be at least 1, got {warmup}")
-    if max_norm is not None and (math.isnan(max_norm) or max_norm < 0):
-        raise ValueError(f"graphed_step: max_norm must be a number of at least 0, got {max_norm}")
+    if max_norm is not None:
+        require_number(
+            "graphed_step", "max_norm", max_norm, least=0, fix="max_norm=1.0, or None to clip nothing"
+        )
     check_optimizer(model, optimizer)
     return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators))
 

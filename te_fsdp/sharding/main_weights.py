@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from te_fsdp import _te, _torch
 from te_fsdp.agree import are_equal, digest
 from te_fsdp.all_ranks import collective_call
-from te_fsdp.errors import MeshError, OrderError, PrecisionError
+from te_fsdp.errors import MeshError, OrderError, PrecisionError, shorten
 from te_fsdp.parameters import label_of, require_model, require_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse
 from te_fsdp.sharding.first_looks import refuse_unfit
@@ -90,6 +90,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = sum(id(p) not in current for p in held)
     if foreign:
+        _refuse_several_models(model, optimizer, [p for p in held if id(p) not in current])
         raise OrderError(
             f"{type(optimizer).__name__}: {foreign} of {len(held)} parameters are not the model's",
             expected="the parameters that the model has now",
@@ -98,6 +99,23 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
     refuse_unfit(optimizer, held)
+
+
+def _refuse_several_models(model: nn.Module, optimizer: Optimizer, foreign: list[torch.Tensor]) -> None:
+    """Raise if parameters that are not the model's are those of other sharded models. Local operation."""
+    states = {id(state): state for state in map(state_of, foreign) if state is not None}
+    living = {id(parameter) for state in states.values() for parameter in state.parameters().values()}
+    others = [parameter for parameter in foreign if id(parameter) in living]
+    if others:
+        kinds = [type(state.model).__name__.removeprefix("FSDP") for state in states.values()]
+        raise OrderError(
+            f"{type(optimizer).__name__}: {len(others)} parameters of other sharded models ({shorten(kinds, 3)})",
+            expected="one module that contains all models whose parameters the optimizer has",
+            got="one of these models",
+            why="Main weights and checkpoints are found by the names of parameters in one module",
+            fix='models = torch.nn.ModuleDict({"a": a, "b": b}), and pass models to te_fsdp.main_weights, '
+            "te_fsdp.shard_optimizer and te_fsdp.checkpoint; or use one optimizer for each model",
+        )
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

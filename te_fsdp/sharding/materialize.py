@@ -253,6 +253,8 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
     _refuse_conversion(state, args[0])
+    if state.replicated is not None:
+        state.replicated.let_go()
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
         known[name] = attributes_of(parameter)
@@ -277,6 +279,8 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
     finally:
         for name, parameter in state.parameters().items():
             carry_over(known[name], parameter)
+            if _te.is_quantized(parameter):
+                _torch.renew_hooks(parameter)
             if name in gradients:
                 gradient = gradients[name]
                 parameter.grad_dtype = gradient_dtype(parameter)
@@ -441,9 +445,9 @@ def check_replicas(plan: ModelPlan) -> None:
     found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in places_of(plan.model))
     may_differ = any(row.experts for row in rows.values())
     _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
-    if (meshes.tp is not None or meshes.ep is not None) and on_device(plan.modules):
+    if (meshes.tp_or_none is not None or meshes.ep is not None) and on_device(plan.modules):
         with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp, meshes.ep))
+            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp_or_none, meshes.ep))
 
 
 def check_whole(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:

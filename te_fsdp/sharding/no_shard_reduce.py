@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _torch
+from te_fsdp._fsdp2_outputs import tensors_in
 from te_fsdp.all_ranks import is_simulated
 from te_fsdp.errors import OrderError
 from te_fsdp.layout import REPLICATED
@@ -34,6 +35,7 @@ from te_fsdp.sharding.materialize import check_whole
 from te_fsdp.sharding.no_shard import Bucket, Ranks, Reduction, Slot, pack
 from te_fsdp.sharding.outer_averages import catch_up
 from te_fsdp.sharding.state import mark, sharding_state
+from te_fsdp.sharding.unsupported import first_te_module, refuse_second_derivatives_of_te
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,6 +87,7 @@ class ReplicatedGradients:
             self._slots.append(Slot(parameter, ranks, partial, None if at_end else plan.unit, grads_dtype))
         self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
         self._sync, self._owes, self._running = True, False, False
+        self._te_module = first_te_module(model)
         self._inside: dict[Slot, None] = {}
         self._away: set[Slot] = set()
         sent = {slot.unit for slot in self._slots}
@@ -228,6 +231,17 @@ class ReplicatedGradients:
         if state is not None:
             mark(state)  # optimizer hooks know a model by its parameters
 
+    def let_go(self) -> None:
+        """Remove the hooks on parameters, which the next forward sets again. Local operation.
+
+        A conversion swaps quantized parameters with ``torch.utils.swap_tensors``: it refuses those with weak references
+        to them, and takes their hooks away.
+        """
+        for slot in self._slots:
+            for handle in slot.handles:
+                handle.remove()
+            slot.handles, slot.hooked = [], None
+
     def renewed(self) -> None:
         """Take note of replaced parameters; ``InitError`` unless all ranks hold the same. Collective over the world."""
         self.attach()
@@ -242,12 +256,13 @@ class ReplicatedGradients:
     def watch(self, output: Any) -> None:
         """Let every rank that runs backward come to the reduction, those without any such gradient included. Local."""
         if torch.is_grad_enabled():
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin)
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if not self._running:
+            refuse_second_derivatives_of_te(self._te_module)
             self._running = True
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
@@ -327,7 +342,9 @@ class ReplicatedGradients:
             units: dict[str | None, list[Slot]] = {unit: [] for unit in agreed}
             for slot in trained:
                 units.setdefault(slot.unit, []).append(slot)
-            packed = [(unit, bucket) for unit, own in units.items() for bucket in pack(own, self._meshes.tp)]
+            packed = [
+                (unit, bucket) for unit, own in units.items() for bucket in pack(own, self._meshes.tp_or_none)
+            ]
             early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
             self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
         early, rest = self._buckets
@@ -373,13 +390,3 @@ def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))
     else:
         parameter.grad = value
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in what a forward returned."""
-    if isinstance(output, torch.Tensor):
-        yield output
-    elif isinstance(output, (dict, list, tuple)) or hasattr(type(output), "__dataclass_fields__"):
-        held = output if isinstance(output, (dict, list, tuple)) else vars(output)
-        for item in held.values() if isinstance(held, dict) else held:
-            yield from _tensors(item)

@@ -17,13 +17,14 @@ Contexts put back what was set before them, also when they end by an exception. 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp import _fsdp2, _torch
-from te_fsdp.errors import OrderError, PlacementError, require_flags
+from te_fsdp.errors import OrderError, PlacementError, require_flags, require_number
 from te_fsdp.layout import SyncMode
 from te_fsdp.sharding.outer_averages import OuterAverages, averages_of
 from te_fsdp.sharding.state import (
@@ -223,6 +224,8 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
         OrderError: Gradients that wait for their reduction, or that have changed since they were averaged.
     """
     state = required_state(model, "scale_gradients")
+    if not isinstance(factor, torch.Tensor):
+        require_number("scale_gradients", "factor", factor, least=-math.inf, fix="factor=1 / tokens")
     require_reduced(state, "scale_gradients")
     number = torch.as_tensor(factor, dtype=torch.float32).reshape(())
     averaging = _averages(state)

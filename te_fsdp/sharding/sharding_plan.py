@@ -153,8 +153,8 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
     # A context of its own: it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         replicas = meshes.size("dp_replicate")
-        dense = Meshing(meshes.tp, meshes.weight, replicas=replicas)
-        experts = Meshing(meshes.tp, meshes.expert_weight, meshes.ep, replicas)
+        dense = Meshing(meshes.tp_or_none, meshes.weight, replicas=replicas)
+        experts = Meshing(meshes.tp_or_none, meshes.expert_weight, meshes.ep, replicas)
         modules = plan_modules(model, dense, experts, request.experts, stays_whole=stays_whole)
     parameters = _completed(placed, modules)
     return ModelPlan(model, meshes, request, units, whole, parameters, modules, precision)
@@ -352,7 +352,7 @@ def find_units(
     Raises:
         PlacementError: A class or name without a module; two classes that want different strategies for a module.
     """
-    names = dict(model.named_modules())
+    names = dict(model.named_modules(remove_duplicate=False))
     if units is None:
         layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
         chosen = {name for name, module in names.items() if isinstance(module, layer)}
@@ -365,12 +365,23 @@ def find_units(
         chosen |= given.keys()
     else:
         given[""] = check_word("strategy", strategy)
-    inner = [name for name in names if name in chosen and name]
+    inner = [name for name, _ in model.named_modules() if name in chosen and name]
     return {name: nearest_strategy(name, given) for name in ["", *inner]}
 
 
 def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
-    """Names of the modules that a class, a name or a name with ``.*`` stands for."""
+    """Return the names of the modules that a class, a name or a name with ``.*`` stands for.
+
+    A module that is registered in several places has several of ``names``, of which the first is returned.
+    """
+    first: dict[int, str] = {}
+    for name, module in names.items():
+        first.setdefault(id(module), name)
+    return list(dict.fromkeys(first[id(names[name])] for name in _matching(names, want)))
+
+
+def _matching(names: dict[str, nn.Module], want: type | str) -> list[str]:
+    """Return all ``names`` that a class, a name or a name with ``.*`` stands for; raise where there is none."""
     if isinstance(want, type):
         found = [n for n, m in names.items() if isinstance(m, want)]
     elif not isinstance(want, str):
@@ -405,10 +416,11 @@ def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]
     for want in sorted(strategy, key=lambda want: isinstance(want, str)):
         word = check_word("strategy", strategy[want])
         for name in _find(names, want):
-            if isinstance(want, type) and found.get(name, word) != word:
+            other_name = isinstance(want, str) and not want.endswith(".*") and want != name
+            if (isinstance(want, type) or other_name) and found.get(name, word) != word:
                 raise PlacementError(
                     f"{name or 'model'}: two strategies",
-                    expected="one class of the mapping that it is an instance of, or equal strategies",
+                    expected="one class or name of the mapping that stands for it, or equal strategies",
                     got=f"{found[name]} and {word}",
                     fix="name the module",
                 )

@@ -117,15 +117,10 @@ class ShardingState:
     optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+    #: Owner's id and name of each parameter that was sharded -> where it is registered, its name there, its full name.
+    places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = field(default_factory=dict)
     emptied: bool = False  #: Whether ``to_empty`` may have left memory that nothing was written to
     inferred: bool = False  #: Whether the first forward ran under ``torch.inference_mode``
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardingState:
-        raise OrderError(
-            "deepcopy of a model after fully_shard",
-            why="FSDP2 cannot copy the units it manages",
-            fix="copy the model before te_fsdp.fully_shard",
-        )
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
@@ -162,8 +157,11 @@ class ShardingState:
 
 
 def sharding_state(model: nn.Module) -> ShardingState | None:
-    """The state of a model that ``fully_shard`` was called on; ``None`` for any other module."""
-    return model.__dict__.get(KEY)
+    """Return the state of a model that ``fully_shard`` was called on, or of ``torch.compile`` of it; else ``None``."""
+    found = model.__dict__.get(KEY)
+    if found is None and type(model).__name__ == "OptimizedModule":
+        return model._modules["_orig_mod"].__dict__.get(KEY)  # type: ignore[missing-attribute]
+    return found
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -343,7 +343,8 @@ def _zero_grad(stock: Callable[..., None], module: nn.Module, set_to_none: bool)
 
     Raises, before anything has changed, for a part of a model whose gradients wait together with others.
     """
-    whole = [state for inner in module.modules() if (state := sharding_state(inner)) is not None]
+    found = ((inner, sharding_state(inner)) for inner in module.modules())
+    whole = [state for inner, state in found if state is not None and state.model is inner]
     now = list(module.parameters())
     shards = list(map(shard_of, now))
     parts = {id(state): state for state in map(state_of, shards) if state is not None and state not in whole}

@@ -73,6 +73,7 @@ def test_the_family():
         "message",
         "require_flag_fields",
         "require_flags",
+        "require_number",
         "shorten",
         *caught_as,
     } == set(errors.__all__)

@@ -29,10 +29,12 @@ TORCH_DOORS = tuple(
         "_patches",
         "_torch",
         "_torch_autograd",
+        "_torch_amp",
         "_torch_transport",
         "_torch_boxed",
         "_fsdp2",
         "_fsdp2_copies",
+        "_fsdp2_outputs",
         "_fsdp2_patches",
         "_fsdp2_unused",
     )

@@ -49,7 +49,8 @@ def expected(world: int, replicate: int, shard: int, tp: int, rank: int) -> dict
 
 
 def found(meshes: Meshes) -> dict[str, list | None]:
-    return {name: ranks(getattr(meshes, name)) for name in ("tp", "fsdp", "fsdp_with_size_one", "weight")}
+    found = {name: ranks(getattr(meshes, name)) for name in ("fsdp", "fsdp_with_size_one", "weight")}
+    return {"tp": ranks(meshes.tp_or_none), **found}
 
 
 SIZES = [
@@ -65,7 +66,9 @@ def test_who_shares_what(fake_world, replicate, shard, tp):
         meshes = build(dp_replicate=replicate, dp_shard=shard, tp=tp)
         want = expected(world, replicate, shard, tp, rank)
         assert found(meshes) == want
-        assert (members(meshes.tp), members(meshes.weight)) == (want["tp"], want["weight"])
+        assert (members(meshes.tp_or_none), members(meshes.weight)) == (want["tp"], want["weight"])
+        assert members(meshes.tp) == (want["tp"] or [rank]) and meshes.tp.size() == tp
+        assert meshes.tp.get_local_rank() == rank % tp
         assert meshes.device_mesh.mesh_dim_names == AXES
         assert [meshes.size(axis) for axis in AXES] == [replicate, shard, tp]
         assert str(meshes) == f"dp_replicate={replicate} x dp_shard={shard} x tp={tp}"
@@ -414,7 +417,8 @@ def test_on_the_cpu(fake_world):
     fake_world(1)
     meshes = build()
     assert (meshes.device_type, meshes.device) == ("cpu", torch.device("cpu"))
-    assert (meshes.tp, meshes.fsdp, meshes.weight) == (None, None, None)
+    assert (meshes.tp_or_none, meshes.fsdp, meshes.weight) == (None, None, None)
+    assert (meshes.tp.get_local_rank(), meshes.tp.size()) == (0, 1)
     assert meshes.te_kwargs() == {"tp_group": None, "tp_size": 1}
 
 

@@ -28,13 +28,13 @@ class Model(nn.Module):
         super().__init__()
         import transformer_engine.pytorch as te
 
-        cut = {**meshes.te_kwargs(), "set_parallel_mode": True, "sequence_parallel": meshes.tp is not None}
+        cut = {**meshes.te_kwargs(), "set_parallel_mode": True, "sequence_parallel": meshes.size("tp") > 1}
         options = {"params_dtype": torch.bfloat16, "device": "meta", "bias": False}
         self.layers = nn.ModuleList(
             te.LayerNormMLP(HIDDEN, FFN, activation="swiglu", **options, **cut) for _ in range(2)
         )
         self.head = nn.Linear(HIDDEN, 10, bias=False, dtype=torch.bfloat16, device="meta")
-        self.head.weight.sequence_parallel = meshes.tp is not None
+        self.head.weight.sequence_parallel = meshes.size("tp") > 1
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

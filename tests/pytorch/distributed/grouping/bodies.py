@@ -94,8 +94,8 @@ def sharded(
     """A model on meshes; with ``ep``, this rank's part of ``experts``."""
     import te_fsdp
 
-    bias = form.pop("bias", False) and meshes.tp is None
-    if meshes.tp is not None:
+    bias = form.pop("bias", False) and meshes.size("tp") == 1
+    if meshes.size("tp") > 1:
         form |= {"tp_size": meshes.tp.size(), "tp_group": meshes.tp.get_group()}
     local = len(meshes.experts(experts))
     device = "meta" if meta else harness.device()
@@ -126,7 +126,7 @@ def loss_of(model: Block, meshes: Any, recipe: str, batch: tuple[torch.Tensor, t
     )
     with context:
         y = model(*batch)
-    if meshes is not None and meshes.tp is not None:
+    if meshes is not None and meshes.size("tp") > 1:
         y = _SumOverTp.apply(y, meshes.tp.get_group())
     return y.float().square().mean()
 
@@ -231,7 +231,7 @@ def one_process(
         meshes, experts, single=True, use_grouped_tensor=True, recipe=recipe, quantized=False, bias=True
     )
     torch.manual_seed(SEED)
-    options = {"recipe": recipe, "quantized": False, "single": False, "bias": meshes.tp is None}
+    options = {"recipe": recipe, "quantized": False, "single": False, "bias": meshes.size("tp") == 1}
     reference = build(experts, harness.device(), use_grouped_tensor=True, **options)
     _compare(checks, "initial", by_expert(model), by_expert(reference))
     ranks = meshes.size("dp_shard")

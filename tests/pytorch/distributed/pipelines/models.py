@@ -97,7 +97,7 @@ def stage_of(meshes: Any, number: int, stages: int, recipe: str = "none", **opti
     import te_fsdp
 
     kwargs: dict[str, Any] = {key: options.pop(key) for key in ("quantized", "dtype") if key in options}
-    if meshes.tp is not None:
+    if meshes.size("tp") > 1:
         kwargs |= {"set_parallel_mode": True, **meshes.te_kwargs()}
     model = Model("meta", layers_of(number, stages), recipe, **kwargs)
     te_fsdp.fully_shard(model, meshes, units="layers.*", **options)

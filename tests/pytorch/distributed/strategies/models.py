@@ -49,7 +49,7 @@ def sharded(
     """The model on its meshes."""
     import te_fsdp
 
-    kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.tp is not None else {})
+    kwargs = meshes.te_kwargs() | ({"set_parallel_mode": True} if meshes.size("tp") > 1 else {})
     model = Model("meta", dtype, **kwargs)
     options = {"strategy": strategy, "outer_strategy": outer, "precision": precision, "transport": transport}
     te_fsdp.fully_shard(model, meshes, units="blocks.*", zero_copy_gradients=zero_copy, **options)

@@ -1,0 +1,240 @@
+"""What torch fails at without a name in a sharded model, and models for it (:mod:`bodies_works_after_all`)."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+from bodies_mistakes import WIDTH, Model, draw_batch, make_meshes, make_sgd, make_sharded, take_step
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+
+class Result:
+    """An object that torch.utils._pytree does not know."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.parts = {"tensor": tensor}
+
+
+class Wrapping(nn.Module):
+    """Returns a :class:`Result`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH, device="meta")
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return Result(self.inner(x))
+
+
+class Hiding(Wrapping):
+    """Returns a tensor where nothing finds it."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        tensor = self.inner(x)
+        return Hidden(lambda: tensor)
+
+
+class Hidden:
+    """A function's closure."""
+
+    def __init__(self, take: Callable[[], torch.Tensor]) -> None:
+        self.take = take
+
+
+class Chain(nn.Module):
+    """Layers of torch around a unit, whose result they take apart."""
+
+    def __init__(self, unit: nn.Module) -> None:
+        super().__init__()
+        self.first, self.unit = nn.Linear(WIDTH, WIDTH, device="meta"), unit
+        self.last = nn.Linear(WIDTH, WIDTH, device="meta")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.unit(self.first(x))
+        return self.last(found.take() if isinstance(found, Hidden) else found.parts["tensor"])
+
+
+class Sharing(nn.Module):
+    """Two branches with one module between them, each a unit, and the shared module too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shared = nn.Linear(WIDTH, WIDTH, device="meta")
+        self.left, self.right = (
+            nn.Sequential(shared, nn.Tanh(), nn.Linear(WIDTH, WIDTH, device="meta")) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(self.left(x))
+
+
+def make_of_torch(model: nn.Module, units: list[str], strategy: Any) -> nn.Module:
+    import te_fsdp
+
+    meshes = make_meshes()
+    return te_fsdp.materialize(te_fsdp.fully_shard(model, meshes, units=units, strategy=strategy), seed=0)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+
+
+def a_deep_copy() -> None:
+    copy.deepcopy(make_sharded())
+
+
+def a_deep_copy_of_a_unit() -> None:
+    copy.deepcopy(make_sharded("optim").layer)
+
+
+def a_deep_copy_of_replicated_weights() -> None:
+    copy.deepcopy(nn.Sequential(make_sharded("no_shard")))
+
+
+def an_averaged_model() -> None:
+    torch.optim.swa_utils.AveragedModel(make_sharded())
+
+
+def a_pickle_of_a_model() -> None:
+    pickle.dumps(make_sharded())
+
+
+def torch_save_of_replicated_weights() -> None:
+    torch.save(make_sharded("no_shard"), io.BytesIO())
+
+
+def a_parametrization_before_the_first_forward() -> None:
+    model = make_sharded()
+    parametrizations.weight_norm(model.head)
+    model(draw_batch())
+
+
+def a_parametrization_of_a_te_module() -> None:
+    model = make_sharded("optim_grads")
+    parametrizations.weight_norm(model.layer, "fc1_weight")
+    model(draw_batch())
+
+
+def a_parametrization_of_replicated_weights() -> None:
+    model = make_sharded("no_shard")
+    take_step(model, make_sgd(model))
+    parametrizations.spectral_norm(model.head)
+    with torch.no_grad():
+        model.eval()(draw_batch())
+
+
+def weights_pruned_after_sharding() -> None:
+    model = make_sharded("no_shard")
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    model(draw_batch())
+
+
+def a_deleted_bias() -> None:
+    model = make_sharded()
+    del model.head.bias
+    model(draw_batch())
+
+
+def _penalty(model: nn.Module) -> torch.Tensor:
+    x = draw_batch().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    return gradient.square().mean()
+
+
+def a_gradient_penalty() -> None:
+    _penalty(make_sharded()).backward()
+
+
+def a_gradient_penalty_of_kept_weights() -> None:
+    layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)))
+    _penalty(make_of_torch(layers, ["0", "1"], "optim")).backward()
+
+
+def a_gradient_penalty_through_te() -> None:
+    _penalty(make_sharded("no_shard")).backward()
+
+
+def a_full_optimizer_state() -> None:
+    plain = nn.Linear(WIDTH, WIDTH, device=harness.device())
+    one = torch.optim.AdamW(plain.parameters())
+    plain(draw_batch(0)).sum().backward()
+    one.step()
+    model = make_of_torch(nn.Linear(WIDTH, WIDTH, device="meta"), [], "optim_grads_params")
+    adam = torch.optim.AdamW(model.parameters())
+    adam.load_state_dict(one.state_dict())
+    take_step(model, adam)
+
+
+def a_norm_of_none() -> None:
+    import te_fsdp
+
+    model = make_sharded()
+    model(draw_batch()).sum().backward()
+    te_fsdp.clip_grad_norm_(model, None)  # type: ignore[arg-type]
+
+
+def a_scale_of_none() -> None:
+    import te_fsdp
+
+    model = make_sharded()
+    model(draw_batch()).sum().backward()
+    te_fsdp.scale_gradients(model, None)  # type: ignore[arg-type]
+
+
+def an_output_in_which_nothing_is_found() -> None:
+    take_step(model := make_of_torch(Chain(Hiding()), ["unit"], "optim_grads_params"), make_sgd(model))
+
+
+def a_slice_without_tensor_parallelism() -> None:
+    import te_fsdp
+
+    meshes = make_meshes(tp=2)
+    of_torch = torch.distributed.init_device_mesh(
+        harness.device_type(), (1, 2), mesh_dim_names=("dp_shard", "tp")
+    )
+    te_fsdp.fully_shard(Model(meshes), of_torch["dp_shard"])
+
+
+def no_fsdp_axis() -> None:
+    import te_fsdp
+
+    meshes = make_meshes(tp=2)
+    te_fsdp.fully_shard(Model(meshes), meshes.fsdp)  # type: ignore[arg-type]
+
+
+def two_models_and_main_weights() -> None:
+    import te_fsdp
+
+    one, other = make_sharded(), make_sharded()
+    te_fsdp.main_weights(one, make_sgd(nn.ModuleList([one, other])))
+
+
+MISTAKES: list[Callable[..., None]] = [
+    a_deep_copy,
+    a_deep_copy_of_a_unit,
+    a_deep_copy_of_replicated_weights,
+    an_averaged_model,
+    a_pickle_of_a_model,
+    torch_save_of_replicated_weights,
+    a_parametrization_before_the_first_forward,
+    a_parametrization_of_a_te_module,
+    a_parametrization_of_replicated_weights,
+    weights_pruned_after_sharding,
+    a_deleted_bias,
+    a_gradient_penalty,
+    a_gradient_penalty_of_kept_weights,
+    a_gradient_penalty_through_te,
+    a_full_optimizer_state,
+    a_norm_of_none,
+    a_scale_of_none,
+    an_output_in_which_nothing_is_found,
+    a_slice_without_tensor_parallelism,
+    no_fsdp_axis,
+    two_models_and_main_weights,
+]

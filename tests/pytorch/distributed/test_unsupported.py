@@ -1,0 +1,128 @@
+"""What torch fails at without a name in a sharded model (docs/troubleshooting.md).
+
+The kind: a use that is right on an unsharded model ends in a raw error of torch, or in a wrong result. Each raises
+te_fsdp's own error with the name and the fix, or works and is compared by value with one process.
+"""
+
+from __future__ import annotations
+
+import bodies_unsupported as bodies
+import bodies_works_after_all as works
+import pytest
+from bodies_mistakes import all_mistakes
+
+ERRORS = {
+    "a_deep_copy": ("OrderError", "Model: deepcopy of a model after fully_shard"),
+    "a_deep_copy_of_a_unit": ("OrderError", "layer: deepcopy of a model after fully_shard"),
+    "a_deep_copy_of_replicated_weights": ("OrderError", "Model: deepcopy of a model after fully_shard"),
+    "an_averaged_model": ("OrderError", "average = [p.detach().clone() for p in model.parameters()]"),
+    "a_pickle_of_a_model": ("OrderError", "Model: pickle of a model after fully_shard"),
+    "torch_save_of_replicated_weights": ("OrderError", "Model: pickle of a model after fully_shard"),
+    "a_parametrization_before_the_first_forward": ("OrderError", "head.weight: taken away after fully_shard"),
+    "a_parametrization_of_a_te_module": ("OrderError", "layer.fc1_weight: taken away after fully_shard"),
+    "a_parametrization_of_replicated_weights": ("OrderError", "head.weight: taken away after fully_shard"),
+    "weights_pruned_after_sharding": ("OrderError", "head.weight: taken away after fully_shard"),
+    "a_deleted_bias": ("OrderError", "head.bias: taken away after fully_shard"),
+    "a_gradient_penalty": ("OrderError", "backward with create_graph=True through sharded weights"),
+    "a_gradient_penalty_of_kept_weights": (
+        "OrderError",
+        "1: backward with create_graph=True through sharded weights",
+    ),
+    "a_gradient_penalty_through_te": (
+        "OrderError",
+        "layer: backward with create_graph=True through a module of TransformerEngine",
+    ),
+    "a_full_optimizer_state": (
+        "CheckpointError",
+        "AdamW.step: exp_avg of weight: expected this rank's part, a DTensor",
+    ),
+    "a_norm_of_none": (
+        "PlacementError",
+        "clip_grad_norm_: max_norm must be a number of at least 0: got None",
+    ),
+    "a_scale_of_none": ("PlacementError", "scale_gradients: factor must be a number"),
+    "an_output_in_which_nothing_is_found": ("PlacementError", "unit: forward returned Hidden"),
+    "a_slice_without_tensor_parallelism": (
+        "MeshError",
+        "layer: fully_shard over meshes without a tensor-parallel axis: expected meshes with tp=2",
+    ),
+    "no_fsdp_axis": ("MeshError", "fully_shard: meshes: expected te_fsdp.Meshes"),
+    "two_models_and_main_weights": (
+        "OrderError",
+        'models = torch.nn.ModuleDict({"a": a, "b": b}), and pass models to te_fsdp.main_weights',
+    ),
+}
+
+
+@pytest.mark.ranks(2)
+def test_errors(pool, tmp_path):
+    """Raw errors of torch that name neither parameter nor fix."""
+    assert set(ERRORS) == {make.__name__ for make in bodies.MISTAKES}
+    for found in pool.run(all_mistakes, 2, directory=str(tmp_path), mistakes=bodies.MISTAKES):
+        for mistake, (name, phrase) in ERRORS.items():
+            kind, text = found.get(mistake, ("no error", ""))
+            assert kind == name and phrase in text and "Fix: " in text, (mistake, kind, text)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", works.STRATEGIES)
+def test_works(pool, strategy):
+    """Uses that torch's FSDP2, or te_fsdp, refused or got wrong: gradients by value of one process."""
+    for found in pool.run(works.all_that_works, 2, strategy=strategy):
+        assert found == {make.__name__: True for make in works.WORKS}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", ["optim_grads_params", "no_shard"])
+def test_two_models(pool, tmp_path, strategy):
+    """One optimizer over two models that are in one ``ModuleDict``."""
+    assert all(pool.run(works.two_models_in_a_module_dict, 2, directory=str(tmp_path), strategy=strategy))
+
+
+@pytest.mark.parametrize(
+    ("axes", "mixed"),
+    [
+        pytest.param({"dp_shard": 2}, True, marks=pytest.mark.ranks(2)),
+        pytest.param({"dp_shard": 2, "tp": 2}, False, marks=pytest.mark.ranks(4)),
+        pytest.param({"dp_shard": 2, "tp": 2}, True, marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_scaler(pool, axes, mixed):
+    """Parameters on several meshes in one ``GradScaler``: ranks step, or skip, together."""
+    ranks = 2 * axes.get("tp", 1)
+    for infinite, scale in ((False, 4.0), (True, 2.0)):
+        for found in pool.run(works.scaled_losses, ranks, axes=axes, mixed=mixed, infinite=infinite):
+            assert found == (True, scale), infinite
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("when", ["before", "after a backward", "after a step"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_conversions(pool, strategy, when):
+    """``torch.utils.swap_tensors`` of quantized parameters: it refuses weak references and loses hooks."""
+    if strategy != "no_shard" and when != "before":
+        pytest.skip("a conversion after the first forward: FSDP2 has allocated what it gathers into")
+    for found in pool.run(works.conversions, 2, strategy=strategy, when=when):
+        assert found == {"to": True, "cpu_float": True}
+
+
+@pytest.mark.ranks(2)
+def test_meshes_of_size_one(pool):
+    """Code that is written for tensor parallelism runs without it."""
+    for rank, found in enumerate(pool.run(works.meshes_of_size_one, 2)):
+        te_kwargs = {"tp_group": None, "tp_size": 1}
+        assert found == {"rank": 0, "size": 1, "group": [rank], "te": te_kwargs, "part": 4}
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"dp_shard": 2}, marks=pytest.mark.ranks(2)),
+        pytest.param({"dp_shard": 2, "tp": 2}, marks=pytest.mark.ranks(4)),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.ranks(4)),
+    ],
+)
+def test_a_slice_in_the_place_of_the_meshes(pool, axes):
+    """``meshes.fsdp`` given to ``fully_shard``, as FSDP2 takes it, loses no other axis."""
+    ranks = 2 * axes.get("tp", 1) * axes.get("dp_replicate", 1)
+    assert all(pool.run(works.a_slice_in_the_place_of_the_meshes, ranks, axes=axes))
