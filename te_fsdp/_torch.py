@@ -250,15 +250,6 @@ def is_of_another_rank(value: object, parameter: DTensor) -> bool:
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def renew_hooks(tensor: torch.Tensor) -> None:
-    """Set a leaf's hooks again, which ``torch.utils.swap_tensors`` leaves on the object but takes from autograd."""
-    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        hooks = getattr(tensor, attribute, None)
-        if hooks is not None:
-            setattr(tensor, attribute, None)
-            setattr(tensor, attribute, hooks or None)
-
-
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1

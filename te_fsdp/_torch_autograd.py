@@ -25,3 +25,12 @@ def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:
     dtype = getattr(old, "grad_dtype", old.dtype)
     if dtype != old.dtype and new.grad is None and getattr(new, "grad_dtype", None) == new.dtype:
         new.grad_dtype = dtype
+
+
+def renew_hooks(tensor: torch.Tensor) -> None:
+    """Set a leaf's hooks again, which ``torch.utils.swap_tensors`` leaves on the object but takes from autograd."""
+    for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(tensor, attribute, None)
+        if hooks is not None:
+            setattr(tensor, attribute, None)
+            setattr(tensor, attribute, hooks or None)

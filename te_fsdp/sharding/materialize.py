@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _fsdp2_patches, _te, _torch
+from te_fsdp import _fsdp2_patches, _te, _torch, _torch_autograd
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
@@ -280,7 +280,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
         for name, parameter in state.parameters().items():
             carry_over(known[name], parameter)
             if _te.is_quantized(parameter):
-                _torch.renew_hooks(parameter)
+                _torch_autograd.renew_hooks(parameter)
             if name in gradients:
                 gradient = gradients[name]
                 parameter.grad_dtype = gradient_dtype(parameter)
