@@ -74,7 +74,7 @@ ERRORS = {
     ),
     "a_parametrization_after_the_first_forward": (
         "OrderError",
-        "head.weight: a parameter assigned after the first forward",
+        "head.weight: taken away after fully_shard",
     ),
     "other_values_by_functional_call": (
         "OrderError",
