@@ -19,7 +19,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
 from te_fsdp._fsdp2_patches import forget_gathers
-from te_fsdp._fsdp2_unused import fill_unused
 from te_fsdp._torch import (
     dtensor,
     find_managed,
@@ -315,7 +314,6 @@ def reduce_outside_backward(root: nn.Module) -> None:
             continue
         before = group.reduce_grads, group.all_reduce_grads
         group.reduce_grads = group.all_reduce_grads = True
-        fill_unused(group)
         try:
             group.post_backward()
         finally:

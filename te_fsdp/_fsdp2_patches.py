@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 #: Of a parameter group: what is called before it reduces, and after.
 LISTENERS = "_te_fsdp_listeners"
+#: Of a parameter group: the record that is reduced with the gradients (``_fsdp2_unused.UseFlags``).
+FLAGS = "_te_fsdp_use_flags"
 
 
 def listen(
@@ -62,7 +64,11 @@ def _post_backward(
         return
     for call in reversed(before):
         call(group)
-    stock(*args)
+    flags = group.__dict__.get(FLAGS)
+    if flags is None:
+        stock(*args)
+    else:
+        flags.reduce_with(group, stock, *args)
     for call in after:
         call(group)
 

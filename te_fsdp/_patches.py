@@ -41,7 +41,7 @@ FSDP2 = (
     Patch(
         "`FSDPParamGroup`",
         "post_backward",
-        "calls what te_fsdp does before and after a reduction: zeros for unused parameters,"
+        "calls what te_fsdp does before and after a reduction: zeros and flags for unused parameters,"
         " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
         "gradients of HFSDP; and hands on gradients of whole shards before FSDP2 copies them",
         "test_no_shard.py::test_parameters_that_other_ranks_use",
@@ -88,6 +88,13 @@ FSDP2 = (
         "makes no flat, dequantized copy of a quantized shard",
         "test_quantized_memory.py::test_what_is_kept_without_the_savings",
         "- `view(-1)` of block formats dequantizes",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "finalize_backward",
+        "removes gradients of parameters that no rank used",
+        "test_unused.py::test_weight_decay_of_what_no_rank_uses",
+        versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",

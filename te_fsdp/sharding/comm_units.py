@@ -68,8 +68,8 @@ def reduce_unused(model: nn.Module) -> None:
     """Let FSDP2 reduce zeros for trained parameters of a unit that had no gradient on this rank. Local operation.
 
     FSDP2 reduces what has a gradient. Where that differs between ranks (a branch that one rank takes and another does
-    not), their collectives would not match: they hang, or mix the gradients of different parameters. A parameter of a
-    unit that no rank used gets a gradient of zeros as well.
+    not), their collectives would not match: they hang, or mix the gradients of different parameters. A parameter that
+    no rank used keeps ``None``, as in one process.
 
     Every unit must still run on all ranks or on none: its all-gather is a collective too.
     """
@@ -77,8 +77,10 @@ def reduce_unused(model: nn.Module) -> None:
         if not _torch.is_fsdp_module(unit):
             continue
         for group in _torch.fsdp_parameter_groups(unit):
-            _fsdp2_unused.fill_unused(group)
+            if not _fsdp2_unused.is_alone(group):
+                _fsdp2_unused.fill_unused(group)
             _fsdp2_unused.one_gradient_dtype(group)
+            _fsdp2_unused.drop_unused(group)
 
 
 def install_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:

@@ -45,15 +45,20 @@ HSDP = {
 }
 
 
+#: Of the model of `bodies.values`: two linear layers and a norm, each with a weight and a bias.
+PARAMETERS = 6
+
+
 def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
     """Bytes of one step by collective and dtype: units gathered twice per microbatch, or once; reduced as told."""
     arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
     wire, compute = (str(d).removeprefix("torch.") for d in (arithmetic.wire, arithmetic.compute))
     reductions = MICROBATCHES if case.get("each", True) else 1
     shards = world // axes.get("dp_replicate", 1)
+    sent = ELEMENTS + PARAMETERS * shards  # a flag for each parameter and rank: whether the rank has used it
     if "exempt" in case:
         second = HIDDEN * MIDDLE + HIDDEN
-        sharded = (ELEMENTS - second) * WIDTH[wire]
+        sharded = (sent - 2 * shards - second) * WIDTH[wire]
         return {
             f"all_gather {compute}": 2 * MICROBATCHES * (ELEMENTS - second) * WIDTH[compute],
             f"reduce_scatter {wire}": MICROBATCHES * sharded,
@@ -64,12 +69,12 @@ def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
         gathers = 1 if "strategy" in case else 2 * MICROBATCHES
         expected[f"all_gather {compute}"] = gathers * ELEMENTS * WIDTH[compute]
         kind = "all_to_all" if arithmetic.fp32_sum else "reduce_scatter"
-        expected[f"{kind} {wire}"] = reductions * ELEMENTS * WIDTH[wire]
+        expected[f"{kind} {wire}"] = reductions * sent * WIDTH[wire]
     if "dp_replicate" in axes:
         outer = 1 if case.get("outer_last") else reductions
         for kind in ("all_to_all", "all_gather") if arithmetic.fp32_sum else ("all_reduce",):
             key = f"{kind} {wire}"
-            expected[key] = expected.get(key, 0) + outer * ELEMENTS // shards * WIDTH[wire]
+            expected[key] = expected.get(key, 0) + outer * sent // shards * WIDTH[wire]
     return expected
 
 
@@ -160,7 +165,7 @@ def test_quantized_weights_travel_as_bytes(pool, recipe):
         gathered = 2 * (weight + SCALES[recipe] * weight // 32 + 2 * bias)
         assert found["bytes"] == {
             "all_gather uint8": gathered,
-            "reduce_scatter bfloat16": 2 * (weight + bias),
+            "reduce_scatter bfloat16": 2 * (weight + bias + 2 * 2),  # a flag for each parameter and rank
         }
         assert found["gradients"] == ["torch.float32"]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from no_sharding import decayed
 from quantization import unreached
 
 HOW = ("two outputs", "left out", "frozen trunk")
@@ -54,3 +57,39 @@ def test_other_gradients_are_caught(pool, arch):
     """Negative control: the gradients of another step."""
     errors = pool.run_expect_error(unreached.training, 2, recipe="current", how="left out", spoil=True)
     assert all("trunk.weight" in error.message for error in errors)
+
+
+DP2, HSDP, REPLICATE2 = (
+    {"dp_shard": 2},
+    {"dp_replicate": 2, "dp_shard": 2},
+    {"dp_replicate": 2, "dp_shard": 1},
+)
+
+
+@pytest.mark.parametrize(
+    ("axes", "strategy", "outer"),
+    [
+        (DP2, "no_shard", "no_shard"),
+        (DP2, "optim", "no_shard"),
+        (DP2, "optim_grads", "no_shard"),
+        (DP2, "optim_grads_params", "no_shard"),
+        (HSDP, "optim_grads", "no_shard"),
+        (HSDP, "optim_grads_params", "no_shard"),
+        (REPLICATE2, "optim_grads_params", "no_shard"),
+        (HSDP, "optim_grads_params", "optim"),
+        (REPLICATE2, "optim_grads", "optim"),
+    ],
+)
+def test_weight_decay_of_what_no_rank_uses(pool, axes, strategy, outer):
+    """The kind: by none of the ranks, ``.grad`` is None as in one process; by some of them, zeros on the others."""
+    for schedule in ("plain", "no_sync", "microbatch", "by hand"):
+        options = {"strategy": strategy, "outer": outer, "schedule": schedule}
+        pool.run(decayed.adamw, math.prod(axes.values()), axes=axes, **options)
+
+
+@pytest.mark.ranks(2)
+def test_weight_decay_of_zeros_is_caught(pool):
+    """Negative control: gradients of zeros in place of None."""
+    options = {"strategy": "optim_grads_params", "outer": "no_shard", "schedule": "plain", "zeros": True}
+    errors = pool.run_expect_error(decayed.adamw, 2, axes=DP2, **options)
+    assert all("never" in error.message or "c." in error.message for error in errors)

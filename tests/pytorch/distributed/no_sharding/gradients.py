@@ -42,13 +42,13 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     """Gradients of parameters that only some ranks use, against the mean over all ranks' losses in one process.
 
     Args:
-        how: "exempt"; "setter" and "by hand": what torch 2.13 has, and what stands in for it before; "neither".
+        how: "exempt"; "filled": with zeros by te_fsdp; "neither", the negative control.
         mixed: compute in bf16, reduce in fp32, and let gradients wait for the second backward.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     import te_fsdp
-    from te_fsdp import _fsdp2_patches, _torch
+    from te_fsdp import _fsdp2_patches, _fsdp2_unused, _torch
 
     torch.manual_seed(1)
     reference = Branches()
@@ -58,12 +58,9 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
         te_fsdp.fsdp_no_shard([model.left, model.right, model.never])
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     te_fsdp.fully_shard(model, meshes_of({}), mp_policy=policy)
-    if how in ("by hand", "neither") and hasattr(
-        model, "set_reduce_scatter_unused_params"
-    ):  # else it is by hand
-        model.set_reduce_scatter_unused_params(False)
-        for group in _torch.fsdp_parameter_groups(model) if how == "by hand" else ():
-            _fsdp2_patches.fill_unused(group)
+    if how == "neither":
+        for group in _torch.fsdp_parameter_groups(model):
+            group.__dict__[_fsdp2_patches.LISTENERS][0].remove(_fsdp2_unused._fill)
     x = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(2)).to(
         harness.device()
     )
