@@ -20,7 +20,7 @@ endif
 RUN := PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PY)
 
 .DEFAULT_GOAL := help
-.PHONY: help train train-moe test test-integrations mutants same-bits te-versions torch-versions python-versions lint format docs docs-commands coverage clean clean-venv
+.PHONY: help train train-moe test test-integrations mutants same-bits search te-versions torch-versions python-versions lint format docs docs-commands coverage clean clean-venv
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,6 +48,10 @@ mutants:  ## break one line after the other and see whether its test notices (so
 same-bits:  ## do this tree and another commit train alike, bit for bit? (some 10 minutes; ARGS="--before COMMIT")
 	@scripts/setup.sh test
 	$(PY) scripts/same_bits $(ARGS)
+
+search:  ## train 300 random configurations and compare each with stock TE in one process (ARGS="--seed 1 --count 20")
+	@scripts/setup.sh test
+	$(RUN) scripts/search $(ARGS)
 
 te-versions:  ## the emulation's tests and a short sharded training with the other supported versions of TransformerEngine
 	@scripts/setup.sh test

@@ -282,10 +282,17 @@ class Check:
     """The comparisons of one case, with the largest error of each kind as a share of its bound."""
 
     def __init__(
-        self, recipe: str, weights: str, module: str, expected: Seen, originals: dict[str, torch.Tensor]
+        self,
+        recipe: str,
+        weights: str,
+        module: str,
+        expected: Seen,
+        originals: dict[str, torch.Tensor],
+        *,
+        gemms: int = 0,
     ) -> None:
         self.expected, self.originals = expected.tensors, originals
-        self.output_bound, self.gradient_bound = bounds(recipe, weights, module)
+        self.output_bound, self.gradient_bound = bounds(recipe, weights, module, gemms)
         self.quantized, self.steps = weights == "quantized", steps_of(recipe)
         self.findings = Findings()
         self.shares: dict[str, float] = {}
@@ -320,6 +327,11 @@ class Check:
         for box in info.boxes:
             pair = local[box.local_slices()], expected[box.original_slices()]
             self._close(f"{what} {name}", *pair, self.gradient_bound + rounding, scale)
+
+    def absent(self, name: str, actual: torch.Tensor | None) -> None:
+        """A gradient that one process does not have."""
+        if actual is not None:
+            self.findings.failures.append(f"{name}: a gradient, where one process has None")
 
     def loss(self, place: str, actual: float, elements: int) -> None:
         """The mean over the whole micro-batch."""

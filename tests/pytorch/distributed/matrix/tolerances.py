@@ -52,11 +52,11 @@ def rounding(bits: int) -> float:
     return 2.0**-bits / math.sqrt(12)
 
 
-def bounds(recipe: str, weights: str, module: str) -> tuple[float, float]:
-    """Relative differences allowed of outputs and of gradients."""
+def bounds(recipe: str, weights: str, module: str, gemms: int = 0) -> tuple[float, float]:
+    """Relative differences allowed of outputs and of gradients; `gemms` of a chain of several modules."""
     if weights == "fp32":
         return FP32, FP32
-    gemms = GEMMS[module]
+    gemms = gemms or GEMMS[module]
     # Every operation rounds to bf16: GEMM, bias or activation, residual or norm; forward and backward alike.
     base = 3 * 2 * rounding(_BF16) ** 2
     if recipe == "none":
