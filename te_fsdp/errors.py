@@ -100,7 +100,7 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
     if why:
         text += f" {why.rstrip('.')}."
     if fix:
-        text += f" Fix: {fix.rstrip('.')}."
+        text += f" Fix: {fix}" if fix.endswith("...") else f" Fix: {fix.rstrip('.')}."
     return text
 
 

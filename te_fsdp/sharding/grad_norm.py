@@ -445,8 +445,10 @@ class NanReport:
         for label in self._labels:
             where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(found) if label in f]
             if where:
-                named = _named(bad, label, self._labels)
-                lines.append(f"{', '.join(named) or label or 'the root unit'}: {', '.join(where)}")
+                whole = {name for name, plan in state.plans.items() if plan.storage.is_whole}
+                named = ", ".join(_named(bad, label, self._labels, whole))
+                named = f"{label} ({named})" if label == NOT_SHARDED and named else named
+                lines.append(f"{named or label or 'the root unit'}: {', '.join(where)}")
         return message(
             "gradients with NaN or infinity: " + "; ".join(lines),
             expected="finite gradients on every rank",
@@ -455,11 +457,13 @@ class NanReport:
         )
 
 
-def _named(names: Iterable[str], label: str, labels: list[str]) -> list[str]:
-    """The names that belong to a unit and to no unit in it."""
-    if label == NOT_SHARDED:
-        return []
+def _named(names: Iterable[str], label: str, labels: list[str], whole: set[str]) -> list[str]:
+    """Return the names that belong to a unit and to no unit in it, or those of parameters that stay ``whole``."""
     prefix = f"{label}." if label else ""
     inner = tuple(f"{u}." for u in labels if u not in (NOT_SHARDED, label) and u.startswith(prefix))
-    own = [name for name in names if name.startswith(prefix) and not name.startswith(inner)]
+    own = [
+        name for name in names if name.startswith(prefix) and not name.startswith(inner) and name not in whole
+    ]
+    if label == NOT_SHARDED:
+        own = [name for name in names if name in whole]
     return [*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own

@@ -95,7 +95,7 @@ class Arguments:
         device: Where the model is moved before it is sharded; ``None``: the current device.
         init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters`` or
             ``_reset_parameters``.
-        mixed_precision_policy: Dtypes of main weights, main gradients and the wire.
+        mixed_precision_policy: Dtypes of main weights, main gradients and the wire; ``None``: the default policy.
         sync_model_each_microbatch: Whether each backward counts as the last one of its step.
         report_nan_in_param_grad: Raise before a step on gradients that are not finite; names parameter and rank.
         calculate_per_token_loss: Sum gradients over data parallel; the caller divides by the number of tokens.
@@ -117,7 +117,7 @@ class Arguments:
     outer_dp_sharding_strategy: str | int = 0
     device: torch.device | None = None
     init_model_with_meta_device: bool = False
-    mixed_precision_policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    mixed_precision_policy: MixedPrecisionPolicy | None = MixedPrecisionPolicy()
     overlap_grad_reduce: bool = True
     overlap_param_gather: bool = True
     sync_model_each_microbatch: bool = True
@@ -374,7 +374,7 @@ class FSDPDistributedIndex:
                 "FSDPDistributedIndex: dp_shard_dim",
                 expected=f"the axis that shards, one of {device_mesh.mesh_dim_names}",
                 got=None,
-                fix="dp_shard_dim=...",
+                fix=f"dp_shard_dim={(device_mesh.mesh_dim_names or ('dp_shard',))[0]!r}",
             )
         self.fsdp_group, self.expt_fsdp_group = map(self._group, [dp_shard_dim] * 2, (False, True))
         self.outer_fsdp_group, self.expt_outer_fsdp_group = map(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy, native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
@@ -35,7 +36,6 @@ from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -244,8 +244,12 @@ def _shard(root: _Note) -> None:
                 got="others",
                 fix="give all units of a model the same",
             )
-    *outer, shard = root.mesh.mesh_dim_names or ()
-    meshes = native_meshes(root.mesh, shard, outer[0] if outer else None, None)
+    mesh = root.mesh
+    if not mesh.mesh_dim_names:
+        names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
+        mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
+    *outer, shard = mesh.mesh_dim_names or ()
+    meshes = native_meshes(mesh, shard, outer[0] if outer else None, None)
     on_meta = any(parameter.is_meta for parameter in root.module.parameters())
     if not on_meta:
         root.module.to(meshes.device)
@@ -262,7 +266,8 @@ def _shard(root: _Note) -> None:
 @contextlib.contextmanager
 def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
     """Context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`."""
-    roots = [inner for inner in module.modules() if sharding_state(inner) is not None]
+    states = filter(None, map(sharding_state, module.modules()))
+    roots = list({id(state): state.model for state in states}.values())  # once of torch.compile(model), too
     with contextlib.ExitStack() as stack:
         for root in roots or [module]:
             stack.enter_context(native_microbatch(root, is_last=is_last))

@@ -173,7 +173,11 @@ class MegatronFSDP(torch.nn.Module):
         reductions.finish_grad_reduce(self.module)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete all gradients, in any case over all axes, and release gathered weights. Collective."""
+        """Complete all gradients and release gathered weights. Collective.
+
+        With HFSDP gradients are complete over the axis that shards. The optimizer's step averages them over the outer
+        axis, each rank the rows that it updates, and ``.grad`` refuses to be read: :func:`te_fsdp.finish_grad_reduce`.
+        """
         if force_all_reduce:
             _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) does what False does")
         reductions.finish_grad_reduce(self.module)
@@ -304,7 +308,7 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
         module,
         index,
         DistributedDataParallelConfig(**strategies),
-        given.mixed_precision_policy,
+        given.mixed_precision_policy or MixedPrecisionPolicy(),
         given.fsdp_unit_modules,
         device=given.device,
         calculate_per_token_loss=given.calculate_per_token_loss,
@@ -340,19 +344,19 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     """
     Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)  # warns
     states = (state_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
-    state = next((state for state in states if state is not None), None)
-    if state is None:
+    models = list({id(state): state.model for state in states if state is not None}.values())
+    if not models:
         raise OrderError(
             f"fully_shard_optimizer({type(optimizer).__name__})",
             expected="an optimizer over the parameters of a sharded model",
             got="other parameters",
             fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
         )
-    main_weights(state.model, optimizer)
+    main_weights(models[0] if len(models) == 1 else torch.nn.ModuleList(models), optimizer)
     shard_optimizer(optimizer)
     if not hasattr(optimizer, _BRIDGED):
         setattr(optimizer, _BRIDGED, True)
-        _bridge(optimizer, state.model)
+        _bridge(optimizer, models)
     return optimizer
 
 
@@ -373,8 +377,8 @@ def fully_shard(
     return model, fully_shard_optimizer(optimizer)
 
 
-def _bridge(optimizer: Optimizer, model: nn.Module) -> None:
-    """Give four methods of an optimizer what Megatron-FSDP's have."""
+def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
+    """Give four methods of an optimizer over the parameters of some models what Megatron-FSDP's have."""
     # Around the methods, not as hooks: those run when main weights are in the parameters' places already.
     stock = {
         name: getattr(optimizer, name) for name in ("step", "zero_grad", "state_dict", "load_state_dict")
@@ -391,7 +395,7 @@ def _bridge(optimizer: Optimizer, model: nn.Module) -> None:
         if not install_optimized_model_weights:
             text = "megatron_fsdp: a step always installs its weights; use the optimizer's own main weights"
             _log.warning(text)
-        if sync_grad_before_optimizer_step:
+        for model in models if sync_grad_before_optimizer_step else ():
             reductions.finish_grad_reduce(model)
         return stock["step"](*args, **kwargs)
 
@@ -401,9 +405,10 @@ def _bridge(optimizer: Optimizer, model: nn.Module) -> None:
         # What lies in buffers is forgotten for a model as a whole; an optimizer over a part of one leaves the gradients
         # of the others alone, which may not have stepped yet.
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if zero_grad_buffer and all(id(p) in held for p in model.parameters() if p.requires_grad):
-            to_none = kwargs.get("set_to_none", args[0] if args else None)
-            reductions.zero_grad(model, set_to_none=to_none is not False)
+        to_none = kwargs.get("set_to_none", args[0] if args else None)
+        for model in models if zero_grad_buffer else ():
+            if all(id(p) in held for p in model.parameters() if p.requires_grad):
+                reductions.zero_grad(model, set_to_none=to_none is not False)
         return result
 
     def state_dict(optimizer: Optimizer) -> dict[str, Any]:
