@@ -46,7 +46,7 @@ from te_fsdp.sharding.comm_units import take_in_shards
 from te_fsdp.sharding.model_init import find_initializers
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import release_params
-from te_fsdp.sharding.state import mark, mesh_of, sharding_state
+from te_fsdp.sharding.state import leave_unset, mark, mesh_of, sharding_state
 from te_fsdp.step_hooks import replacing
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ def _apply_and_carry(state: ShardingState, stock: Any, *args: Any, **kwargs: Any
         with replacing(state.model, "to_empty, or another call that converts the model"):
             result = stock(*args, **kwargs)
         if "to_empty" in getattr(args[0], "__qualname__", ""):
-            _leave_unset(state)
+            leave_unset(state)
         return result
     except NotImplementedError as error:
         if "meta tensor" not in str(error):
@@ -304,16 +304,6 @@ def _refuse_conversion(state: ShardingState, fn: Any) -> None:
                 why="FSDP2 has allocated what it gathers weights into",
                 fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
             )
-
-
-@torch.no_grad()
-def _leave_unset(state: ShardingState) -> None:
-    """Fill what ``to_empty`` has given memory with NaN, which the first forward and any loss show."""
-    for tensor in [*state.model.parameters(), *state.model.buffers()]:
-        local = _torch.local_of(tensor)
-        if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
-            local.fill_(float("nan"))
-    state.emptied = state.on_meta = True
 
 
 # --------------------------------------------------------------------------------------------------------- made equal

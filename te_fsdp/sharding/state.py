@@ -276,6 +276,16 @@ def mark(state: ShardingState, *, moved: bool = False) -> None:
             facts.memory = id(parameter), _torch.memory_of(parameter)
 
 
+@torch.no_grad()
+def leave_unset(state: ShardingState) -> None:
+    """Fill what ``to_empty`` has given memory with NaN, which the first forward and any loss show."""
+    for tensor in [*state.model.parameters(), *state.model.buffers()]:
+        local = _torch.local_of(tensor)
+        if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
+            local.fill_(float("nan"))
+    state.emptied = state.on_meta = True
+
+
 def is_assigned(parameter: torch.Tensor) -> bool:
     """Whether ``.data`` of a sharded parameter was assigned since it was marked. Local operation."""
     if not isinstance(parameter, DTensor):
