@@ -331,7 +331,9 @@ def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
         return policy.reduce_dtype
     managed = managed_by(unit)
     by_parameters = bool(managed) and hasattr(type(managed[0]), "unsharded_grad_dtype")
-    return (None if by_parameters else policy.param_dtype) or next(unit.parameters()).dtype
+    return (None if by_parameters else policy.param_dtype) or next(
+        (parameter.dtype for parameter in unit.parameters()), torch.get_default_dtype()
+    )
 
 
 def wait_for_reductions(root: nn.Module) -> None:

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+def holds_quantized(module: nn.Module) -> bool:
+    """Return whether a ``te.ops`` module has, or on meta will have, a quantized weight (``_with_quantized_weight``)."""
+    own = [p for p in module._parameters.values() if p is not None]
+    return bool(getattr(module, "_with_quantized_weight", False)) or any(map(_te.is_quantized, own))
+
+
 def has_recipe_state(module: Any) -> bool:
     """Whether a module is one that recipes keep state in (``fp8_meta``), of whatever recipe."""
     return hasattr(module, "fp8_meta")

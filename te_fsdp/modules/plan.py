@@ -162,7 +162,9 @@ def _check_item(item: ModulePlan) -> None:
         _check_same(label, binding, meshes)
         return
     for name, parameter in item.module._parameters.items():
-        if isinstance(parameter, DTensor) and (item.kind is not None or parameter.device_mesh != tp_mesh):
+        if isinstance(parameter, DTensor) and item.kind is None and parameter.device_mesh != tp_mesh:
+            raise _distributed_already(f"{label}.{name}", parameter)
+        if isinstance(parameter, DTensor) and item.kind is not None:
             raise OrderError(
                 f"{label}.{name}: set_device_mesh after the parameter became a DTensor",
                 expected="a plain parameter, as TE makes it",
@@ -200,6 +202,18 @@ def _check_item(item: ModulePlan) -> None:
                 got=want,
                 fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
             )
+
+
+def _distributed_already(label: str, parameter: DTensor) -> OrderError:
+    """Return the error for a parameter that the user or FSDP2 has distributed."""
+    return OrderError(
+        f"{label}: a parameter that is a DTensor already, on mesh axes {parameter.device_mesh.mesh_dim_names}",
+        expected="a plain tensor, or a DTensor on the tp mesh",
+        got=f"DTensor with placements {tuple(parameter.placements)}",
+        why="te_fsdp does not support parameters that were distributed over other axes",
+        fix="call set_device_mesh before torch's fully_shard. Register plain tensors; for experts leave the parameters "
+        "of GroupedLinear in place, which te_fsdp.fully_shard distributes over ep",
+    )
 
 
 def _check_same(label: str, binding: Binding, meshes: Meshing) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _fsdp2_patches, _te, _torch, _torch_autograd
+from te_fsdp import _fsdp2_patches, _te, _te_modules, _torch, _torch_autograd
 from te_fsdp.agree import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import AXES
@@ -43,7 +43,7 @@ from te_fsdp.parameters import (
 )
 from te_fsdp.quantized.components import components_of, finish_writing
 from te_fsdp.sharding.comm_units import take_in_shards
-from te_fsdp.sharding.model_init import find_initializers
+from te_fsdp.sharding.model_init import attributes_on_meta, find_initializers
 from te_fsdp.sharding.precision import gradient_dtype
 from te_fsdp.sharding.reductions import release_params
 from te_fsdp.sharding.state import leave_unset, mark, mesh_of, sharding_state
@@ -139,16 +139,7 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     left |= set(_initialize_all(model, pending[done:]))
     left = {name for name in left if has_sentinel(_tensor_at(model, name))}
     left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
-    return left | set(_attributes_on_meta(model))
-
-
-def _attributes_on_meta(model: nn.Module) -> Iterator[str]:
-    """Yield the names of tensors on meta that users' modules have as plain attributes: nothing gives them values."""
-    for name, module in model.named_modules():
-        if _te.kind_of(module) is None:
-            for key, value in vars(module).items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
-                    yield f"{name}.{key}" if name else key
+    return left | set(attributes_on_meta(model))
 
 
 def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
@@ -217,6 +208,8 @@ def _initialize(module: nn.Module) -> list[str]:
     if isinstance(module, ForeignModule):
         # Its reset_parameters would raise for this module alone; materialize reports all at once.
         reset = super(ForeignModule, module).reset_parameters  # type: ignore[misc]
+    elif reset is not None and _te.kind_of(module) == "unknown" and not _te_modules.holds_quantized(module):
+        return initialize_by_reset(module, reset)  # te.ops: they are not bound, and know no shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
         reset()
         return []

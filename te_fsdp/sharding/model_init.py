@@ -304,3 +304,12 @@ def _memory(tensor: torch.Tensor) -> int:
 def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a checksum of a tensor's bits: writes through ``.data`` do not count as versions."""
     return tuple(checksum(tensor.detach()).flatten().tolist())
+
+
+def attributes_on_meta(model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors on meta that users' modules have as plain attributes: nothing gives them values."""
+    for name, module in model.named_modules():
+        if _te.kind_of(module) is None:
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    yield f"{name}.{key}" if name else key

@@ -8,17 +8,34 @@ unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raise
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from te_fsdp import _te, _te_modules
 from te_fsdp.errors import PlacementError, shorten
 from te_fsdp.parameters import Place, is_replicated
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 #: Most elements of one unit that are replicated on their own.
 MOST = 1 << 20
+
+
+def refuse_quantized_ops(model: nn.Module, is_whole: Callable[[nn.Module, str], bool]) -> None:
+    """Raise ``PlacementError`` for quantized weights of ``te.ops`` modules that would be sharded. Local operation."""
+    for name, module in model.named_modules():
+        if _te.kind_of(module) == "unknown" and _te_modules.holds_quantized(module):
+            if all(is_whole(module, own) for own, p in module._parameters.items() if p is not None):
+                continue
+            raise PlacementError(
+                f"{name or type(module).__name__}: a quantized weight of te.ops.{type(module).__name__}",
+                expected="high-precision weights of te.ops modules that are sharded",
+                why="Each rank would quantize its shard with a scale of its own",
+                fix="te.Linear and its like, te.ops modules built outside of quantized_model_init, or "
+                "te_fsdp.fsdp_no_shard(module)",
+            )
 
 
 def find_odd(units: Mapping[str, list[Place]], *, one_dtype: bool) -> set[int]:

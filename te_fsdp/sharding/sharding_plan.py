@@ -18,7 +18,7 @@ from te_fsdp.modules.grouped import Selection, find_experts, single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan, plan_modules
 from te_fsdp.parameters import NO_SHARD, ParameterPlan, Place, is_replicated, places_of
 from te_fsdp.sharding.no_shard import ReplicatedParameter
-from te_fsdp.sharding.odd_parameters import find_odd
+from te_fsdp.sharding.odd_parameters import find_odd, refuse_quantized_ops
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.state import check_accepted, check_order, is_container, refuse_hooks
 
@@ -129,6 +129,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
         units = _plan_units(model, meshes, request)
         widened = request.precision is not None and request.precision.main_params_dtype is not None
         placed = plan_storage(model, units, one_dtype=not widened)
+        refuse_quantized_ops(model, lambda module, name: placed[id(module), name].storage.is_whole)
         whole = _whole(model, placed)
         kept = {id(p.parameter) for p in places_of(model) if placed[id(p.owner), p.name].storage.is_whole}
         refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in kept), sharded=False)
