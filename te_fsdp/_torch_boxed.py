@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import state_dict
+from torch.distributed.checkpoint import filesystem, state_dict
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
@@ -36,6 +36,8 @@ from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
+#: Attribute of a tensor that DCP plans to write, and not to read into.
+_WRITES = "_te_fsdp_writes"
 #: Memory format in DCP's metadata of tensors whose rows are in the order of the unsharded module. DCP writes it and
 #: does not use it; DTensors of torch have ``torch.contiguous_format``.
 ORIGINAL_ORDER = torch.preserve_format
@@ -103,7 +105,7 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
     """Return a tensor made for a parameter, such as an optimizer state, with its mapping. Local operation."""
     found = parameter.__dict__.get(_KEY)
     if found is not None and type(tensor) is DTensor and tensor.shape == parameter.shape:
-        _mark(tensor, found)
+        _mark(tensor, found, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
     return tensor
 
 
@@ -146,9 +148,16 @@ def _place_states(stock: Any) -> Any:
     return distribute
 
 
-def _mark(tensor: DTensor, found: BoxMap) -> None:
-    tensor.__class__ = BoxedDTensor
+def _mark(tensor: DTensor, found: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
+    tensor.__class__ = cls or BoxedDTensor
     tensor.__dict__[_KEY] = found
+
+
+def wrap_narrowing(wrap: Callable[[Any], Any]) -> None:
+    """Replace what DCP's reader narrows stored tensors with (``narrow_tensor_by_index``); later calls do nothing."""
+    stock = getattr(filesystem, "narrow_tensor_by_index", None)
+    if stock is not None and not hasattr(stock, "__wrapped__"):
+        filesystem.narrow_tensor_by_index = wrap(stock)  # type: ignore[bad-assignment]
 
 
 #: Functions whose result is filled afterwards, with the attributes of the argument (``StateDictStager``).
@@ -157,6 +166,9 @@ _COPIED_INTO = ("new_empty",)
 
 class BoxedDTensor(DTensor):
     """A DTensor with the positions of its shards in the original tensor."""
+
+    #: Class of tensors made of it; ``None``: this module's.
+    kept_class: type[BoxedDTensor] | None = None
 
     @classmethod
     def __torch_function__(
@@ -177,23 +189,22 @@ class BoxedDTensor(DTensor):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """Return the original tensor, in the order of the unsharded module. Collective over the mesh."""
-        found = self._stacked
-        return (
-            super().full_tensor(grad_placements=grad_placements) if found is None else self._original(found)
-        )
+        if not self._needs_values():
+            return super().full_tensor(grad_placements=grad_placements)
+        return self._original()
 
     def redistribute(
         self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
     ) -> DTensor:
         """Return an ordinary DTensor of the original tensor. Collective over the mesh, unless nothing changes."""
-        found, mesh = self._stacked, device_mesh or self.device_mesh
+        mesh = device_mesh or self.device_mesh
         if (
-            found is None
-            or placements is None
-            or (mesh == self.device_mesh and tuple(placements) == found.placements)
+            placements is None
+            or not self._needs_values()
+            or (mesh == self.device_mesh and tuple(placements) == tuple(self.placements))
         ):
             return super().redistribute(device_mesh, placements, **options)
-        whole = self._original(found)
+        whole = self._original()
         everywhere = DTensor.from_local(
             whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False
         )
@@ -202,6 +213,7 @@ class BoxedDTensor(DTensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         if self._map is None:
             return super().__create_write_items__(fqn, object)
+        self.__dict__[_WRITES] = True
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         properties.memory_format = ORIGINAL_ORDER
         return [
@@ -210,12 +222,16 @@ class BoxedDTensor(DTensor):
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
             )
-            for chunk in self.__create_chunk_list__()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._map is None:
             return super().__create_chunk_list__()
+        self.__dict__.pop(_WRITES, None)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
         boxes = self._boxes()
         return [ChunkStorageMetadata(torch.Size(b.original), torch.Size(b.sizes)) for b in boxes]
 
@@ -224,9 +240,7 @@ class BoxedDTensor(DTensor):
             return super().__get_tensor_shard__(index)
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.original:
-                local = self._local_tensor
-                # Slices of quantized tensors may be copies.
-                return local if box.sizes == tuple(local.shape) else local[box.local_slices()]
+                return self._shard_of(box, to_write=self.__dict__.get(_WRITES, False))
         raise ValueError(f"{index.fqn}: this rank has no rows at {index.offset}")
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -253,17 +267,19 @@ class BoxedDTensor(DTensor):
     def _stacked(self) -> BoxMap | None:
         """The mapping, if rows are not in the order that the placements describe."""
         found = self._map
-        return found if found is not None and found.rule.layout.is_stacked else None
+        return found if found is not None and found.has_tp and is_reordered(self, found.rule) else None
 
     def _boxes(self) -> list[Box]:
         found = self.__dict__[_KEY]
         at = coordinates_of(self, found.has_tp, found.has_ep, "tensor")
         return shard_boxes(tuple(self._spec.shape), found.rule, at)[1]
 
-    def _original(self, found: BoxMap) -> torch.Tensor:
+    def _original(self) -> torch.Tensor:
         """The original tensor on every rank: that of plain placements, with its blocks put in order."""
-        mesh = self.device_mesh
-        whole = DTensor.redistribute(self, placements=[Replicate()] * mesh.ndim).to_local()
+        mesh, found = self.device_mesh, self._stacked
+        whole = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
+        if found is None:
+            return whole
         dim, tp = found.rule.shard_dim, mesh.size(mesh.ndim - 1)
         assert dim is not None
         parts = [height // tp for height in block_heights(whole.shape[dim], found.rule)]
@@ -271,6 +287,18 @@ class BoxedDTensor(DTensor):
         return torch.cat(
             [pieces[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim
         )
+
+    def _plain_values(self) -> DTensor:
+        """A DTensor of high-precision values."""
+        return self
+
+    def _needs_values(self) -> bool:
+        """Whether torch's own ``redistribute`` would return something else than the original tensor."""
+        return self._stacked is not None
+
+    def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
+        """The rectangle of the local tensor that DCP writes into the files, or reads into."""
+        return self._local_tensor[box.local_slices()]
 
     def fill(self, whole: torch.Tensor) -> DTensor:
         """Write this rank's rectangles of an original tensor; return the tensor, a new one on the device for meta."""
@@ -290,7 +318,7 @@ def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
                 result._spec.shape == one._spec.shape and tuple(result._spec.placements) == found.placements
             )
             if same or func.__name__ in _COPIED_INTO:
-                _mark(result, found)
+                _mark(result, found, one.kept_class)
             return
 
 
@@ -304,3 +332,25 @@ def _from_original_order(target: Any, source: Any) -> bool:
         return False
     target.fill(source.full_tensor())
     return True
+
+
+def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass without memory (``Tensor._make_wrapper_subclass``)."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=like.dtype, device=like.device)
+
+
+def byte_item(fqn: str) -> list[WriteItem]:
+    """Return the plan to write an object as bytes, which loads into an object of any size."""
+    return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
+
+
+def tensor_item(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+    """Return the plan to write an ordinary tensor."""
+    size = torch.Size(tensor.shape)
+    zeros = torch.Size([0] * tensor.ndim)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(zeros, size),
+        properties=TensorProperties.create_from_tensor(tensor),
+        size=size,
+    )
+    return [WriteItem(index=MetadataIndex(fqn, zeros), type=WriteItemType.TENSOR, tensor_data=data)]

@@ -26,7 +26,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch, _torch_autograd
-from te_fsdp._torch_boxed import boxed, coordinates_of
+from te_fsdp._torch_boxed import coordinates_of
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, shard_boxes
 
@@ -324,7 +324,6 @@ class Binding:
         """Give ``parameter`` what is known for ``name``, and the attributes that it lacks."""
         carry_over(self.attributes.get(name, {}), parameter)
         facts, rule = noted(parameter), self.rules.get(name)
-        boxed(parameter, rule, has_tp=self.tp_mesh is not None)
         if rule is not None and rule.quantizable:
             facts.label = self.label(name)
         if rule is not None and rule.shard_dim is None and self.tp_mesh is not None:

@@ -23,7 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp import _te, _te_modules, _torch
-from te_fsdp._torch_boxed import boxed, place_full_tensors
+from te_fsdp._torch_boxed import place_full_tensors
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.axes import check_1d
@@ -42,6 +42,7 @@ from te_fsdp.modules.plan import HEADS, Meshing, check_multiple, plan_modules
 from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of, require_model
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, take_out_main_weights
+from te_fsdp.quantized.boxed import describe_shards, slice_lazily, take_waiting
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.step_hooks import (
     StepFunctions,
@@ -279,6 +280,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
             module.__dict__[_WATCHED] = True
             module.register_load_state_dict_pre_hook(_before_load)
     place_full_tensors()
+    slice_lazily()
     if _te.is_loaded():
         patch_fsdp_hooks()
         patch_fused_adam()
@@ -315,7 +317,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         known.weight_mesh = known.weight_mesh or weight_mesh
         known.name = item.name if len(item.name) > len(known.name) else known.name
         for name, parameter in module._parameters.items():
-            boxed(parameter, known.rules.get(name), has_tp=known.tp_mesh is not None)
+            describe_shards(known, name, parameter)
         return
     if item.kind is None and any(isinstance(p, DTensor) for p in module._parameters.values()):
         _log.debug("%s: left alone, its parameters are DTensors already", item.name)
@@ -345,6 +347,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
                 requantize(local, binding)
                 patch_new_zeros(local)
             binding.carry(name, new)
+            describe_shards(binding, name, new)
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]
@@ -390,6 +393,7 @@ def _before_load(
 ) -> None:
     """Runs for the module that is loaded first: all that is below it is checked before anything changes."""
     assign = bool(metadata.get(_ASSIGN))
+    take_waiting(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):

@@ -41,6 +41,7 @@ from te_fsdp.parameters import (
 )
 from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.quantized.all_gather import GATHERS, check_cut, gather_missing, note_gathered, release_of
+from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.shards import adopt_shard, follow_history
 from te_fsdp.step_hooks import note_replaced, refuse_same_gradient, replacing
 
@@ -285,6 +286,7 @@ class MeshModule(torch.nn.Module):
         elif old is not None:
             carry_over(old, value)
         binding.carry(name, value)
+        describe_shards(binding, name, value)
         if not is_shard:
             if pair.shard is None and old is not None and old is not value:  # nothing of FSDP2's
                 note_replaced(old, binding.label(name), "an assignment")
@@ -390,6 +392,7 @@ class ResettableModule(MeshModule):
                 if old is not None:
                     inherit(old, parameter)
                 binding.carry(name, parameter)
+                describe_shards(binding, name, parameter)
         _torch.tie_again(self, before)
 
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:

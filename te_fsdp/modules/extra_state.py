@@ -32,11 +32,12 @@ import json
 import math
 import re
 import zlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from te_fsdp import _te, _te_modules, _torch
+from te_fsdp import _te, _te_modules, _torch, _torch_boxed
 from te_fsdp.errors import CheckpointError
 from te_fsdp.parameters import binding_of, name_of, shard_info
 
@@ -153,30 +154,51 @@ def _text(marks: tuple[int, ...]) -> bytes:
 DELAYED = "delayed scaling"
 
 
-class _Size(tuple):
-    """A shape that says in DCP's error what it stands for. ``torch.Size`` cannot be derived from."""
+class _AnySize(Sequence[int]):
+    """The size of an entry, equal to every other one: DCP compares sizes, but bytes may have any number."""
 
-    def __repr__(self) -> str:
-        return f"torch.Size({list(self)}) ({condition_of(self[1:])})"
+    def __init__(self, size: torch.Size) -> None:
+        self._size = size
 
-    def __reduce__(self) -> tuple[type, tuple[tuple[int, ...]]]:
-        return torch.Size, (tuple(self),)
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = None  # type: ignore[bad-override]
+
+    def __len__(self) -> int:
+        return len(self._size)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._size[index]
 
     def numel(self) -> int:
         """As ``torch.Size`` has it."""
-        return math.prod(self)
+        return self._size.numel()
 
 
 class _Entry(torch.Tensor):
-    """A tensor for state dicts; what is made of it, ``torch.save`` included, is an ordinary one."""
+    """A tensor for state dicts; what is made of it, ``torch.save`` included, is an ordinary one.
+
+    DCP writes it as bytes, which may be read into an entry of any length: a model that has not run yet has no state.
+    """
 
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, in words if it stands for something."""
-        if dim is not None or self.ndim < 2:
-            return super().size() if dim is None else super().size(dim)
-        return _Size(self.shape)
+        """The shape, which DCP compares."""
+        return _AnySize(super().size()) if dim is None else super().size(dim)
+
+    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
+        return _torch_boxed.byte_item(fqn) if self.numel() else _torch_boxed.tensor_item(fqn, tensor)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return []  # tensors of other entries have no state
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
 
     def __reduce_ex__(self, proto: Any) -> Any:
         return self.as_subclass(torch.Tensor).__reduce_ex__(proto)
@@ -211,14 +233,15 @@ def guard(module: nn.Module, stock: Any) -> Any:
         return stock
     # Bytes without states are the pickle of a custom recipe, which TE ignores when it loads it.
     states = _te.delayed_states(module) if stock.numel() else None
-    marks = _condition(module) or ()
     if states is None:
-        return pack(marks, None).as_subclass(_Entry) if marks else stock.new_empty(0)
+        return stock.new_empty(0).as_subclass(_Entry)
     # Its tensors, and what it takes to make such state anew.
     described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
     for key, state in states.items():
         described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
-    return pack(marks, described).as_subclass(_NotForDcp)
+    # Experts of other ranks have states of their own under the same name.
+    kind = _NotForDcp if (binding_of(module).ep_mesh is not None) else _Entry  # type: ignore[missing-attribute]
+    return pack((), described).as_subclass(kind)
 
 
 def unguard(module: nn.Module, state: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 from typing import Any
 
@@ -97,17 +98,12 @@ def test_words_and_marks():
 
 
 def test_what_torch_sees():
-    entry = pack((2, 4), None).as_subclass(extra_state._Entry)
-    assert (
-        isinstance(entry, torch.Tensor)
-        and entry.dtype == torch.uint8
-        and entry.numel() == entry.size().numel()
+    entry = pack((), state()).as_subclass(extra_state._Entry)
+    assert isinstance(entry, torch.Tensor) and entry.dtype == torch.uint8
+    assert entry.numel() == entry.size().numel() == entry.size(0) and len(entry.size()) == 1
+    assert not operator.ne(torch.Size([0]), entry.size()), (
+        "DCP compares the sizes of saved entries in this way"
     )
-    assert str(entry.size()).endswith(
-        "(quantized for tp=2 and 4 FSDP shard(s), other meshes need te_fsdp.checkpoint)"
-    )
-    assert type(pickle.loads(pickle.dumps(entry.size()))) is torch.Size
-    assert entry.size() == entry.shape and entry.size(1) == 2
     for made in (entry.clone(), entry.cpu() + 0, saved(entry), entry.sum()):
         assert type(made) is torch.Tensor
 

@@ -175,29 +175,3 @@ def test_delayed_scaling_onto_another_mesh(pool, tmp_path):
     _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="", raw="raw")
     _run(pool, bodies.pass_on, "dp4", case, tmp_path, name="te_fsdp", to="second")
     assert _run(pool, bodies.there_and_back, "dp2xtp2", case, tmp_path, name="second", raw="raw") == [[]] * 4
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("case", "words"),
-    [
-        (
-            _quantized("current"),
-            "quantized for tp=4 and 1 FSDP shard(s), other meshes need te_fsdp.checkpoint",
-        ),
-    ],
-    ids=["quantized"],
-)
-def test_plain_dcp_refuses_what_it_would_scramble(pool, tmp_path, case, words):
-    _run(pool, bodies.save_for_others, "dp2xtp2", case, tmp_path, routes=("plain",))
-    for text in _run(pool, bodies.refuse_plain, "tp4", case, tmp_path):
-        assert words in text
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.recipe("delayed")
-def test_plain_dcp_refuses_the_pickle_of_delayed_scaling(pool, tmp_path):
-    case = Case(optimizer="fused", recipe="delayed")
-    for text in _run(pool, bodies.refuse_to_save, "dp2xtp2", case, tmp_path):
-        assert "delayed scaling's state in a plain state dict" in text
-        assert "Fix: save with te_fsdp.checkpoint.save" in text

@@ -81,15 +81,9 @@ def test_entries_are_tensors(pool, tmp_path, which):
     for outcome in outcomes:
         shapes = set(outcome["shapes"].values())
         assert (outcome["states"] > 0) == which.startswith("delayed")
-        assert any(shape[1:] == (2, 2) for shape in shapes) == case.quantized
-        if which in ("plain", "stacked"):
+        assert all(len(shape) == 1 for shape in shapes)
+        if not which.startswith("delayed"):
             assert shapes == {(0,)}
-    if which in ("plain", "stacked", "delayed"):
-        return  # right on any mesh
-    for texts in pool.run(entries.refuse, 4, case=case, axes=TP4, **where):
-        for text in texts.values():
-            assert text.startswith("CheckpointError: ") and "weights of a plain state dict" in text
-            assert "for tp=4" in text and "for tp=2" in text and "Fix: save and load with te_fsdp" in text
 
 
 @pytest.mark.ranks(4)

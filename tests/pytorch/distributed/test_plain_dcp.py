@@ -27,6 +27,9 @@ KINDS = [
 # One step of AdamW from the same state, with gradients summed in another order: ten chained sums of up to 512 products
 # in fp32, on updates of at most the learning rate.
 NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}  # bf16: a unit in the last place of weights below 1
+# Quantized: activations, whose scales belong to other parts of the batch, move a weight by one step of its format; of
+# weights below 1/8 that is 1/64 in E4M3 and 1/24 in E2M1.
+NEXT_STEP |= {"delayed": 1 / 64, "current": 1 / 64, "block": 1 / 64, "mxfp8": 1 / 64, "nvfp4": 1 / 24}
 
 
 def check_chain(pool, tmp_path, kind, recipe, sharder, keep, chain):
@@ -56,3 +59,17 @@ def test_high_precision_through_a_chain_of_meshes(pool, tmp_path, kind, sharder,
 def test_states_of_fused_adam(pool, tmp_path, sharder):
     """Main weights and moments of bf16 weights, in the order of the unsharded module (kind: order of rows)."""
     check_chain(pool, tmp_path, "gated MLP", "bf16", sharder, False, [{"dp_shard": 2, "tp": 2}, {"tp": 4}])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.arch("9.0", "10.0")
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["Linear", "row", "LayerNormLinear", "MLP", "gated MLP", "TransformerLayer"])
+def test_quantized_through_a_chain_of_meshes(pool, tmp_path, arch, kind, recipe, sharder, keep):
+    """Bytes and scales in pieces of any tp and dp, bit for bit (kind: weights that plain DCP cannot slice)."""
+    if (recipe == "block") != (arch == "9.0"):
+        pytest.skip("block scaling on Hopper, all others on Blackwell")
+    check_chain(pool, tmp_path, kind, recipe, sharder, keep, [{"dp_shard": 2, "tp": 2}, *DENSE])

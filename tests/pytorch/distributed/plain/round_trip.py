@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-HIDDEN, FFN, HEADS, BATCH, SEQUENCE, EXPERTS = 512, 512, 16, 4, 8, 4
+HIDDEN, FFN, HEADS, BATCH, SEQUENCE, EXPERTS = 512, 512, 16, 4, 32, 4
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
@@ -176,6 +176,11 @@ def farthest(one: dict[str, Any], other: dict[str, Any]) -> float:
     return max(float((one[k] - other[k]).abs().max()) for k in one)
 
 
+def near(one: torch.Tensor, other: torch.Tensor, recipe: str) -> bool:
+    """Within one step of the format, next to the largest value: 32 of 448 in E4M3, 2 of 6 in E2M1."""
+    return bool((one - other).abs().max() <= one.abs().max() * (1 / 3 if recipe == "nvfp4" else 1 / 14))
+
+
 def unsharded(kind: str, recipe: str, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of stock TE's module in one process."""
     torch.manual_seed(seed)
@@ -227,7 +232,13 @@ def proceed(
     }
     other = Job(kind, recipe, axes, sharder, keep, seed=5)
     other.take(copy.deepcopy(full), options=WHOLE)  # torch hands on the very step counters
-    outcome["full"] = differing(values, other.values())
+    # High-precision exports are quantized once.
+    again = other.values()
+    outcome["full"] = [
+        k
+        for k in differing(values, again)
+        if recipe in ("none", "bf16") or not near(values[k], again[k], recipe)
+    ]
     job.step(2)
     other.step(2)
     outcome["after"] = max(farthest(oracle["after"], one.values()) for one in (job, other))

@@ -1,0 +1,325 @@
+"""Quantized weights in torch's own state dicts and in plain DCP, on any mesh.
+
+A save writes each rectangle of the original weight as one of TE's quantized tensors: bytes and scales. Where a
+rectangle cuts through a block of scales, its high-precision values are written.
+
+A load reads rectangles that another mesh has cut. TE's tensors cannot be sliced everywhere: some slices are temporary
+copies, so that writes to them are lost. :class:`QuantizedSlice` stands for a rectangle of a quantized tensor, as source
+and as target. A target collects what arrives until its weight is complete. Then it writes
+
+- bytes and scales, if all rectangles consist of blocks of the same format: every bit is kept;
+- otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which no rank
+  knows while it reads. These values wait for ``load_state_dict``, which all ranks call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp import _te, _torch
+from te_fsdp._torch_boxed import BoxedDTensor, BoxMap, boxed, wrap_narrowing, wrapper
+from te_fsdp.errors import PlacementError
+from te_fsdp.layout import Box, ParameterRule, slices
+from te_fsdp.quantized.components import (
+    components_of,
+    describe_format,
+    finish_writing,
+)
+from te_fsdp.quantized.shards import quantize_whole
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.parameters import Binding
+
+#: Attributes of a quantized tensor: what a load has brought so far; values that wait for their scale; whether a load
+#: has written it.
+_ARRIVED, _WAITING, _WRITTEN = "_te_fsdp_arrived", "_te_fsdp_waiting", "_te_fsdp_written"
+
+
+def describe_shards(binding: Binding, name: str, parameter: torch.Tensor | None) -> None:
+    """Give a bound parameter the class that describes its shards to torch's functions. Local operation."""
+    if parameter is None:
+        return
+    rule = binding.rules.get(name) or ParameterRule(None)
+    boxed(parameter, rule, has_tp=binding.tp_mesh is not None)
+    local = _torch.local_of(parameter)
+    if not _te.is_quantized(local) or _te.is_grouped(local):
+        return
+    if type(parameter) is BoxedDTensor:
+        parameter.__class__ = QuantizedDTensor
+    elif type(parameter) is DTensor:
+        found = BoxMap(rule, binding.tp_mesh is not None, False, tuple(parameter.placements))
+        parameter.__class__, parameter.__dict__[_torch.BOXES] = QuantizedParameter, found
+
+
+class QuantizedDTensor(BoxedDTensor):
+    """A DTensor whose local tensor is one of TE's quantized tensors."""
+
+    kept_class: type[BoxedDTensor] | None
+
+    def _plain_values(self) -> DTensor:
+        local = self._local_tensor
+        if not _te.is_quantized(local):
+            return super()._plain_values()
+        return _torch.dtensor(values_of(local, self.dtype), self._spec)
+
+    def _needs_values(self) -> bool:
+        return _te.is_quantized(self._local_tensor) or super()._needs_values()
+
+    def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
+        local = self._local_tensor
+        if not _te.is_quantized(local):
+            return super()._shard_of(box, to_write=to_write)
+        one = QuantizedSlice(local, box.local, box.sizes)
+        one.waits = True
+        return one.stored() if to_write else one
+
+    def fill(self, whole: torch.Tensor) -> DTensor:
+        """Write this rank's rectangles of an original tensor; formats with one scale wait for ``load_state_dict``."""
+        local = self._local_tensor
+        if not _te.is_quantized(local):
+            return super().fill(whole)
+        whole = whole.detach()
+        for box in self._boxes():
+            self._shard_of(box, to_write=False).copy_(whole[box.original_slices()])
+        return self
+
+
+QuantizedDTensor.kept_class = QuantizedDTensor
+
+
+class QuantizedParameter(QuantizedDTensor):
+    """A parameter whose rows are in order: attributes cost no call, and only copies have the class above."""
+
+    __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
+
+    def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(torch.Tensor, name)(self, *args, **kwargs)
+        if type(found) is DTensor:
+            found.__class__, found.__dict__[_torch.BOXES] = QuantizedDTensor, self.__dict__[_torch.BOXES]
+        return found
+
+    detach = functools.partialmethod(_copied, "detach")
+    clone = functools.partialmethod(_copied, "clone")
+    to = functools.partialmethod(_copied, "to")
+    cpu = functools.partialmethod(_copied, "cpu")
+    cuda = functools.partialmethod(_copied, "cuda")
+
+
+def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the values of a quantized tensor. Local operation."""
+    return local.dequantize(dtype=dtype)  # type: ignore[operator]
+
+
+class QuantizedSlice(torch.Tensor):
+    """A rectangle of one of TE's quantized tensors, to be read or to be written by ``copy_``."""
+
+    base: torch.Tensor
+    box: tuple[tuple[int, ...], tuple[int, ...]]
+    waits: bool = False  #: Whether values wait for ``load_state_dict`` of a bound module
+
+    @staticmethod
+    def __new__(cls: Any, base: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> QuantizedSlice:
+        """Make the slice; nothing is copied."""
+        made = wrapper(cls, sizes, base)
+        made.base, made.box = base, (tuple(offsets), tuple(sizes))
+        return made
+
+    def __init__(self, *unused: Any) -> None:
+        """Nothing is left to do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
+        """Run every other function on the values."""
+        plain = [one.values() if isinstance(one, QuantizedSlice) else one for one in args]
+        return func(*plain, **(kwargs or {}))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run what DCP calls: ``detach``, ``narrow``, and ``copy_`` in both directions."""
+        one = args[0]
+        if func is torch.Tensor.copy_:
+            if isinstance(one, QuantizedSlice):
+                one.receive(args[1])
+            else:
+                one.copy_(args[1].values().to(one.device))
+            return one
+        if func is torch.Tensor.detach:
+            return one
+        if func is torch.Tensor.narrow:
+            return one.part(*args[1:], **(kwargs or {}))
+        return _torch.plain_results(func, types, args, kwargs or {})
+
+    def part(self, dim: int, start: int, length: int) -> QuantizedSlice:
+        """Return a smaller rectangle."""
+        offsets, sizes = list(self.box[0]), list(self.box[1])
+        offsets[dim] += start
+        sizes[dim] = length
+        found = QuantizedSlice(self.base, offsets, sizes)
+        found.waits = self.waits
+        return found
+
+    def values(self) -> torch.Tensor:
+        """Return the values in fp32. Local operation."""
+        return values_of(self.base)[slices(*self.box)]
+
+    def stored(self) -> torch.Tensor:
+        """Return what DCP writes: a quantized tensor, or values where the rectangle cuts through blocks."""
+        if self.box[1] == tuple(self.base.shape):
+            return self.base
+        rectangles = self.component_boxes()
+        if rectangles is None:
+            return values_of(self.base, self.dtype)[slices(*self.box)].contiguous()
+        quantizer = _te.quantizer_of(self.base).copy()
+        own = components_of(self.base, "weight")
+        names = {component.name for component in own}
+        quantizer.set_usage(rowwise=_has_rows(names), columnwise=_has_columns(names))
+        made = quantizer.make_empty(self.box[1], dtype=self.dtype, device=self.base.device)
+        targets = {component.name: component.tensor for component in components_of(made, "weight")}
+        for component in own:
+            targets[component.name].copy_(component.tensor[rectangles[component.name]])
+        finish_writing(made)
+        return made
+
+    def component_boxes(self) -> dict[str, tuple[slice, ...]] | None:
+        """Return the rectangle in units of each component; ``None`` where it cuts through blocks."""
+        zeros = (0,) * len(self.box[0])
+        found = {}
+        for component in components_of(self.base, "weight"):
+            box = Box(self.box[0], zeros, self.box[1])
+            try:
+                (one,) = component.boxes([box], "weight", tuple(self.base.shape))
+            except PlacementError:
+                return None
+            found[component.name] = one.original_slices()
+        return found
+
+    @torch.no_grad()
+    def receive(self, source: torch.Tensor) -> None:
+        """Take the values, or bytes, of this rectangle; write the weight when it is complete."""
+        if not isinstance(source, QuantizedSlice) and _te.is_quantized(source):
+            source = QuantizedSlice(source, (0,) * source.ndim, source.shape)
+        base = self.base
+        arrived: list[tuple[QuantizedSlice, torch.Tensor]] = base.__dict__.setdefault(_ARRIVED, [])
+        if any(_overlap(self.box, one.box) for one, _ in arrived):  # left by a load that failed
+            arrived.clear()
+        arrived.append((self, source))
+        if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
+            return
+        del base.__dict__[_ARRIVED]
+        if not _write_bytes(base, arrived):
+            _write_values(base, arrived, waits=self.waits)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    (at, size), (there, extent) = one, other
+    return all(a < t + e and t < a + s for a, s, t, e in zip(at, size, there, extent, strict=True))
+
+
+def _has_rows(names: set[str]) -> bool:
+    return any(not name.startswith("columnwise") for name in names)
+
+
+def _has_columns(names: set[str]) -> bool:
+    return any(name.startswith("columnwise") for name in names)
+
+
+def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:
+    """Copy the components of all sources, if they have the format of the target; return whether they have."""
+    kind = _kind_of(base)
+    targets = {component.name: component for component in components_of(base, "weight")}
+    copies = []
+    once: dict[str, torch.Tensor] = {}
+    for target, source in arrived:
+        if not isinstance(source, QuantizedSlice) or _kind_of(source.base) != kind:
+            return False
+        there, here = source.component_boxes(), target.component_boxes()
+        have = {component.name: component for component in components_of(source.base, "weight")}
+        if there is None or here is None or not targets.keys() <= have.keys():
+            return False
+        for name, component in targets.items():
+            value = have[name].tensor[there[name]]
+            if component.block is None and not torch.equal(once.setdefault(name, value), value):
+                return False  # pieces with different scales
+            copies.append((component.tensor[here[name]], value))
+    for into, value in copies:
+        into.copy_(value)
+    base.__dict__[_WRITTEN] = True
+    return True
+
+
+def _kind_of(tensor: torch.Tensor) -> list[str]:
+    """Format and element type: delayed and current scaling have the same bytes."""
+    found = str(describe_format(tensor)).split()
+    return [found[0], found[-1]]
+
+
+def _write_values(
+    base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]], *, waits: bool
+) -> None:
+    """Put the values together, and quantize them, now or when the amax of all ranks can be known."""
+    values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
+    for target, source in arrived:
+        read = source.values() if isinstance(source, QuantizedSlice) else source
+        values[slices(*target.box)] = read.to(values.device, torch.float32)
+    if waits:
+        base.__dict__[_WAITING] = values
+        return
+    base.quantize_(values)  # type: ignore[operator]
+    base.__dict__[_WRITTEN] = True
+
+
+def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
+    """Quantize values that wait for their scale, with the amax of the whole weight.
+
+    Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
+    """
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            key = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+            value = state_dict.get(key)
+            held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
+            if parameter is None or held is None or not (_WAITING in held.__dict__ or _te.is_quantized(held)):
+                continue
+            values = held.__dict__.pop(_WAITING, None)
+            local = _torch.local_of(parameter)
+            if held.__dict__.pop(_WRITTEN, False) and _te.is_quantized(local):
+                finish_writing(held)  # both have the same memory, and derived data of their own
+                finish_writing(local)
+            if values is not None and _te.is_quantized(local):
+                quantize_whole(owner, name, local, values)
+                _follow(held, local)
+                state_dict[key] = parameter.detach()  # of the same buffers as the parameter
+
+
+def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
+    """Give the tensor of the state dict what its weight has, where they do not share the memory."""
+    own = {component.name: component.tensor for component in components_of(local, "weight")}
+    for one in components_of(held, "weight"):
+        if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
+            one.tensor.copy_(own[one.name])
+    finish_writing(held)
+
+
+def slice_lazily() -> None:
+    """Let DCP's reader narrow TE's quantized tensors without temporaries; later calls do nothing."""
+    wrap_narrowing(_wrap_narrow)
+
+
+def _wrap_narrow(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def narrow_tensor_by_index(
+        tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
+            return QuantizedSlice(tensor, offsets, sizes)
+        return stock(tensor, offsets, sizes)
+
+    return narrow_tensor_by_index
