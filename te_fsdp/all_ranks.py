@@ -11,6 +11,9 @@ n-th call that these ranks make together:
     outcome     ``go``, or the text of the error that all raise: whoever writes it first decides (compare-and-set), so
                 that ranks which give up and the one that comes in this very moment agree
 
+Before its first call a rank writes ``alive/<rank>``, by which a rank that waits asks whether the missing ones live
+(:mod:`te_fsdp.liveness`). If one has ended, all raise at once, and not after half an hour.
+
 A call costs a rank a handful of requests, however many ranks there are; only after ``REPORT_AFTER`` seconds does anyone
 look for the missing ones. Steps (forward, backward, gradient norm, optimizer) do not meet here.
 """
@@ -34,6 +37,7 @@ import torch.distributed as dist
 
 from te_fsdp import _torch
 from te_fsdp.errors import CollectiveError, message
+from te_fsdp.liveness import Liveness
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -42,9 +46,13 @@ _log = logging.getLogger("te_fsdp")
 
 #: Seconds until a waiting rank says for whom it waits.
 REPORT_AFTER = 10.0
+#: Seconds until it asks whether missing ranks live, and between two such questions.
+ASK_AFTER = 3.0
 #: Seconds until it gives up: that of torch's process groups on the CPU (``default_pg_timeout``).
 DEFAULT_TIMEOUT = 1800.0
 _GO = b"go"
+#: Seconds in which ranks that wait read an outcome: they ask for it at least once in a second.
+_READING = 3.0
 # At most so many ranks are named; more would not be read, and each costs requests.
 _NAMED = 8
 
@@ -55,6 +63,7 @@ class _Process:
 
     timeout: float = DEFAULT_TIMEOUT
     thread: threading.local = field(default_factory=threading.local)
+    liveness: Liveness = field(default_factory=Liveness)
     #: Default process group -> ranks -> number and name of their last call. Gone with the process group.
     last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
         default_factory=WeakKeyDictionary
@@ -141,6 +150,13 @@ def _start_of_job() -> str:
     return f"{dist.get_world_size()}.{restarts}/"
 
 
+def _may_be_of_an_earlier_start() -> bool:
+    """Return whether the store may have addresses of dead ranks of an earlier start: see :func:`_start_of_job`."""
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
+    )
+
+
 @dataclass(frozen=True)
 class _Meeting:
     """The n-th call that a set of ranks makes together, as one of them sees it."""
@@ -148,6 +164,7 @@ class _Meeting:
     call: str
     ranks: tuple[int, ...]
     number: int
+    me: int  # this rank, in the world
     before: str  # name of the call before, which has ended for all who have come to this one
     store: Any
 
@@ -160,11 +177,27 @@ class _Meeting:
         whole = len(ranks) == dist.get_world_size()
         name = "world" if whole else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}{name}", _torch.default_store())
-        return cls(call, ranks, number + 1, before, store)
+        return cls(call, ranks, number + 1, dist.get_rank(), before, store)
 
     def wait(self) -> None:
         """Come, and wait until all have. Raises ``CollectiveError`` on all ranks if they do not."""
-        me, number = dist.get_rank(), self.number
+        try:
+            self._meet()
+        except (dist.DistError, ConnectionError) as lost:
+            holder = (
+                "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+            )
+            raise CollectiveError(
+                f"te_fsdp.{self.call}: {holder}, which keeps the store of torch.distributed, has ended",
+                got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
+                why="It may have been killed, or have raised an error; its own output says which",
+                fix="start the job again from its last checkpoint",
+            ) from lost
+
+    def _meet(self) -> None:
+        me, number, address = self.me, self.number, _process().liveness.publish()
+        if number == 0 and address:
+            self.store.set(f"alive/{me}", address)
         self.store.set(f"{number}/{me}", self.call)  # before it is counted: who counts all ranks can ask all
         mine = self.store.add(f"{number}/in/{self.call}", 1)
         came = self.store.add(f"{number}/came", 1)
@@ -176,7 +209,17 @@ class _Meeting:
                 self.store.delete_key(f"{number - 1}/{key}")
         outcome = self._outcome()
         if outcome != _GO:
+            self._let_others_read(came)
             raise CollectiveError(outcome.decode())
+
+    def _let_others_read(self, came: int) -> None:
+        """Wait on rank 0, which may keep the store and end after the error, until the others have read the outcome."""
+        read, until = self.store.add(f"{self.number}/read", 1), time.monotonic() + _READING
+        while self.me == 0 and read < max(came, self.store.add(f"{self.number}/came", 0)):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.05)
+            read = self.store.add(f"{self.number}/read", 0)
 
     def _settle(self, outcome: bytes) -> None:
         """Decide, unless another rank has."""
@@ -184,12 +227,17 @@ class _Meeting:
 
     def _outcome(self) -> bytes:
         """What was decided; says meanwhile for whom this rank waits, and gives up in the end."""
-        key, began, report_at = f"{self.number}/outcome", time.monotonic(), REPORT_AFTER
+        key, began, report_at, ask_at = f"{self.number}/outcome", time.monotonic(), REPORT_AFTER, ASK_AFTER
         while not self.store.check([key]):
             waited, timeout = time.monotonic() - began, _process().timeout
             if waited >= timeout:
                 self._settle(self._gave_up(waited).encode())
                 continue
+            if waited >= ask_at:
+                ask_at = waited + ASK_AFTER
+                if ended := self._ended():
+                    self._settle(self._lost(ended).encode())
+                    continue
             if waited >= report_at:
                 self._report(waited)
                 report_at = min(2 * waited, waited + 300)
@@ -197,6 +245,28 @@ class _Meeting:
             # seldom enough after long ones that thousands of ranks do not keep the store busy.
             time.sleep(min(max(waited / 10, 1e-3), 1.0, max(timeout - waited, 1e-3)))
         return self.store.get(key)
+
+    def _ended(self) -> list[int]:
+        """Return missing ranks whose processes have ended. Of many, each rank asks those that follow itself."""
+        if self.number == 0 and _may_be_of_an_earlier_start():
+            return []
+        at = self.ranks.index(self.me)
+        missing = self._without_key((*self.ranks[at + 1 :], *self.ranks[:at]), _NAMED)
+        known = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
+        ended = [
+            rank for rank in known if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
+        ]
+        # A rank may have come and ended since: then it is in this call as the others are.
+        return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))
+
+    def _lost(self, ended: list[int]) -> str:
+        return message(
+            f"te_fsdp.{self.call}: {ranks_in_words(ended)} {'has' if len(ended) == 1 else 'have'} ended",
+            expected=f"the call on all {len(self.ranks)} ranks",
+            got="a process that is gone: its connection is closed",
+            why="It may have been killed, or have raised an error; its own output says which",
+            fix="start the job again from its last checkpoint",
+        )
 
     def _report(self, waited: float) -> None:
         """Log who has not come; or decide that nobody need wait, if some are in another call."""

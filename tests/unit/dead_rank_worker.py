@@ -1,0 +1,71 @@
+"""Ranks of which one ends, or is late, before a collective call; a script, run by test_dead_ranks.
+
+    python dead_rank_worker.py DIRECTORY PORT KIND VICTIM
+
+Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. One
+line of JSON for each rank tells what it raised and after how many seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+RANKS, LATE = 3, 7.0
+
+
+def main(directory: str, port: str, kind: str, victim: int, rank: int) -> None:
+    from te_fsdp import checkpoint
+
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(RANKS),
+    }
+    dist.init_process_group("gloo")
+    model = torch.nn.Linear(2, 2)
+    torch.nn.init.ones_(model.weight)
+    torch.nn.init.ones_(model.bias)
+    if kind != "first call":
+        checkpoint.save(f"{directory}/first", model)
+    if rank == victim:
+        if kind in ("killed", "first call"):
+            if kind == "first call":
+                time.sleep(1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind == "exited":
+            os._exit(0)
+        elif kind == "stopped":
+            if os.fork() == 0:  # the child lets its parent go on
+                time.sleep(LATE)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            time.sleep(LATE)
+    began, text = time.monotonic(), ""
+    try:
+        checkpoint.save(f"{directory}/second", model)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+    print(json.dumps({"rank": rank, "seconds": time.monotonic() - began, "text": text}), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    where, number, how, who = sys.argv[1:]
+    children = []
+    for one in range(RANKS):
+        pid = os.fork()
+        if pid == 0:
+            main(where, number, how, int(who), one)
+        children.append(pid)
+    for pid in children:
+        os.waitpid(pid, 0)

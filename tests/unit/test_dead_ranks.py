@@ -1,0 +1,52 @@
+"""Ranks that end before a collective call are named by the others; ranks that live are waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("dead_rank_worker.py")
+#: Seconds in which a dead rank must be named.
+LIMIT = 15.0
+
+
+def ran(tmp_path: Path, python: str, kind: str, victim: int) -> list[dict[str, Any]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [python, str(WORKER), str(tmp_path), str(port), kind, str(victim)]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(WORKER.parents[2]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert lines, done.stderr
+    return sorted(map(json.loads, lines), key=lambda one: one["rank"])
+
+
+@pytest.mark.parametrize(("kind", "victim"), [("killed", 2), ("killed", 1), ("exited", 2), ("killed", 0)])
+def test_a_rank_that_has_ended_is_named(tmp_path: Path, python: str, kind: str, victim: int) -> None:
+    """The kind: a process that is gone, by a signal or by its own end, the one that keeps the store included."""
+    found = ran(tmp_path, python, kind, victim)
+    assert [one["rank"] for one in found] == [rank for rank in range(3) if rank != victim]
+    for one in found:
+        assert one["text"].startswith(f"CollectiveError: te_fsdp.checkpoint.save: rank {victim}"), one
+        assert "has ended" in one["text"] and one["seconds"] < LIMIT, one
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["first"]
+
+
+@pytest.mark.parametrize("kind", ["late", "stopped"])
+def test_a_rank_that_lives_is_waited_for(tmp_path: Path, python: str, kind: str) -> None:
+    """Skew is legitimate: a rank that computes for longer than the others, or whose process is stopped for a while."""
+    found = ran(tmp_path, python, kind, 2)
+    assert [(one["rank"], one["text"]) for one in found] == [(0, ""), (1, ""), (2, "")]
+    assert found[0]["seconds"] > 6, "the control: it has waited for longer than it takes to ask"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
