@@ -382,7 +382,10 @@ def _union(parts: list[dict[str, Any]], what: str) -> dict[str, Any]:
 def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     """One optimizer with the parameters of all stages; group by group, whose options must be equal."""
     first, *others = parts
-    kinds = [None if p is None else (p["class"], [group["options"] for group in p["groups"]]) for p in parts]
+    kinds = [
+        None if p is None else (p["class"], [(g["options"], g.get("optimizer")) for g in p["groups"]])
+        for p in parts
+    ]
     for number, kind in enumerate(kinds):
         if kind != kinds[0]:
             shown = ["none" if k is None else f"{k[0]} with groups {k[1]}" for k in (kinds[0], kind)]

@@ -15,6 +15,7 @@ The user's ``extra`` goes to JSON, its tensors become entries; so does the state
 
 from __future__ import annotations
 
+import collections
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,6 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te
+from te_fsdp.checkpoint import values
 from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -174,7 +176,7 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
 
 # Single-key objects stand for what JSON lacks.
 _TUPLE, _TENSOR, _PER_RANK = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank"
-_RESERVED = (_TUPLE, _TENSOR, _PER_RANK)
+_RESERVED = (_TUPLE, _TENSOR, _PER_RANK, values.VALUE)
 
 
 @dataclass(frozen=True)
@@ -197,8 +199,9 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
         expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
         raise CheckpointError("save: extra", expected=expected, got=type(extra).__name__, fix=fix)
     own: dict[str, Any] = {}
-    encoded, entries = encode(dict(extra or {}), own=own)
-    entries = entries if rank == 0 else {}
+    sharded: set[str] = set()
+    encoded, entries = encode(dict(extra or {}), own=own, sharded=sharded)
+    entries = {key: entry for key, entry in entries.items() if rank == 0 or key in sharded}
     for where, value in own.items():
         own[where], more = encode(value, f"{where}@{rank}")
         entries |= more
@@ -206,12 +209,15 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
 
 
 def encode(
-    value: Any, where: str = "extra", own: dict[str, Any] | None = None
+    value: Any,
+    where: str = "extra",
+    own: dict[str, Any] | None = None,
+    sharded: set[str] | None = None,
 ) -> tuple[Any, dict[str, Entry]]:
     """JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
-    ``own`` takes what :class:`PerRank` values hold, by place; the JSON form names the place alone. Without it they are
-    refused, as all is but nested dicts (string keys), lists and tuples of None, bool, int, float, str and tensors:
+    ``own`` takes what :class:`PerRank` values hold, by place; the JSON form names the place alone. ``sharded`` takes
+    the keys of DTensors. Without these arguments they are refused, as all is that :data:`values.KNOWN` does not name:
     CheckpointError.
     """
     entries: dict[str, Entry] = {}
@@ -224,18 +230,31 @@ def encode(
             return value
         is_local = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
         if is_local and value.layout == torch.strided and not (value.is_meta or _te.is_quantized(value)):
-            entries[where] = whole_entry(value)
+            entries[where] = whole_entry(value.resolve_conj().resolve_neg())
             return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
-        if isinstance(value, dict) and all(type(k) is str and k not in _RESERVED for k in value):
+        if isinstance(value, DTensor) and sharded is not None:
+            sharded.add(where)
+            pieces = tuple(Piece(*part) for part in values.shards_of(value, where))
+            entries[where] = Entry(tuple(value.shape), value.dtype, pieces)
+            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
+        is_counter = type(value) is collections.Counter
+        if (
+            isinstance(value, dict)
+            and not is_counter
+            and all(type(k) is str and k not in _RESERVED for k in value)
+        ):
             # Escaped as in a JSON pointer, so that no two paths give one key.
             escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
             return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
         if type(value) in (list, tuple):
             items = [walk(item, f"{where}/{index}") for index, item in enumerate(value)]
             return items if type(value) is list else {_TUPLE: items}
+        found = values.encode_value(value, walk, where)
+        if found is not None:
+            return found
         raise CheckpointError(
             f"{where}: cannot be stored",
-            expected="None, bool, int, float, str, a plain tensor, or a dict (string keys), list or tuple of these",
+            expected=values.KNOWN,
             got=f"{type(value).__name__} {' '.join(repr(value).split()):.80}",
             fix="convert it, for example number.item() or str(path)",
         )
@@ -312,6 +331,9 @@ def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
     marks: dict[str, Callable[[Any, str], Any]] = {
         _TENSOR: lambda described, _: slots[described["key"]].pieces[0].tensor,
         _TUPLE: lambda items, where: tuple(_replaced(item, marks, where) for item in items),
+        values.VALUE: lambda node, where: values.decode_value(
+            node, lambda item: _replaced(item, marks, where)
+        ),
     }
     return _replaced(encoded, marks)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -28,7 +28,6 @@ from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, wh
 from te_fsdp.checkpoint.model_state import (
     ModelState,
     Owned,
-    as_one,
     delayed_modules,
     make_delayed,
     mesh_sizes,
@@ -36,12 +35,15 @@ from te_fsdp.checkpoint.model_state import (
     modules_of,
     stage_of,
 )
-from te_fsdp.checkpoint.optimizer_state import (
-    check_scaled_state,
-    compare_optimizer,
-    prepare_loading,
-    restore_groups,
+from te_fsdp.checkpoint.named import (
+    Parts,
+    class_of,
+    compare_optimizers,
+    each_with_manifest,
+    joined_model,
+    parts_of,
 )
+from te_fsdp.checkpoint.optimizer_state import prepare_loading, restore_groups
 from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.source import Source, open_source
@@ -50,11 +52,13 @@ from te_fsdp.errors import CheckpointError, require_flags, shorten
 from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import in_words
 from te_fsdp.quantized.components import finish_writing
-from te_fsdp.sharding.main_weights import check_optimizer, keeping_main_weights, set_main_weight
+from te_fsdp.sharding.main_weights import keeping_main_weights, set_main_weight
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+    from te_fsdp.checkpoint.manifest import Manifest
 
 _log = logging.getLogger("te_fsdp")
 
@@ -82,8 +86,8 @@ class Loaded(dict[str, Any]):
 
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | None = None,
+    model: nn.Module | Mapping[str, nn.Module] | Iterable[nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     *,
     strict: bool = True,
     allow: Iterable[str] = (),
@@ -103,9 +107,11 @@ def load(
 
     Args:
         path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one; ``"s3://..."`` as well.
-        model: The model on its device, sharded or not, or a rank's stages; what its parameters hold is overwritten.
-        optimizer: Over the model's current parameters; its group options are overwritten by the saved ones. ``None``:
-            saved optimizer state is not read. Main weights of others follow the weights, which ``notes`` tells.
+        model: The model on its device, sharded or not, or a rank's stages; what its parameters hold is overwritten. As
+            at the save, several models are a dict of them by name.
+        optimizer: Over the model's current parameters, or several by name as at the save; group options are overwritten
+            by the saved ones. ``None``: saved optimizer state is not read. Main weights of others follow the weights,
+            which ``notes`` tells.
         strict: Whether everything must fit. ``False``: what differs or is missing is left, and named in the result and
             a warning; optimizer state parameter by parameter. Settings that change what modules compute raise still.
         allow: Names of deliberate differences, as shell patterns (``"head.*"``), that may be left: a parameter with its
@@ -127,22 +133,22 @@ def load(
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
-    source, (model, optimizer) = absolute(path), as_one(model, optimizer)
+    source, model, optimizers = absolute(path), joined_model(model), parts_of(optimizer)
     # Of a stage another name, lest ranks with and without one wait.
     call = "checkpoint.load" + (" (a stage)" if stage_of(model) else "")
     with collective_call(call), without_collector():
         began = time.perf_counter()
-        opened = open_source(source, model, optimizer, verify=verify, read=read)
+        opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
         take_own_part(opened, model)
-        state, found = all_agree(lambda: _compare(opened, model, optimizer))
+        state, found = all_agree(lambda: _compare(opened, model, optimizers))
         found = found.over_all_ranks(convert=convert)
         _refuse(opened, found.without(allow, strict=strict))
-        loaded = Filling(opened, model, optimizer, state, found).result()
+        loaded = Filling(opened, model, optimizers, state, found).result()
         _log.info("loaded %s in %.2f s", source, time.perf_counter() - began)
         return loaded
 
 
-def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> tuple[ModelState, Differences]:
+def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[ModelState, Differences]:
     """Everything that one rank can find out; changes nothing."""
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
@@ -151,14 +157,8 @@ def _compare(source: Source, model: nn.Module, optimizer: Optimizer | None) -> t
     for name in found.converted.keys() & state.members.keys():
         for owned in state.members[name]:
             Conversion.of(owned, manifest.tensor(name), {})  # raises where there are no values
-    if optimizer is None:
-        return state, found
-    check_optimizer(model, optimizer)
-    check_scaled_state(optimizer)
-    if manifest.optimizer is None:
-        found.optimizer["optimizer: none in the checkpoint", WHOLE_OPTIMIZER] = None
-    else:
-        compare_optimizer(found, optimizer, manifest.optimizer, state.owned)
+    if optimizers:
+        compare_optimizers(found, model, optimizers, manifest.optimizer, state.owned)
     return state, found
 
 
@@ -191,22 +191,24 @@ class Filling:
         self,
         source: Source,
         model: nn.Module,
-        optimizer: Optimizer | None,
+        optimizers: Parts,
         state: ModelState,
         found: Differences,
     ) -> None:
-        self.source, self.model, self.optimizer, self.stage = source, model, optimizer, stage_of(model)
+        self.source, self.model, self.optimizers, self.stage = source, model, optimizers, stage_of(model)
         self.state, self.found, self.manifest = state, found, source.manifest
         fitting = (self.manifest.parameters.keys() | self.manifest.buffers.keys()) - found.names()
         # In the model's order, which is every rank's: collectives follow it.
         self.names = [n for n in [*state.described, *state.buffers] if n in fitting]
         self.notes: list[str] = list(source.notes)
         differing = {name for _, name in found.optimizer}
-        taken = optimizer is not None and WHOLE_OPTIMIZER not in differing
+        taken = bool(optimizers) and WHOLE_OPTIMIZER not in differing
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.mains: set[str] = set()  #: Parameters whose main weight is loaded
-        self.others = keeping_main_weights((o.parameter for o in state.owned.values()), optimizer)
+        self.others = keeping_main_weights(
+            (o.parameter for o in state.owned.values()), [*optimizers.values()]
+        )
 
     def run(self) -> dict[str, Any]:
         """Read everything, then change the model and its optimizer; gives ``extra``. Collective over the world.
@@ -218,8 +220,8 @@ class Filling:
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         delayed, delayed_slots = self._delayed()
         slots = {**tensor_slots(extra), **delayed_slots}
-        states = {} if self.optimizer is None else self.optimizer.state
-        before = {parameter: dict(state) for parameter, state in states.items()}
+        states = [one.state for one in self.optimizers.values()]
+        before = [{parameter: dict(state) for parameter, state in own.items()} for own in states]
         try:
             # A rank may lack the memory for what the optimizer is to get.
             entries, more = all_agree(lambda: self._entries(direct, conversions))
@@ -227,8 +229,9 @@ class Filling:
             all_agree(lambda: self._check_shared(numbers))
         except BaseException:
             # State was made or dropped, but none was written to.
-            states.clear()
-            states.update(before)
+            for own, kept in zip(states, before, strict=True):
+                own.clear()
+                own.update(kept)
             raise
         # All has been read and is right. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
@@ -243,9 +246,10 @@ class Filling:
                 local.derive_transposes() if owned.is_grouped else finish_writing(local)
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
-        if self.optimizer is not None and self.saved_optimizer is not None:
+        for one, manifest in self._given():
             loaded = self.state.members.keys() - self.left_states
-            left = restore_groups(self.optimizer, self.saved_optimizer, self.state.owned, loaded)
+            assert manifest.optimizer is not None
+            left = restore_groups(one, manifest.optimizer, self.state.owned, loaded)
             self.notes += [f"options of optimizer group {index} left as they were" for index in left]
         for name in sorted({type(other).__name__ for other in self.others}):
             self.notes.append(
@@ -279,6 +283,10 @@ class Filling:
                 _log.warning("%s: %s", path, note)
         return loaded
 
+    def _given(self) -> list[tuple[Optimizer, Manifest]]:
+        """Return the optimizers that are loaded, each with the manifest as if it were the only one."""
+        return [] if self.saved_optimizer is None else [*each_with_manifest(self.optimizers, self.manifest)]
+
     def _conversions(self) -> dict[str, list[Conversion]]:
         """What goes through high precision, by name of the files' tensor."""
         states = (self.manifest.optimizer or {"state": {}})["state"]
@@ -295,11 +303,9 @@ class Filling:
     ) -> tuple[dict[str, Entry], list[Rectangle]]:
         """What goes into its place as it is, made where the optimizer lacks it; and what is converted."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
-        if self.optimizer is not None and self.saved_optimizer is not None:
-            states, self.mains = prepare_loading(
-                self.optimizer, self.manifest, self.state.owned, self.left_states
-            )
-            entries |= states
+        for one, manifest in self._given():
+            states, mains = prepare_loading(one, manifest, self.state.owned, self.left_states)
+            entries, self.mains = entries | states, self.mains | mains
         planned = [one for named in conversions.values() for one in named]
         return entries, [place for one in planned for place in one.reads()]
 
@@ -403,8 +409,8 @@ class Filling:
 
     def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
         """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
-        if self.optimizer is not None and owned.fqn not in self.mains:
+        for optimizer in self.optimizers.values() if owned.fqn not in self.mains else ():
             # The quantized weight has less than what was read: the main weight is made of the latter.
-            set_main_weight(self.optimizer, owned.parameter, owned.local, value, make=True)
+            set_main_weight(optimizer, owned.parameter, owned.local, value, make=True)
         for optimizer in self.others:
             set_main_weight(optimizer, owned.parameter, owned.local, value)

@@ -168,6 +168,7 @@ _TENSOR = {"shape": [_whole()], "dtype": Kind("the name of a dtype", _is_dtype)}
 _DTYPE = Kind("the name of a dtype", lambda name: str(name)[:6] == "torch." and _is_dtype(name[6:]))
 _MARKED = {
     "te_fsdp.tuple": [_encoded],
+    "te_fsdp.value": [_encoded],
     "te_fsdp.per_rank": [_encoded],
     "te_fsdp.tensor": {**_TENSOR, "key": _TEXT, "dtype": _DTYPE},
 }
@@ -181,7 +182,7 @@ _DELAYED = {
 }
 _OPTIMIZER = {
     "class": _TEXT,
-    "groups": [{"parameters": [_TEXT], "options": {_TEXT: _encoded}}],
+    "groups": [{"parameters": [_TEXT], "options": {_TEXT: _encoded}, "optimizer?": _TEXT}],
     "state": {_TEXT: {_TEXT: _state}},
 }
 

@@ -35,15 +35,13 @@ from te_fsdp.checkpoint.manifest import dtype_name
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.parameters import ShardInfo, binding_of, require_optimizer, shard_info
+from te_fsdp.parameters import ShardInfo, binding_of, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
-from te_fsdp.sharding.main_weights import unwrapped
 from te_fsdp.sharding.state import sharding_state
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
     from te_fsdp.mesh import Meshes
 
@@ -73,23 +71,20 @@ class Stages(nn.Module):
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
-def as_one(model: nn.Module | Iterable[nn.Module], optimizer: Optimizer | None) -> tuple[nn.Module, Any]:
-    """A model, or several stages, as one module, and the optimizer within wrappers; CheckpointError for others."""
-    if optimizer is not None:
-        require_optimizer(optimizer, "checkpoint: model, optimizer")
-        optimizer = unwrapped(optimizer)
+def as_one(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
+    """Return a model, or several stages, as one module; CheckpointError for others."""
     if isinstance(model, nn.Module):
-        return model, optimizer
+        return model
     given = list(model) if isinstance(model, Iterable) else []
     if not given or not all(isinstance(part, nn.Module) for part in given):
         raise CheckpointError(
             "checkpoint: model",
-            expected="a module, or a rank's stages",
+            expected="a module, a dict of modules by name, or a rank's stages",
             got=type(model).__name__,
             fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects themselves, "
             "no state dicts",
         )
-    return given[0] if len(given) == 1 else Stages(given), optimizer
+    return given[0] if len(given) == 1 else Stages(given)
 
 
 def meshes_of(model: nn.Module) -> list[Meshes]:

@@ -27,7 +27,6 @@ from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
 from te_fsdp.checkpoint.entries import Entry, encode_extra, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
-    as_one,
     come_to_rest,
     delayed_state,
     mesh_sizes,
@@ -37,13 +36,19 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
     tied_names,
 )
+from te_fsdp.checkpoint.named import (
+    Parts,
+    anchor_of,
+    class_of,
+    joined_groups,
+    joined_model,
+    joined_state,
+    parts_of,
+)
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
     States,
-    check_scaled_state,
-    describe_groups,
     join_ranks_experts,
-    optimizer_state,
 )
 from te_fsdp.checkpoint.paths import absolute, listing
 from te_fsdp.checkpoint.sums import Listed, telling_why, without_collector
@@ -62,7 +67,6 @@ from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.parameters import binding_of
 from te_fsdp.sharding.main_parameters import main_parameters_of
-from te_fsdp.sharding.main_weights import check_optimizer
 from te_fsdp.sharding.reductions import refuse_pending_gradients
 
 if TYPE_CHECKING:
@@ -76,8 +80,8 @@ _Seen = tuple[dict[str, bytes], Any, dict[str, States], str | None, tuple[int, d
 
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | None = None,
+    model: nn.Module | Mapping[str, nn.Module] | Iterable[nn.Module],
+    optimizer: Optimizer | Mapping[str, Optimizer] | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     asynchronous: bool = False,
@@ -96,10 +100,11 @@ def save(
         path: Where the checkpoint shall lie, within reach of all ranks; a directory per checkpoint, for example
             ``DIR/step-200``, or ``"s3://..."``. Nothing may lie there yet but an empty directory.
         model: Any model; FSDP2 units that are gathered are resharded first. On each rank of a pipeline its stage or
-            stages, under the names of the whole model, which the files hold.
-        optimizer: torch's or TE's FusedAdam, over the model's current parameters.
-        extra: Plain values and tensors (step, position in the data); rank 0's are kept, and every rank's of what is
-            wrapped in :class:`te_fsdp.checkpoint.PerRank`.
+            stages, under the names of the whole model, which the files hold. Several models: a dict of them by name.
+        optimizer: torch's or TE's FusedAdam, over the model's current parameters. Several: a dict of them by name.
+        extra: What ``torch.load(weights_only=True)`` takes, such as steps, positions in the data, states of schedules,
+            state dicts with DTensors; rank 0's values are kept, and every rank's of what is wrapped in
+            :class:`te_fsdp.checkpoint.PerRank`. DTensors are loaded as whole tensors on the CPU.
         asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a thread:
             training may change everything at once. A save begins after the one before has ended; the interpreter
             waits for a running one before it ends.
@@ -159,38 +164,34 @@ class _Collected:
 
     whole: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
 
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer | None, extra: Any, before: _Known | None
-    ) -> None:
-        self.optimizer, self.stage = optimizer, stage_of(model)
+    def __init__(self, model: nn.Module, optimizers: Parts, extra: Any, before: _Known | None) -> None:
+        self.optimizers, self.stage = optimizers, stage_of(model)
         refuse_pending_gradients(model)
         check_whole_job(model, self.stage)
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
         self.others = _stored({**self.delayed_entries, **extra_entries})
-        look, self.leaves = _look(model, optimizer, self.others) or (None, [])
+        look, self.leaves = _look(model, optimizers, self.others) or (None, [])
         self.is_known = before is not None and look is not None and before.look == look
         if before is not None and self.is_known:
             self.known = before
         else:
             self._describe_anew(model, look, before)
-        self.groups = [] if optimizer is None else describe_groups(optimizer, self.known.names)
+        self.groups = joined_groups(optimizers, self.known.names)
         self.semantics = record(model)
 
     def _describe_anew(self, model: nn.Module, look: list[Any] | None, before: _Known | None) -> None:
         """Describe model and optimizer; the plan of the save before is taken if this rank holds the same."""
         self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
-        if self.optimizer is not None:
-            check_optimizer(model, self.optimizer)
-            check_scaled_state(self.optimizer)
-            self.optimized = optimizer_state(self.optimizer, self.state.owned)
+        if self.optimizers:
+            self.optimized = joined_state(model, self.optimizers, self.state.owned)
         fields = {
             "parameters": self.state.described,
             "buffers": self.state.buffers,
             "mesh": mesh_sizes(model),
             "extra_states": modules_with_extra_state(model),
             "tied": tied_names(model),
-            "optimizer": None if self.optimizer is None else self.optimized.described,
+            "optimizer": self.optimized.described if self.optimizers else None,
         }
         digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
         digests["optimizer"] = _digest(self.optimized.described["state"])
@@ -204,7 +205,7 @@ class _Collected:
 
     def seen(self, target: Path) -> _Seen:
         """What rank 0 hears."""
-        known, stage, kind = self.known, None, type(self.optimizer).__name__
+        known, stage, kind = self.known, None, class_of(self.optimizers)
         digests = {
             "path": str(target).encode(),
             **known.digests,
@@ -223,7 +224,7 @@ class _Collected:
     def fields(self) -> dict[str, Any]:
         """What this rank says in the manifest."""
         fields = {**self.known.fields, "delayed": self.delayed, "semantics": self.semantics}
-        if self.optimizer is not None:
+        if self.optimizers:
             fields["optimizer"] = {**fields["optimizer"], "groups": self.groups}
         return fields
 
@@ -250,15 +251,19 @@ def _digest(part: Any) -> bytes:
 
 
 def _look(
-    model: nn.Module, optimizer: Optimizer | None, others: dict[str, Entry]
+    model: nn.Module, optimizers: Parts, others: dict[str, Entry]
 ) -> tuple[list[Any], list[torch.Tensor]] | None:
     """All that the description of a model and its optimizer follows from, to be compared; and their local tensors.
 
     In a tenth of the time that it takes to describe them. Objects stand there by their ``id``, with all of them that is
     described: one with the ``id`` of another, which is gone, is described alike. Tensors are in the order of entries.
-    ``None`` where more matters: quantized weights, grouped ones of experts, state that is cut further than the weights.
+    ``None`` where more matters: quantized weights, grouped ones of experts, state that is cut further than the weights,
+    optimizers by name.
     """
     come_to_rest(model)
+    if optimizers.keys() - {""}:
+        return None
+    optimizer = optimizers.get("")
     grouped = any(_te.kind_of(module) == "GroupedLinear" for module in model.modules())
     if grouped or (optimizer is not None and main_parameters_of(optimizer) is not None):
         return None
@@ -296,16 +301,16 @@ def _look(
 def _prepare(
     ranks: Ranks,
     target: Path,
-    given: nn.Module | Iterable[nn.Module],
-    optimizer: Optimizer | None,
+    given: Any,
+    optimizer: Any,
     extra: Mapping[str, Any] | None,
     keep_last: int | None,
     shared: Iterable[str],
 ) -> Writing:
     """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks."""
-    model, optimizer = as_one(given, optimizer)
+    model, optimizers = joined_model(given), parts_of(optimizer)
     found, begun = list[_Collected](), list[Path]()
-    before: _Known | None = background().plans.get(model)
+    before: _Known | None = background().plans.get(anchor_of(model))
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
         before = None  # the save that its plan was made for has failed
 
@@ -314,7 +319,7 @@ def _prepare(
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             expected = "None (keep all) or a whole number from 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
-        found[:] = [_Collected(model, optimizer, extra, before)]
+        found[:] = [_Collected(model, optimizers, extra, before)]
         return found[0].seen(target)
 
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
@@ -339,7 +344,7 @@ def _prepare(
         check_replicas(ranks, plan, tensors)
         writing = Writing(ranks, temporary, manifest, plan, tensors)
         known.plan = plan
-        background().plans[model] = known
+        background().plans[anchor_of(model)] = known
         return writing
     except BaseException:
         for temporary in begun:

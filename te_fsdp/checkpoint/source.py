@@ -46,7 +46,6 @@ from te_fsdp.layout import slices
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
 
@@ -125,14 +124,12 @@ def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> t
 # --- opening
 
 
-def open_source(
-    path: Path, model: nn.Module, optimizer: Optimizer | None, *, verify: bool, read: str
-) -> Source:
+def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, read: str) -> Source:
     """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
 
-    All but the path is as :func:`te_fsdp.checkpoint.load` takes it. The model tells which names are of one tensor, the
-    optimizer its class where the files do not. CheckpointError on all ranks: nothing whole there, neither ours nor
-    certainly foreign, or ranks that do not see the same.
+    All but the path is as :func:`te_fsdp.checkpoint.load` takes it. The model says which names are of one tensor;
+    ``optimizer`` is the class where the files do not say it, empty if none is loaded. CheckpointError on all ranks:
+    nothing whole there, neither ours nor certainly foreign, or ranks that do not see the same.
     """
 
     def seen(manifest: Manifest | None) -> int | str | None:
@@ -177,7 +174,7 @@ def open_source(
     return source
 
 
-def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, verify: bool) -> Source:
+def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) -> Source:
     """A plain directory, with what is taken of it. Collective over the world."""
 
     def opened() -> torch_files.Opened:
@@ -190,13 +187,13 @@ def _foreign_source(path: Path, model: nn.Module, optimizer: Optimizer | None, v
     plain = all_agree(opened)
     if verify:
         _verify_together(path, plain)
-    choices = Choices(optimizer_class=None if optimizer is None else type(optimizer).__name__)
+    choices = Choices(optimizer_class=optimizer or None)
     contents = all_agree(lambda: open_dcp_contents(path, choices, plain))
     for name, first in from_rank_0(lambda: _equal_ties(contents, model)).items():
         contents.manifest.parameters.pop(name)
         contents.tensors.pop(f"model.{name}")
         contents.notes.append(f"{name}: tied to {first} here, and equal to it")
-    if contents.manifest.optimizer is not None and optimizer is None:
+    if contents.manifest.optimizer is not None and not optimizer:
         contents.notes.append("optimizer: left, since none was given to load")
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
     told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]

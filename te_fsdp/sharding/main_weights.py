@@ -276,14 +276,14 @@ def lend_main_weights(step: Step) -> None:
 
 
 def keeping_main_weights(
-    parameters: Iterable[torch.Tensor], given: Optimizer | None = None
+    parameters: Iterable[torch.Tensor], given: Iterable[Optimizer] = ()
 ) -> list[Optimizer]:
-    """Optimizers but the ``given`` one, that is loaded, whose next step would put weights of before back. Local.
+    """Return optimizers but the ``given`` ones, that are loaded, whose next step would put weights of before back.
 
-    Nor what it is a wrapper around, as accelerate's is: that has the same state.
+    Nor what they are wrappers around, as accelerate's are: these have the same state. Local operation.
     """
-    loaded = None if given is None else given.state
-    found = [o for o in optimizers_of(parameters) if o is not given and o.state is not loaded]
+    loaded = {id(one.state) for one in given}
+    found = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]
     return [o for o in found if any(MAIN in state for state in o.state.values())]
 
 

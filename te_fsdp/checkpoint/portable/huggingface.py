@@ -33,6 +33,7 @@ from te_fsdp.checkpoint.lazy import (
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
+from te_fsdp.checkpoint.named import parts_of
 from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
@@ -209,7 +210,7 @@ def _filling(
     lacked = {name for group in weights.groups for name in group.zeros}
     told = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
     opened = Source(folder, manifest, contents.tensors, [told] if lacked else [])
-    return Filling(opened, model, optimizer, state, Differences(converted=quantized)), lacked
+    return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), lacked
 
 
 def _check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:

@@ -1,0 +1,186 @@
+"""Several models and several optimizers by name: ``save(path, {"actor": actor, "critic": critic}, {"muon": ...})``.
+
+Models are one module, in which the parameters of each have its name in front: ``actor.layers.0.weight``. Optimizers
+are one in the manifest, whose groups have the name of theirs. A parameter has one optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from torch import nn
+
+from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
+from te_fsdp.checkpoint.model_state import as_one
+from te_fsdp.checkpoint.optimizer_state import (
+    OptimizerState,
+    check_scaled_state,
+    compare_optimizer,
+    describe_groups,
+    optimizer_state,
+)
+from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.parameters import require_optimizer
+from te_fsdp.sharding.main_weights import check_optimizer, unwrapped
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from te_fsdp.checkpoint.model_state import Owned
+
+#: Optimizers by name; ``""`` is the name of one that was given without a name.
+Parts: TypeAlias = "dict[str, Optimizer]"
+
+
+class Models(nn.Module):
+    """Models by name as if they were registered in one module under these names."""
+
+    parts: tuple[nn.Module, ...]
+    names: tuple[str, ...]
+
+    def __init__(self, models: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.__dict__["names"] = tuple(models)  # registered, FSDP2 would take this for their root
+        self.__dict__["parts"] = tuple(models.values())
+
+    def named_modules(  # type: ignore[bad-override]
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules of all models; a module of two models has the name that it has in the first one."""
+        memo = set() if memo is None else memo
+        for name, part in zip(self.names, self.parts, strict=True):
+            below = f"{prefix}.{name}" if prefix else name
+            yield from part.named_modules(memo, below, remove_duplicate)
+
+
+def joined_model(given: Any) -> nn.Module:
+    """Return a model, models by name, or a rank's stages as one module; CheckpointError for others."""
+    if not isinstance(given, Mapping):
+        return as_one(given)
+    _check_names(given, "model")
+    return Models({name: as_one(model) for name, model in given.items()})
+
+
+def anchor_of(model: nn.Module) -> nn.Module:
+    """Return the module by which a save finds the plan of the previous save: a joined model is made for each call."""
+    parts = getattr(model, "parts", None)
+    return anchor_of(parts[0]) if isinstance(parts, tuple) and parts else model
+
+
+def parts_of(optimizer: Any) -> Parts:
+    """Return optimizers by name, within their wrappers; one without a name has ``""``. CheckpointError for others."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, Mapping):
+        require_optimizer(optimizer, "checkpoint: model, optimizer")
+        return {"": unwrapped(optimizer)}
+    _check_names(optimizer, "optimizer")
+    for name, one in optimizer.items():
+        require_optimizer(one, f"checkpoint: model, optimizer {name!r}")
+    return {name: unwrapped(one) for name, one in optimizer.items()}
+
+
+def _check_names(given: Mapping[Any, Any], what: str) -> None:
+    odd = [name for name in given if type(name) is not str or not name or set(name) & {".", "=", ",", "/"}]
+    if odd or not given:
+        raise CheckpointError(
+            f"checkpoint: {what}s by name",
+            expected=f'a dict of {what}s, whose names have none of . = , / in them, such as {{"actor": ...}}',
+            got=", ".join(map(repr, odd)) or "an empty dict",
+            fix="give each a short name, the same at each save and load",
+        )
+
+
+def class_of(parts: Parts) -> str:
+    """Return what the manifest has as the class: that of one optimizer, or names and classes of several."""
+    return ", ".join(
+        f"{name}={type(one).__name__}" if name else type(one).__name__ for name, one in parts.items()
+    )
+
+
+def joined_state(model: nn.Module, parts: Parts, owned: dict[int, Owned]) -> OptimizerState:
+    """Return what all optimizers contribute to a checkpoint; CheckpointError for a parameter of two. Local."""
+    joined, holders = OptimizerState({"state": {}}, {}), dict[str, str]()
+    for name, one in parts.items():
+        check_optimizer(model, one)
+        check_scaled_state(one)
+        for key in {owned[id(p)].key for group in one.param_groups for p in group["params"]}:
+            if holders.setdefault(key, name) != name:
+                raise CheckpointError(
+                    f"save: {key} is in two optimizers, {holders[key]!r} and {name!r}",
+                    expected="one optimizer for each parameter",
+                    why="The files hold the state of a parameter under its name",
+                    fix="give the parameter, or all experts of a layer, to one of them",
+                )
+        state = optimizer_state(one, owned)
+        joined.described["state"] |= state.described["state"]
+        joined.entries |= state.entries
+        joined.experts |= state.experts
+    joined.described["class"] = class_of(parts)
+    return joined
+
+
+def joined_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]:
+    """Return the groups of all optimizers, each with the name of its optimizer where that has one. Local operation."""
+    groups = []
+    for name, one in parts.items():
+        groups += [
+            {**group, **({"optimizer": name} if name else {})} for group in describe_groups(one, names)
+        ]
+    return groups
+
+
+def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return what a manifest says of each optimizer, by its name."""
+    names = dict.fromkeys(group.get("optimizer", "") for group in saved["groups"])
+    if set(names) <= {""}:
+        return {"": saved}
+    classes = dict(one.split("=", 1) for one in saved["class"].split(", "))
+    found = {}
+    for name in names:
+        groups = [group for group in saved["groups"] if group.get("optimizer", "") == name]
+        own = {parameter for group in groups for parameter in group["parameters"]}
+        state = {key: states for key, states in saved["state"].items() if key in own}
+        found[name] = {"class": classes.get(name, ""), "groups": groups, "state": state}
+    return found
+
+
+def compare_optimizers(
+    found: Differences, model: nn.Module, parts: Parts, saved: dict[str, Any] | None, owned: dict[int, Owned]
+) -> None:
+    """Add the differences between saved optimizers and these. Local operation; changes nothing."""
+    for one in parts.values():
+        check_optimizer(model, one)
+        check_scaled_state(one)
+    if saved is None:
+        found.optimizer["optimizer: none in the checkpoint", WHOLE_OPTIMIZER] = None
+        return
+    there = split(saved)
+    if ("" in there) != ("" in parts):
+        shown = [shorten([*names]) if "" not in names else "one without a name" for names in (there, parts)]
+        found.optimizer[f"optimizer: saved {shown[0]}, here {shown[1]}", WHOLE_OPTIMIZER] = None
+        return
+    for name in there.keys() | parts.keys():
+        if name in there and name in parts:
+            own = Differences()
+            compare_optimizer(own, parts[name], there[name], owned)
+            found.optimizer |= {(f"{name}: {text}" if name else text, of): None for text, of in own.optimizer}
+            found.converted |= own.converted
+            continue
+        where = "only in the checkpoint" if name in there else "not in the checkpoint"
+        if name in there:
+            keys = {key for group in there[name]["groups"] for key in group["parameters"]}
+        else:
+            keys = {owned[id(p)].key for group in parts[name].param_groups for p in group["params"]}
+        for key in sorted(keys):
+            found.optimizer[f"optimizer {name!r} is {where}", key] = None
+
+
+def each_with_manifest(parts: Parts, manifest: Any) -> Iterator[tuple[Optimizer, Any]]:
+    """Yield each optimizer that is here and in a manifest, with the manifest as if it were the only one."""
+    there = split(manifest.optimizer)
+    for name, one in parts.items():
+        if name in there:
+            yield one, replace(manifest, optimizer=there[name])

@@ -1,0 +1,229 @@
+"""Several models and optimizers by name, and what ``extra`` takes: saved, loaded, refused by name."""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.errors import CheckpointError, TeFsdpError
+
+
+class Job:
+    """An actor and a critic; the actor has two optimizers, the critic one."""
+
+    def __init__(self, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.actor = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.critic = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        self.critic[1] = self.actor[1]  # a module that both share
+        self.models = {"actor": self.actor, "critic": self.critic}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {
+            "matrix": torch.optim.SGD([self.actor[0].weight], lr=0.1, momentum=0.9),
+            "rest": torch.optim.AdamW([self.actor[0].bias, *self.actor[1].parameters()], lr=0.01),
+            "critic": torch.optim.AdamW(self.critic[0].parameters(), lr=0.02),
+        }
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            x = torch.linspace(-1, 1, 8).view(2, 4)
+            (self.actor(x).square().sum() + self.critic(x).sin().sum()).backward()
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        found = {
+            f"{m}.{n}": p.detach().clone()
+            for m, one in self.models.items()
+            for n, p in one.named_parameters()
+        }
+        for name, optimizer in self.optimizers.items():
+            for index, state in enumerate(optimizer.state.values()):
+                found |= {
+                    f"{name}.{index}.{key}": v.clone()
+                    for key, v in state.items()
+                    if isinstance(v, torch.Tensor)
+                }
+        return found
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    return [
+        name
+        for name in a.keys() | b.keys()
+        if name not in a or name not in b or not torch.equal(a[name], b[name])
+    ]
+
+
+def test_models_and_optimizers_by_name(tmp_path: Path) -> None:
+    """The kind: a job with more than one of either. The next steps are those of a job that was not interrupted."""
+    job, other = Job(0), Job(1)
+    job.step(3)
+    checkpoint.save(tmp_path / "a", job.models, job.optimizers)
+    assert len(differing(job.values(), other.values())) > 10, "the control: before the load they differ"
+    checkpoint.load(tmp_path / "a", other.models, other.optimizers)
+    assert differing(job.values(), other.values()) == []
+    assert [o.param_groups[0]["lr"] for o in other.optimizers.values()] == [0.1, 0.01, 0.02]
+    job.step(2)
+    other.step(2)
+    assert differing(job.values(), other.values()) == []
+    manifest = read_manifest(tmp_path / "a")
+    assert sorted(manifest.parameters) == [
+        "actor.0.bias", "actor.0.weight", "actor.1.bias", "actor.1.weight", "critic.0.bias", "critic.0.weight",
+    ]  # fmt: skip
+    assert manifest.tied == {"critic.1.weight": "actor.1.weight", "critic.1.bias": "actor.1.bias"}
+    assert manifest.optimizer and manifest.optimizer["class"] == "matrix=SGD, rest=AdamW, critic=AdamW"
+
+
+def test_one_model_with_two_optimizers(tmp_path: Path) -> None:
+    job, other = Job(0), Job(1)
+    job.step(2)
+    own = {name: job.optimizers[name] for name in ("matrix", "rest")}
+    checkpoint.save(tmp_path / "a", job.actor, own)
+    loaded = checkpoint.load(tmp_path / "a", other.actor, {name: other.optimizers[name] for name in own})
+    assert loaded.is_complete
+    state = other.optimizers["matrix"].state[other.actor[0].weight]
+    assert torch.equal(
+        state["momentum_buffer"], job.optimizers["matrix"].state[job.actor[0].weight]["momentum_buffer"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("absent", "optimizer 'rest' is only in the checkpoint"),
+        ("more", "optimizer 'more' is not in the checkpoint"),
+        ("class", "matrix: optimizer: saved SGD, this one is AdamW"),
+        ("unnamed", "optimizer: saved matrix, rest, here one without a name"),
+        ("models", "missing in the checkpoint"),
+    ],
+)
+def test_differences_name_the_optimizer(tmp_path: Path, change: str, words: str) -> None:
+    job, other = Job(0), Job(1)
+    job.step()
+    checkpoint.save(tmp_path / "a", job.actor, {name: job.optimizers[name] for name in ("matrix", "rest")})
+    model: Any = {"actor": other.actor} if change == "models" else other.actor
+    given: Any = {name: other.optimizers[name] for name in ("matrix", "rest")}
+    if change == "absent":
+        del given["rest"]
+    elif change == "more":
+        given["more"] = torch.optim.SGD([other.actor[1].bias], lr=1.0)
+        given["rest"].param_groups[0]["params"].pop()
+    elif change == "class":
+        given["matrix"] = torch.optim.AdamW([other.actor[0].weight])
+    elif change == "unnamed":
+        given = given["rest"]
+    before = other.values()
+    with pytest.raises(CheckpointError, match=words):
+        checkpoint.load(tmp_path / "a", model, given)
+    assert differing(before, other.values()) == [], "nothing has changed"
+
+
+def test_an_optimizer_may_be_left_by_name(tmp_path: Path) -> None:
+    job, other = Job(0), Job(1)
+    job.step()
+    checkpoint.save(tmp_path / "a", job.actor, {name: job.optimizers[name] for name in ("matrix", "rest")})
+    loaded = checkpoint.load(
+        tmp_path / "a", other.actor, {"matrix": other.optimizers["matrix"]}, strict=False
+    )
+    assert set(loaded.left) == {f"optimizer.state.{n}" for n in ("0.bias", "1.weight", "1.bias")}
+    assert len(other.optimizers["matrix"].state) == 1
+
+
+@pytest.mark.parametrize(
+    ("models", "optimizers", "words"),
+    [
+        ({"a.b": "actor"}, None, "models by name"),
+        ({}, None, "an empty dict"),
+        ({"actor": "actor"}, {"one": "matrix", "two": "matrix"}, "is in two optimizers, 'one' and 'two'"),
+        ({"actor": "actor"}, {"one": 3}, "optimizer 'one'"),
+        ({"actor": 3}, None, "got int"),
+    ],
+)
+def test_wrong_names(tmp_path: Path, models: Any, optimizers: Any, words: str) -> None:
+    job = Job(0)
+    given = {name: job.models.get(one, one) for name, one in models.items()}
+    held = optimizers and {name: job.optimizers.get(one, one) for name, one in optimizers.items()}
+    with pytest.raises(TeFsdpError, match=words):
+        checkpoint.save(tmp_path / "a", given, held)
+    assert list(tmp_path.iterdir()) == []
+
+
+EXTRA: dict[str, Any] = {
+    "milestones": collections.Counter({2: 1, 5: 2}),
+    "by step": {1: "a", (2, "b"): [3.5], None: True, 2.5: {}},
+    "bytes": b"\x00\xff",
+    "buffer": bytearray(b"ab"),
+    "set": {3, 1, 2},
+    "frozen": frozenset({"a", "b"}),
+    "numbers": [np.float64(0.1), np.int32(-4), np.float32(1.5), np.bool_(True), np.uint8(7)],
+    "complex": 1 + 2j,
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "size": torch.Size([2, 3]),
+    "te_fsdp.value": "a reserved name",
+    "nested": ({"x": {4: (b"", {5})}},),
+}
+
+
+def test_extra_takes_what_weights_only_files_take(tmp_path: Path) -> None:
+    """Equal and of the same classes, tensors within dicts of any keys included."""
+    numbers = torch.arange(4.0)
+    conjugate = torch.complex(numbers, numbers).conj()
+    negative = torch.complex(numbers, numbers).conj().imag
+    assert conjugate.is_conj() and negative.is_neg()
+    tensors = {7: numbers, "c": conjugate, "n": negative, "t": torch.arange(6).view(2, 3).t()}
+    schedule = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD([numbers], lr=1.0), milestones=[2, 5])
+    extra = {**EXTRA, "tensors": tensors, "schedule": schedule.state_dict()}
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra=extra)
+    loaded = checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
+    for name, value in EXTRA.items():
+        assert loaded[name] == value and type(loaded[name]) is type(value), name
+    assert [type(n) for n in loaded["numbers"]] == [type(n) for n in EXTRA["numbers"]]
+    assert all(torch.equal(loaded["tensors"][key], value) for key, value in tensors.items())
+    schedule.load_state_dict(loaded["schedule"])
+    assert schedule.milestones == collections.Counter([2, 5])
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (object(), "object"),
+        (np.arange(3), "ndarray"),
+        (np.longdouble(1), "longdouble"),
+        (lambda: None, "function"),
+        (torch.eye(2).to_sparse(), "Tensor"),
+        (Path("a"), "PosixPath"),
+        (nn.Linear(1, 1), "Linear"),
+    ],
+)
+def test_what_is_refused_is_named(tmp_path: Path, value: Any, name: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"extra/a/0/3: cannot be stored: expected .*got {name}"):
+        checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra={"a": [{1: 0, 2: 1, 3: 2, 4: value}]})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_several_stages_on_one_rank_are_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And models by name: the joined module is made for each call, the plan is that of the save before."""
+    from te_fsdp.checkpoint import saving
+
+    calls: list[int] = []
+    real = saving.plan_entries
+    monkeypatch.setattr(saving, "plan_entries", lambda *a: calls.append(1) or real(*a))
+    job = Job(0)
+    names = [nn.ModuleDict({"first": nn.Linear(2, 2)}), nn.ModuleDict({"second": nn.Linear(2, 2)})]
+    for number in range(3):
+        checkpoint.save(tmp_path / f"stages-{number}", names)
+        checkpoint.save(tmp_path / f"named-{number}", job.models)
+    assert len(calls) == 2
+    job.critic.add_module("more", nn.Linear(2, 2))
+    checkpoint.save(tmp_path / "changed", job.models)
+    assert len(calls) == 3, "the control: another model has another plan"
