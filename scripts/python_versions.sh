@@ -52,7 +52,7 @@ checkpoint.save(sys.argv[1] + "/te_fsdp", torch.nn.Linear(3, 4))
 dcp.save({"weight": torch.arange(6.0).view(2, 3)}, checkpoint_id=sys.argv[1] + "/dcp", no_dist=True)'
 read='import sys, torch
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.state_dicts import open_any
+from te_fsdp.checkpoint.portable.convert import open_any
 torch.manual_seed(0)
 for path in sys.argv[1:]:
     expected, model = torch.nn.Linear(3, 4), torch.nn.Linear(3, 4)

@@ -15,6 +15,7 @@ only where none lies. It names the folder beside it, ``te_fsdp-data.OWNER``, int
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -77,7 +78,7 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
 
 
 def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
-    return path.with_name(f".{path.name}{mark}.{owner}")
+    return path.with_name(f".{paths.short_name(path.name)}{mark}.{owner}")
 
 
 def commit(temporary: Path, target: Path) -> None:
@@ -148,8 +149,15 @@ def _remove_left(left: Path, target: Path) -> None:
     if mark == LOCK and text is None:
         return paths.release_dead(left)
     with suppress(OSError):  # somebody else has removed it
-        last = 0.0 if (name, mark) == (target.name, _SAVING) else left.stat().st_mtime
-        if _has_gone(Owner.parse(text or ""), last):
+        last = 0.0 if (name, mark) == (paths.short_name(target.name), _SAVING) else left.stat().st_mtime
+        owner = Owner.parse(text or "")
+        if not _has_gone(owner, last):
+            return
+        # Clocks of machines may differ by days: a save that goes on holds its lock, and shows signs of life there.
+        lives = (
+            owner.is_alive() is None and mark == _SAVING and paths.gives_signs(left.with_name(name), owner)
+        )
+        if not lives:
             _log.info("%s was left by a job that was killed", left)
             remove(left)
 
@@ -363,6 +371,13 @@ def open_checkpoint(path: Path) -> Manifest:
 
 def damaged(path: Path, problems: list[str]) -> None:
     """Raise if there are problems with the files of a checkpoint: CheckpointError, all in one. Local operation."""
+    refused = [one for one in problems if os.strerror(errno.EACCES) in one or os.strerror(errno.EPERM) in one]
+    if refused:
+        raise CheckpointError(
+            f"{path}: files that this user may not read: {'; '.join(sorted(refused))}",
+            why="Nothing was loaded",
+            fix="check the permissions of the directory and its files",
+        )
     if problems:
         raise CheckpointError(
             f"{path}: damaged checkpoint: {'; '.join(sorted(problems))}",

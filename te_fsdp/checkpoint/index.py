@@ -42,7 +42,15 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from te_fsdp import _torch
 from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
-from te_fsdp.checkpoint.sums import SummedFile, crc32, open_checked, synced, view_of, without_collector
+from te_fsdp.checkpoint.sums import (
+    DamagedFileError,
+    SummedFile,
+    crc32,
+    open_checked,
+    synced,
+    view_of,
+    without_collector,
+)
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.unpickling import check_numbers
 
@@ -233,8 +241,12 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         wanted = set(keys)
         with unreadable(path, INDEX):
             for block, own in blocks:
-                if any(head[0] in wanted for head in own):
-                    yield from (found for found in _unpack(block, own) if found[0] in wanted)
+                for key, found in _unpack(block, own) if any(head[0] in wanted for head in own) else ():
+                    if key not in wanted:
+                        continue
+                    if len(found) and not 0 <= found[:, 0].min() <= found[:, 0].max() < len(files):
+                        raise DamagedFileError(f"{key} is in a file that it does not name")
+                    yield key, found
 
     file, listed = manifest.at(path) / INDEX, manifest.files[INDEX]
     with unreadable(path, INDEX), open_checked(file, listed, manifest.save_id) as stream:
@@ -244,7 +256,8 @@ def read_index(path: Path, manifest: Manifest) -> Index:
         body = json.loads(bytes(head))
         heads = [[(k, tuple(s), getattr(torch, d), n) for k, s, d, n in block] for block in body["blocks"]]
         blocks = list(zip(packed, heads, strict=True))
-        return Index({k: (s, d) for block in heads for k, s, d, _ in block}, list(body["files"]), rows)
+        files = list(body["files"])
+        return Index({k: (s, d) for block in heads for k, s, d, _ in block}, files, rows)
 
 
 def files_in(path: Path) -> Callable[[str], Path]:

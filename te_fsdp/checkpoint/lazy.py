@@ -315,6 +315,15 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     if (path / INDEX).is_file():
         return _open_sharded(path / INDEX)
     files = sorted(path.glob("*.safetensors"))
+    if not files:
+        other = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
+        raise CheckpointError(
+            f"{path}: a folder without weights",
+            expected=f"*.safetensors files, of several {INDEX} too",
+            got=f"no *.safetensors file{f', but {shorten(other, 3)}' if other else ''}",
+            fix="download the weights into it (hf download NAME --local-dir FOLDER), or name the folder that holds "
+            "them; te-fsdp ckpt convert makes safetensors of torch.save files",
+        )
     if len(files) != 1:
         raise CheckpointError(
             f"{path}: a folder of safetensors files",
@@ -331,6 +340,8 @@ def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     problems = []
     with unreadable(index, "index", _COPY):
         where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not where:
+            raise DamagedFileError("it names no tensor and no file")
         for name in sorted(set(where.values())):
             if Path(name).name != name:
                 raise DamagedFileError("a file outside of the folder")

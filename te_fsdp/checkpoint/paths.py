@@ -52,6 +52,8 @@ BEAT = 5.0
 #: Seconds without one, after which a holder on another machine counts as dead: clients of NFS may see a file's time a
 #: minute late.
 SILENCE = 120.0
+#: Bytes of a name that is used as it is in the names of locks and of hidden directories.
+_LONGEST = 110
 #: By the owner of each lock that this process holds, what ends its signs of life.
 _held: dict[Owner, threading.Event] = {}
 
@@ -403,6 +405,15 @@ def _is_silent(holder: Path) -> bool:
     return True
 
 
+def gives_signs(target: Path, owner: Owner) -> bool:
+    """Return whether an owner on another machine holds the lock of a target and shows signs of life. Local operation.
+
+    Takes up to :data:`SILENCE` seconds if it holds the lock.
+    """
+    file = _lock_of(target) / str(owner)
+    return file.exists() and not _is_silent(file)
+
+
 def check(target: Path, owner: Owner) -> None:
     """Raise if another has taken this owner's lock, since it was still for so long that it seemed dead. Local."""
     lock = _lock_of(target)
@@ -432,8 +443,16 @@ def release_dead(lock: Path) -> None:
         lock.rmdir()
 
 
+def short_name(name: str) -> str:
+    """Return a name to which mark and owner may be added: file systems take 255 bytes. Short ones stay as they are."""
+    if len(os.fsencode(name)) <= _LONGEST:
+        return name
+    digest = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
+    return f"{os.fsencode(name)[: _LONGEST - 20].decode(errors='ignore')}~{digest}"
+
+
 def _lock_of(target: Path) -> Path:
-    return target.with_name(f".{target.name}{LOCK}")
+    return target.with_name(f".{short_name(target.name)}{LOCK}")
 
 
 def _holder(lock: Path) -> Path | None:

@@ -401,7 +401,10 @@ def values_for_huggingface(
 def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tensors, Any, Path]:
     """Tensors, their description, and the folder that they lie in."""
     if isinstance(source, (str, os.PathLike)):
-        return open_safetensors(Path(source))[0], source if config is None else config, Path(source)
+        folder = Path(source)
+        if folder.name == "config.json":  # names a model as its folder does
+            folder = folder.parent
+        return open_safetensors(folder)[0], folder if config is None else config, folder
     if not isinstance(source, Mapping):
         fix = "model.state_dict(); of a sharded one, te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
         raise CheckpointError(f"Hugging Face model: {type(source).__name__}, no tensors by name", fix=fix)

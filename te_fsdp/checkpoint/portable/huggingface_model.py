@@ -10,6 +10,7 @@ twice the disk.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -28,7 +29,7 @@ from te_fsdp.checkpoint.lazy import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import Owned, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import Box, slices
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
 from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, in_words, semantics_of
@@ -102,6 +103,7 @@ def told_by(model: nn.Module) -> Told:
 def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
     """Options of a model's layers, all known: what it tells, else ``blocks``."""
     parameters, recorded, _ = told
+    _check_names(parameters, names)
     attention = names.layer.format(layer=0) + names.attention
     qkv, here = f"{attention}layernorm_qkv", recorded.get(attention.removesuffix("."))
     seen: dict[str, bool | None] = {
@@ -125,6 +127,24 @@ def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
             + " ".join(f"--te.layers.{name.replace('_', '-')} True|False" for name in unknown),
         )
     return blocks
+
+
+def _check_names(parameters: Collection[str], names: TeNames) -> None:
+    """Raise CheckpointError if the model has no layers under the name that ``names`` gives them."""
+    first = names.layer.format(layer=0)
+    if not parameters or any(name.startswith(first) for name in parameters):
+        return
+    inside = next((n for n in sorted(parameters) if f".{names.attention}" in n), "")
+    found = re.sub(r"\d+", "{layer}", inside[: inside.find(f".{names.attention}") + 1], count=1)
+    shown = f'names=TeNames(layer="{found}")' if found else 'names=TeNames(layer="...{layer}.")'
+    raise CheckpointError(
+        f"Hugging Face model: no parameter of the model begins with {first}",
+        expected="layers of these names, or the model's own names in names=TeNames(...)",
+        got=f"parameters such as {shorten(sorted(parameters), 3)}",
+        why="A model's parts are found by their names",
+        fix=f"pass {shown}, and in it every part that the model calls otherwise (embedding, final_norm, head, ...); on "
+        "the command line --te.names.layer and so on",
+    )
 
 
 def centering(recorded: Recorded, module: str) -> bool | None:

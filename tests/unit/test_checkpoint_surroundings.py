@@ -1,0 +1,152 @@
+"""What surrounds a checkpoint: clocks of other machines, long names, permissions, indexes without files, folders."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint import manifest as manifests
+from te_fsdp.checkpoint import paths
+from te_fsdp.checkpoint.index import read_index
+from te_fsdp.checkpoint.lazy import open_safetensors
+from te_fsdp.checkpoint.paths import LOCK, Owner
+from te_fsdp.errors import CheckpointError
+
+ELSEWHERE = Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_a_save_of_another_machine_whose_clock_is_a_day_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    """Its directory seems old, but its lock shows signs of life; the control: without signs it is removed."""
+    monkeypatch.setattr(paths, "SILENCE", 0.5)
+    hidden, lock = tmp_path / f".x.te_fsdp-saving.{ELSEWHERE}", tmp_path / f".x{LOCK}"
+    hidden.mkdir()
+    lock.mkdir()
+    file = lock / str(ELSEWHERE)
+    file.touch()
+    days_ago = time.time() - 3 * 24 * 3600
+    os.utime(hidden, (days_ago, days_ago))
+    ended = threading.Event()
+
+    def beat() -> None:
+        number = 0
+        while not ended.wait(0.02):
+            number += 1
+            os.utime(file, (days_ago, days_ago + number))  # by its own clock
+
+    thread = threading.Thread(target=beat)
+    if lives:
+        thread.start()
+    try:
+        checkpoint.save(tmp_path / "y", nn.Linear(2, 2))
+    finally:
+        ended.set()
+        if lives:
+            thread.join()
+    assert hidden.exists() == lives
+
+
+@pytest.mark.parametrize("name", ["n" * 200, "é" * 120, "n" * 255], ids=["200", "240 bytes", "255"])
+def test_long_names(tmp_path: Path, name: str) -> None:
+    """Hidden names add mark and owner to a name; a file system takes 255 bytes. What is left is found and removed."""
+    model = nn.Linear(2, 2)
+    for step in (1, 2):
+        checkpoint.save(tmp_path / str(step) / name, model, keep_last=1)
+        checkpoint.load(tmp_path / str(step) / name, model)
+        assert [p.name for p in (tmp_path / str(step)).iterdir()] == [name]
+    with pytest.raises(CheckpointError, match="exists already"):
+        checkpoint.save(tmp_path / "1" / name, model)
+    here = Owner.new()
+    dead = Owner(here.machine, 2**22 + 5, "1", 0, "0" * 8)
+    (tmp_path / "1" / f".{paths.short_name(name)}.te_fsdp-saving.{dead}").mkdir()
+    checkpoint.save(tmp_path / "1" / "other", model)
+    assert sorted(p.name for p in (tmp_path / "1").iterdir()) == sorted([name, "other"])
+
+
+def test_long_names_stay_apart(tmp_path: Path) -> None:
+    """Names that differ at their end have different locks."""
+    one, two = "n" * 200 + "1", "n" * 200 + "2"
+    assert paths.short_name(one) != paths.short_name(two) and paths.short_name("step-1") == "step-1"
+    assert paths.short_name(paths.short_name(one)) == paths.short_name(one)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])
+def test_files_that_may_not_be_read_are_not_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
+    real = manifests.open_checked
+
+    def refused(path: Path, *rest: Any) -> Any:
+        if path.suffix == ".distcp":
+            raise OSError(number, os.strerror(number), str(path))
+        return real(path, *rest)
+
+    monkeypatch.setattr(manifests, "open_checked", refused)
+    may = number != errno.EIO
+    words = "files that this user may not read: .*check the permissions" if may else "damaged checkpoint"
+    with pytest.raises(CheckpointError, match=words) as found:
+        checkpoint.verify(tmp_path / "a")
+    assert ("damaged" in str(found.value)) != may
+
+
+def test_an_index_without_files(tmp_path: Path) -> None:
+    """An error that names the tensor, not an IndexError; negative numbers would take files from the end."""
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2))
+    manifest = manifests.read_manifest(tmp_path / "a")
+    good = read_index(tmp_path / "a", manifest)
+    assert len(dict(good.rows(["model.weight"]))) == 1, "the control"
+    file = tmp_path / "a" / "te_fsdp.index"
+    from te_fsdp.checkpoint import index as indexes
+
+    real = indexes.json.loads
+    for files in ([], None):
+
+        def without(text: Any, files: Any = files) -> Any:
+            body = real(text)
+            return {**body, "files": [] if files is None else files} if "files" in body else body
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(indexes.json, "loads", without)
+            found = read_index(tmp_path / "a", manifest)
+            with pytest.raises(CheckpointError, match="model.weight is in a file that it does not name"):
+                dict(found.rows(["model.weight"]))
+    assert file.is_file()
+
+
+def test_folders_of_safetensors_without_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="a folder without weights.*hf download NAME") as found:
+        open_safetensors(tmp_path)
+    assert "add the index" not in str(found.value)
+    with pytest.raises(CheckpointError, match="a folder without weights"):  # names the same as its folder
+        checkpoint.load_huggingface(tmp_path / "config.json", nn.Linear(2, 2))
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(CheckpointError, match="but pytorch_model.bin"):
+        open_safetensors(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(CheckpointError, match="unreadable index .*names no tensor and no file"):
+        open_safetensors(tmp_path)
+
+
+def test_the_model_has_other_names(tmp_path: Path) -> None:
+    """The error names ``names=TeNames(...)`` with the layers' prefix, and does not advise the call that has failed."""
+    model = nn.ModuleDict({"decoder": nn.ModuleList([nn.ModuleDict({"self_attention": nn.Linear(2, 2)})])})
+    config = {"model_type": "llama"}
+    with pytest.raises(CheckpointError) as found:
+        checkpoint.save_huggingface(tmp_path / "a", model, config=config)
+    text = str(found.value)
+    assert 'names=TeNames(layer="decoder.{layer}.")' in text and "save_huggingface(path" not in text, text
+    assert torch.is_tensor(model["decoder"][0]["self_attention"].weight)
