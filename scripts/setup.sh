@@ -15,7 +15,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-say() { printf 'set-up: %s\n' "$*"; }
+say() { printf 'set-up: %3d s: %s\n' "$SECONDS" "$*"; }
 fail() { printf 'set-up: error: %s\n' "$*" >&2; exit 1; }
 
 venv=${VENV:-.venv}
@@ -41,11 +41,31 @@ find_python() {
 
 has_driver() { [ -e /dev/nvidia0 ] || nvidia-smi -L >/dev/null 2>&1; }
 
-pip_install() { "$venv/bin/python" -m pip install -qq --no-compile --disable-pip-version-check "$@"; }
+# Runs pip; a line, with seconds, for each thing that takes time. All that pip says is shown if it fails.
+pip_install() {
+  local log line
+  log=$(mktemp)
+  if ! "$venv/bin/python" -m pip install --no-compile --disable-pip-version-check --progress-bar off "$@" 2>&1 |
+    tee "$log" | while IFS= read -r line; do
+      line=${line#"${line%%[![:space:]]*}"}
+      case $line in
+        Collecting* | Downloading* | "Building wheel"* | "Running command"*) say "${line:0:100}" ;;
+        "Installing build dependencies"* | "Preparing "* | "Getting requirements"*) say "${line:0:100}" ;;
+        "Installing collected packages: "*) say "installing $(wc -w <<<"${line#*: }") packages" ;;
+        WARNING* | DEPRECATION*) say "$line" ;;
+      esac
+    done; then
+    cat "$log" >&2
+    rm -f "$log"
+    return 1
+  fi
+  rm -f "$log"
+}
 
 # What pip would compile on one core, on all of them, without thousands of files that nobody imports. Some are no Python of
 # this version: whoever imports those sees the error.
 compile_packages() {
+  say "compiling the packages' Python files"
   local site python
   site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   python=$("$venv/bin/python" -c 'import sys; print(sys.executable)')
