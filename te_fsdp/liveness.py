@@ -64,9 +64,8 @@ class Liveness:
                 return False
             try:
                 self.outgoing[text] = socket.create_connection((host, int(port)), timeout=_PATIENCE)
-                self.outgoing[text].setblocking(
-                    False
-                )  # with a timeout, a read without data would be an error
+                # With a timeout, a read without data would be an error.
+                self.outgoing[text].setblocking(False)
             except OSError as error:
                 return error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
         return not _is_open(self.outgoing[text])

@@ -107,11 +107,9 @@ def load(
 
     Args:
         path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one; ``"s3://..."`` as well.
-        model: The model on its device, sharded or not, or a rank's stages; what its parameters hold is overwritten. As
-            at the save, several models are a dict of them by name.
+        model: The model on its device, sharded or not, a rank's stages, or models by name; it is overwritten.
         optimizer: Over the model's current parameters, or several by name as at the save; group options are overwritten
-            by the saved ones. ``None``: saved optimizer state is not read. Main weights of others follow the weights,
-            which ``notes`` tells.
+            by the saved ones. ``None``: none is read. Main weights of others follow the weights, see ``notes``.
         strict: Whether everything must fit. ``False``: what differs or is missing is left, and named in the result and
             a warning; optimizer state parameter by parameter. Settings that change what modules compute raise still.
         allow: Names of deliberate differences, as shell patterns (``"head.*"``), that may be left: a parameter with its

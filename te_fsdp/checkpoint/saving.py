@@ -100,10 +100,9 @@ def save(
         path: Where the checkpoint shall lie, within reach of all ranks; a directory per checkpoint, for example
             ``DIR/step-200``, or ``"s3://..."``. Nothing may lie there yet but an empty directory.
         model: Any model; FSDP2 units that are gathered are resharded first. On each rank of a pipeline its stage or
-            stages, under the names of the whole model, which the files hold. Several models: a dict of them by name.
+            stages, under the names of the whole model. Several models: a dict of them by name.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters. Several: a dict of them by name.
-        extra: What ``torch.load(weights_only=True)`` takes, such as steps, positions in the data, states of schedules,
-            state dicts with DTensors; rank 0's values are kept, and every rank's of what is wrapped in
+        extra: What ``torch.load(weights_only=True)`` takes, of rank 0, and of every rank what is wrapped in
             :class:`te_fsdp.checkpoint.PerRank`. DTensors are loaded as whole tensors on the CPU.
         asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a thread:
             training may change everything at once. A save begins after the one before has ended; the interpreter
@@ -120,8 +119,7 @@ def save(
         CheckpointError: Something lies at ``path``, ranks disagree on what they must share, something cannot be stored,
             a rank failed to write or was silent, or the save before has failed and nobody asked: on all ranks, with
             nothing at ``path``.
-        OrderError: The optimizer was built before the model was sharded, or gradients wait for their reduction: the
-            call is between two microbatches, and a checkpoint holds no gradients.
+        OrderError: The optimizer was built before the model was sharded, or the call is between two microbatches.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
