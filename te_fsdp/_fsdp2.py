@@ -53,7 +53,8 @@ def gradients_copy_into(dtype: torch.dtype, device: str) -> bool:
 def is_gathered(unit: nn.Module) -> bool:
     """Whether a unit's parameters are the gathered ones now (``FSDPParamGroup.is_unsharded``)."""
     # Asked in each step by each unit: without calls of Python's for each group.
-    return any(map(operator.attrgetter("is_unsharded"), fsdp_parameter_groups(unit)))
+    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)  # type: ignore[operator]
+    return any(map(operator.attrgetter("is_unsharded"), groups))
 
 
 def is_root(unit: nn.Module) -> bool:

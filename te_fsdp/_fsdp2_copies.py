@@ -20,8 +20,6 @@ Private names of FSDP2, checked on torch 2.11 to 2.15. The replacements are inst
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +28,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from te_fsdp._fsdp2_patches import gather_with, gathers_itself
+from te_fsdp._fsdp2_settled import ask_hook, takes_all
 from te_fsdp._torch import copy_all_, fsdp_parameter_groups, local_of, owners_of
 
 #: Each piece begins at a multiple of so many bytes: vectorised copies and kernels want aligned addresses.
@@ -237,7 +236,9 @@ class CopiedGathers:
         current = group.device_handle.current_stream()
         _wait(current, group._all_gather_result.all_gather_event)
         for managed in group.fsdp_params:
-            managed.init_unsharded_param()
+            is_new = "_unsharded_param" not in managed.__dict__
+            if is_new or type(managed.sharded_param._local_tensor) is not torch.Tensor:
+                managed.init_unsharded_param()
         group._to_unsharded()
         group._all_gather_result = None
         # What is kept from forward is about to be used in this backward.
@@ -296,7 +297,11 @@ class CopiedGathers:
     def _lay_out(self, group: Any) -> _Gather:
         """What is to be copied; shards that do not lie where the others read them are copied there."""
         records, gather = group.fsdp_params, self._gathers.get(id(group))
-        sent = [_inputs(managed) for managed in records]
+        plain = torch.Tensor
+        sent = [
+            [m._sharded_param_data] if type(m.sharded_param._local_tensor) is plain else _inputs(m)
+            for m in records
+        ]
         if gather is not None and gather.is_same(records, sent):
             for storage, size in gather.storages:
                 if storage.size() != size:
@@ -419,24 +424,9 @@ def _inputs(managed: Any) -> list[torch.Tensor]:
     if not gathers_itself(local):
         return [managed._sharded_param_data]
     is_even = local.shape == managed.padded_sharded_param_size
-    if not is_even or managed.offload_to_cpu or not _takes_all(type(local)):
+    if not is_even or managed.offload_to_cpu or not takes_all(type(local)):
         return managed.all_gather_inputs
-    tensors, metadata = local.fsdp_pre_all_gather(  # type: ignore[missing-attribute]
-        managed.shard_mesh_from_root,
-        managed._orig_size,
-        managed._contiguous_orig_stride,
-        managed._module_info.module,
-        managed.mp_policy,
-    )
-    managed._extensions_data.all_gather_metadata = metadata
-    managed._extensions_data.all_gather_input_sizes = [tensor.shape for tensor in tensors]
-    return list(tensors)
-
-
-@functools.cache
-def _takes_all(cls: Any) -> bool:
-    """Whether the all-gather hook of a class takes more than the mesh."""
-    return len(inspect.signature(cls.fsdp_pre_all_gather).parameters) > 2
+    return list(ask_hook(managed, local))
 
 
 def _join(managed: Any, parts: list[torch.Tensor]) -> None:

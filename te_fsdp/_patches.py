@@ -132,6 +132,27 @@ FSDP2 = (
     ),
     Patch(
         "`FSDPParamGroup`",
+        "_to_unsharded, _to_sharded",
+        "swaps the parameters of a unit in one loop while shards and gathered parameters are the same objects"
+        " (`_fsdp2_settled.py`)",
+        "test_all_calls.py::test_budget",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "unshard, wait_for_unshard",
+        "asks no plain shard what it sends, and takes gathered memory in one loop",
+        "test_all_calls.py::test_budget",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "all_gather_inputs, unsharded_grad_data, to_sharded_dtensor",
+        "answers in one call where nothing is cast, moved or padded",
+        "test_all_calls.py::test_budget",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
         "mesh_info",
         "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
         "test_precision.py::test_values_and_bytes",

@@ -181,11 +181,12 @@ def forget_high_precision_value(tensor: torch.Tensor) -> None:
 
 def is_quantized(tensor: torch.Tensor) -> bool:
     """Whether a (local) tensor is one of TE's quantized tensors."""
-    return _is_quantized_class(type(tensor))
+    return is_quantized_class(type(tensor))
 
 
 @functools.cache  # a step asks some hundred times; no class becomes one of TE's when TE is imported later
-def _is_quantized_class(cls: type) -> bool:
+def is_quantized_class(cls: type) -> bool:
+    """Whether it is a class of TE's quantized tensors. Of a class that is known no call of Python's."""
     return is_loaded() and issubclass(cls, te().QuantizedTensor)
 
 
@@ -240,7 +241,7 @@ def quantizer_for_keeping(quantizer: Any) -> Any:
 
 def format_of(tensor: torch.Tensor) -> Format | None:
     """Format of a quantized tensor, ``None`` for a plain one."""
-    if not _is_quantized_class(type(tensor)):
+    if not is_quantized_class(type(tensor)):
         return None
     if hasattr(tensor, "experts"):  # is_grouped, without a call: a step asks often
         return format_of_quantizer(quantizer_of(tensor))
@@ -362,6 +363,11 @@ def fused_adam_class() -> list[type]:
 def is_fused_adam(optimizer: object) -> bool:
     """Whether an optimizer is TE's FusedAdam, which can keep main weights itself."""
     return is_loaded() and isinstance(optimizer, te().optimizers.FusedAdam)
+
+
+def is_stock_fused_adam(optimizer: object) -> bool:
+    """Whether an optimizer is TE's FusedAdam, and of no subclass, which may have another ``step``."""
+    return is_loaded() and type(optimizer) is te().optimizers.FusedAdam
 
 
 def is_fused_sgd(optimizer: object) -> bool:

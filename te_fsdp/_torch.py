@@ -66,6 +66,10 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+#: :func:`local_of` a DTensor, without a call of Python's (``DTensor._local_tensor``).
+local_of_dtensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+
+
 def memory_of(tensor: DTensor) -> int:
     """A number that an assignment to ``tensor.data`` changes; the local tensor stays (``UntypedStorage._cdata``)."""
     return tensor.untyped_storage()._cdata
@@ -93,7 +97,7 @@ def in_dtypes_of(
             spec, local = parameter._spec, gradient._local_tensor.to(parameter.dtype)
             if gradient.placements != spec.placements:  # partial
                 spec = replace(spec, placements=gradient.placements)
-            found.append(DTensor(local, spec, requires_grad=False))
+            found.append(new_dtensor(DTensor, local, spec, requires_grad=False))
         else:
             found.append(gradient.to(parameter.dtype))
     return found
@@ -125,14 +129,13 @@ def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> Device
 
 #: Mesh, placements, global shape and stride of a DTensor (``DTensor._spec``).
 spec_of: Callable[[DTensor], DTensorSpec] = operator.attrgetter("_spec")
+#: Class, local tensor, spec, ``requires_grad=False``: a DTensor, without the Python calls of ``DTensor.__init__``.
+new_dtensor: Callable[..., DTensor] = DTensor.__new__
 
 
 def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """DTensor around ``local`` (``DTensor.__new__``).
-
-    ``DTensor.from_local`` costs a view, a shape computation and checks; this runs in every backward.
-    """
-    return DTensor(local, spec, requires_grad=False)
+    """Return a DTensor around ``local``, without the view and the checks of ``DTensor.from_local``."""
+    return new_dtensor(DTensor, local, spec, requires_grad=False)
 
 
 def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
@@ -146,7 +149,8 @@ def dtensors(
     """:func:`dtensor` of several tensors at once; ``None`` where a tensor or its spec is missing."""
     made: list[DTensor | None] = []
     for local, spec in zip(found, specs, strict=True):
-        made.append(None if local is None or spec is None else DTensor(local, spec, requires_grad=False))
+        missing = local is None or spec is None
+        made.append(None if missing else new_dtensor(DTensor, local, spec, requires_grad=False))
     return made
 
 
@@ -253,11 +257,6 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 def in_backward() -> bool:
     """Whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something when the backward that runs has added all gradients (``Engine.queue_callback``)."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 #: What lies in nested tuples, lists and dictionaries, and how it lies there; and the opposite

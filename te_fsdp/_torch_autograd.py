@@ -1,6 +1,8 @@
-"""Private names of torch's autograd: what a leaf tensor carries for it; checked on torch 2.11 to 2.15."""
+"""Private names of torch's autograd: what a leaf carries for it, and its end; torch 2.11 to 2.15."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
@@ -34,3 +36,12 @@ def renew_hooks(tensor: torch.Tensor) -> None:
         if hooks is not None:
             setattr(tensor, attribute, None)
             setattr(tensor, attribute, hooks or None)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs has added all gradients (``Engine.queue_callback``)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+#: A context in which a subclass of DTensor is not asked for each attribute (``torch._C.DisableTorchFunctionSubclass``).
+without_subclasses = torch._C.DisableTorchFunctionSubclass

@@ -323,6 +323,17 @@ class MeshModule(torch.nn.Module):
         return new
 
 
+def pair_of(module: torch.nn.Module, name: str) -> Installed | None:
+    """What a module knows of the two forms of a parameter (:data:`te_fsdp._fsdp2_settled.PairOf`)."""
+    if isinstance(module, MeshModule) and (binding := binding_of(module)) is not None:
+        pair = binding.installed[name]
+        if pair.shard is None or pair.gathered is None:
+            raise KeyError(name)
+        return pair
+    is_plain = type(module).__setattr__ is torch.nn.Module.__setattr__
+    return None if is_plain or isinstance(module, MeshModule) else Installed()
+
+
 def _refuse_assignment(
     module: torch.nn.Module, binding: Binding, name: str, value: torch.nn.Parameter | None
 ) -> None:

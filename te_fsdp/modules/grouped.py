@@ -256,9 +256,13 @@ class GroupedModule(GroupedReads, ResettableModule):
         if experts is not None and (isinstance(value, torch.nn.Parameter) or value is None):
             parameters, registered = self.__dict__["_parameters"], experts.registered_name(name)
             name = registered if name not in parameters and registered in parameters else name
-            if expert_index(name) is not None and isinstance(value, DTensor):
-                _check_apart(self, name, value)
         super().__setattr__(name, value)
+
+    def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: Any) -> None:
+        """Check the mesh of an expert's parameter as well. Not of those that FSDP2 installs in turn: once for each."""
+        if binding.experts is not None and expert_index(name) is not None and isinstance(value, DTensor):
+            _check_apart(binding, name, value)
+        super()._take_over(binding, name, old, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TE's forward, where it has grouped kernels for the recipe.
@@ -293,10 +297,9 @@ def _experts_of(module: GroupedModule) -> ExpertRange | None:
     return None if binding is None else binding.experts
 
 
-def _check_apart(module: GroupedModule, name: str, parameter: DTensor) -> None:
+def _check_apart(binding: Binding, name: str, parameter: DTensor) -> None:
     """Raise ``PlacementError`` if FSDP2 cuts an expert over ranks that hold others: given the dense mesh, or none."""
-    binding = binding_of(module)
-    assert binding is not None and binding.ep_mesh is not None
+    assert binding.ep_mesh is not None
     both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep_mesh.mesh.flatten().tolist())
     if len(both) > 1:
         raise PlacementError(

@@ -287,7 +287,7 @@ def quantized_among(
     """Label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
     found = [(facts.label, parameter) for parameter, facts in held if facts.label is not None]
     together = zip(found, _torch.locals_of([parameter for _, parameter in found]), strict=True)
-    return [(label, parameter, local) for (label, parameter), local in together if _te.is_quantized(local)]
+    return [(name, given, local) for (name, given), local in together if _te.is_quantized_class(type(local))]
 
 
 def refuse(optimizer: Optimizer, label: str) -> None:

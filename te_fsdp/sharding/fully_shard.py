@@ -27,15 +27,17 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
-from te_fsdp import _fsdp2, _fsdp2_patches, _te, _torch, _torch_amp
+from te_fsdp import _fsdp2, _fsdp2_patches, _fsdp2_settled, _te, _torch, _torch_amp
 from te_fsdp.agree import rank
 from te_fsdp.all_ranks import collective_call
 from te_fsdp.errors import MeshError, PlacementError, require_flags, shorten
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.apply import bind
+from te_fsdp.modules.base import pair_of
 from te_fsdp.modules.context_parallel import check_attention, tell_attention
 from te_fsdp.modules.grouped import Selection
 from te_fsdp.modules.inputs import watch_for_copies, watch_inputs
+from te_fsdp.parameters import KEY as FACTS
 from te_fsdp.parameters import binding_of, noted, places_of, require_model
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.sharding.comm_units import (
@@ -53,6 +55,7 @@ from te_fsdp.sharding.precision import MixedPrecisionPolicy
 from te_fsdp.sharding.sharding_plan import ModelPlan, Request, Wanted, Wish, plan_sharding
 from te_fsdp.sharding.state import KEY, ShardingState, mark
 from te_fsdp.sharding.steps import AFTER_STEP, BEFORE_STEP
+from te_fsdp.sharding.tp_gradients import sum_at_once
 from te_fsdp.sharding.unsupported import watch_unsupported
 from te_fsdp.step_hooks import compare_gradients, replacing, run_around_steps
 
@@ -303,6 +306,11 @@ def _finish(plan: ModelPlan, state: ShardingState, check_inputs: bool, fused: li
                 _fsdp2_patches.keep_no_flat_shard(managed)
         _fsdp2_patches.remember_shard_meshes(unit)
         _fsdp2_patches.alias_whole_shards(unit)
+        for group in _torch.fsdp_parameter_groups(unit):
+            _fsdp2_settled.swap_at_once(group, pair_of, FACTS)
+            _fsdp2_settled.ask_once(group)
+            if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
+                sum_at_once(group)
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.under_fsdp = True
     if state.precision_plan is not None:

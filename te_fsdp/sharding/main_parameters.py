@@ -36,6 +36,7 @@ from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.layout import chunk_range
 from te_fsdp.parameters import noted
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, write_all
+from te_fsdp.sharding.local_step import Replaced, put_locals_in, take_locals_out
 from te_fsdp.sharding.outer_averages import OuterAverages
 from te_fsdp.sharding.outer_shards import OptimizerShard, install, optimizer_shard
 from te_fsdp.step_hooks import Seen, give_gradients, gradients_of
@@ -107,6 +108,7 @@ class MainParameters:
         lent: Whether they are those that TE's FusedAdam keeps itself.
         known: What is known of each parameter, by its id.
         pairs: Of those whose main parameters are in their places now; empty between steps.
+        locals: Members of the groups whose local tensors are in their places now; empty between steps.
         averages: Of the gradients, over the replicas; ``None`` where state is not cut: there are main weights alone.
     """
 
@@ -114,6 +116,7 @@ class MainParameters:
         self.averages: OuterAverages | None = None
         self.known: dict[int, MainParameter] = {}
         self.pairs: list[MainParameter] = []
+        self.locals: list[Replaced] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
@@ -283,6 +286,8 @@ class MainParameters:
 
     def put_back(self, optimizer: Any) -> None:
         """As :meth:`swap_out`, but averaged gradients stay."""
+        if self.locals:
+            take_locals_out(optimizer, self.locals)
         for live, held in self._groups:
             live[:] = held
         scales = hasattr(optimizer, "_scales")
@@ -325,6 +330,7 @@ class MainParameters:
         else:
             mains, gradients = [pair.main for pair in whole], gradients_of([pair.parameter for pair in whole])
             give_gradients(mains, _torch.in_dtypes_of(gradients, mains))
+        self.locals = put_locals_in(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -262,14 +262,12 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
 
 
 def lend_main_weights(step: Step) -> None:
-    """Let the main weights that TE's FusedAdam keeps of quantized weights take their places."""
+    """Let the main weights that TE's FusedAdam keeps of quantized weights take their places, and local tensors all."""
     optimizer: Any = step.optimizer
     if not step.models or not _te.is_fused_adam(optimizer):
         return
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is None:
-        if all(_te.has_delayed_scale(local) for _, _, local in quantized_among(step.held)):
-            return
         main_parameters = MainParameters(optimizer, lent=True)
     if not main_parameters.cuts:
         main_parameters.swap_in_last()

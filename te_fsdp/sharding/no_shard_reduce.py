@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _torch
+from te_fsdp import _torch, _torch_autograd
 from te_fsdp._fsdp2_outputs import tensors_in
 from te_fsdp.all_ranks import is_simulated
 from te_fsdp.errors import OrderError
@@ -267,7 +267,7 @@ class ReplicatedGradients:
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
             self._streams.clear()
-            _torch.at_end_of_backward(self._end)
+            _torch_autograd.at_end_of_backward(self._end)
 
     def _arrive(self, slot: Slot, gradient: torch.Tensor) -> None:
         """A gradient is about to be added to ``.grad``: let it meet those of its kind."""

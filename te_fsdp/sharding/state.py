@@ -222,7 +222,7 @@ def recover(state: ShardingState) -> None:
     optimizer = state.stepping() if state.stepping is not None else None
     end_step(state)
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.pairs:
+    if main_parameters is not None and (main_parameters.pairs or main_parameters.locals):
         # ``zero_grad`` of the optimizer has not reached the gradients of parameters whose places they had taken.
         main_parameters.swap_out(optimizer)
         state.failed = any(p.grad is not None for p in state.parameters().values())

@@ -10,6 +10,7 @@ outputs of any class      FSDP2 finds tensors in those that pytree knows; others
 from __future__ import annotations
 
 import functools
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,8 @@ def _refuse_copy(label: str, how: str, *_: Any) -> Any:
 
 def refuse_taken_away(state: ShardingState) -> None:
     """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
-    if all(name in held for held, name, _ in state.places.values()):
+    columns = list(zip(*state.places.values(), strict=True))
+    if not columns or all(map(operator.contains, columns[0], columns[1])):
         return
     owners = {id(module._parameters) for module in state.model.modules()}
     gone = [label for held, name, label in state.places.values() if name not in held and id(held) in owners]

@@ -35,6 +35,7 @@ TORCH_DOORS = tuple(
         "_fsdp2",
         "_fsdp2_copies",
         "_fsdp2_outputs",
+        "_fsdp2_settled",
         "_fsdp2_patches",
         "_fsdp2_unused",
     )

@@ -1,0 +1,189 @@
+"""What changes between two steps is seen although a settled step asks nothing again."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+
+import te_fsdp
+from te_fsdp import _torch
+from te_fsdp.sharding import main_parameters
+
+HIDDEN = 32
+
+
+def _model(axes: dict[str, int], layers: int = 2, **options: Any) -> tuple[torch.nn.Module, Any]:
+    import transformer_engine.pytorch as te
+
+    meshes = te_fsdp.Meshes.build(**axes)
+    tp = (
+        {**meshes.te_kwargs(), "parallel_mode": "column", "sequence_parallel": True}
+        if axes.get("tp", 1) > 1
+        else {}
+    )
+    common = {"params_dtype": torch.bfloat16, "device": "meta", "normalization": "LayerNorm", "bias": False}
+    model = torch.nn.Sequential(*[te.LayerNormLinear(HIDDEN, HIDDEN, **common, **tp) for _ in range(layers)])
+    te_fsdp.fully_shard(model, meshes, units=[te.LayerNormLinear], check_inputs=False, **options)
+    te_fsdp.materialize(model, seed=0)
+    return model, meshes
+
+
+def _step(model: torch.nn.Module, optimizer: Any, seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    x = torch.randn(8, HIDDEN, dtype=torch.bfloat16, device=harness.device())
+    loss = sum(layer(x).float().square().mean() for layer in model)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def seen(transport: str) -> dict[str, Any]:
+    """An attribute given to a shard, and freezing, after some steps."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    model, _ = _model({"dp_shard": 2}, transport=transport)
+    optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+    for _ in range(3):
+        _step(model, optimizer)
+    layer, found = model[0], {}
+    shard = layer.weight
+    shard.of_the_shard = 1
+
+    def look(module: Any, args: Any) -> None:
+        found["gathered"] = module.weight is not shard
+        found["shard's on gathered"] = getattr(module.weight, "of_the_shard", None)
+
+    handle = layer.register_forward_pre_hook(look)
+    _step(model, optimizer)
+    handle.remove()
+    found["same shard"] = layer.weight is shard
+    layer.weight.requires_grad_(False)
+    before = _torch.local_of(layer.weight).clone(), _torch.local_of(model[1].weight).clone()
+    _step(model, optimizer)
+    found["frozen stays"] = torch.equal(before[0], _torch.local_of(layer.weight))
+    found["others go on"] = not torch.equal(before[1], _torch.local_of(model[1].weight))
+    layer.weight.requires_grad_(True)
+    _step(model, optimizer)
+    found["thawed goes on"] = not torch.equal(before[0], _torch.local_of(layer.weight))
+    return found
+
+
+def sums_over_tp() -> list[int]:
+    """All-reduces of tp in a settled backward; how many gradients of norms they sum."""
+    model, meshes = _model({"dp_shard": 1, "tp": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for _ in range(3):
+        _step(model, optimizer, seed=dist.get_rank())
+    calls: list[int] = []
+    stock = dist.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        calls.append(tensor.numel())
+        return stock(tensor, *args, **kwargs)
+
+    dist.all_reduce = all_reduce
+    try:
+        _step(model, optimizer, seed=dist.get_rank())
+    finally:
+        dist.all_reduce = stock
+    assert meshes.tp is not None
+    return calls
+
+
+def microbatches_over_tp(together: bool) -> list[torch.Tensor]:
+    """Gradients of norms after microbatches that do not reduce and one that does; summed together, or by DTensor."""
+    from te_fsdp.sharding import tp_gradients
+
+    stock = tp_gradients._sum
+    if not together:
+        tp_gradients._sum = lambda group: None
+    try:
+        model, _ = _model({"dp_shard": 1, "tp": 2})
+    finally:
+        tp_gradients._sum = stock
+    torch.manual_seed(dist.get_rank())
+    for last in (False, False, True):
+        with te_fsdp.microbatch(model, is_last=last):
+            x = torch.randn(8, HIDDEN, dtype=torch.bfloat16, device=harness.device())
+            sum(layer(x).float().square().mean() for layer in model).backward()
+    return [_torch.local_of(p.grad).cpu() for name, p in model.named_parameters() if "layer_norm" in name]
+
+
+def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: str) -> dict[str, Any]:
+    """Weights, states and losses of five steps; with local tensors in the groups, or with DTensors as TE takes them."""
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    outer = {"outer_strategy": "optim"} if axes.get("dp_replicate", 1) > 1 else {}
+    stock = main_parameters.put_locals_in
+    if not local:
+        main_parameters.put_locals_in = lambda optimizer: []
+    try:
+        with te.quantized_model_init(enabled=is_fp8, recipe=Float8CurrentScaling()):
+            model, _ = _model(axes, **outer)
+        dtypes = {"exp_avg_dtype": getattr(torch, state), "exp_avg_sq_dtype": getattr(torch, state)}
+        optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True, **dtypes)
+        te_fsdp.main_weights(model, optimizer)
+        if outer:
+            te_fsdp.shard_optimizer(optimizer)
+        losses = [_step(model, optimizer, seed=n).cpu() for n in range(5)]
+    finally:
+        main_parameters.put_locals_in = stock
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    states = {
+        f"{number} {name}": _torch.local_of(value).float().cpu()
+        for number, p in enumerate(held)
+        for name, value in optimizer.state[p].items()
+    }
+    weights = [_torch.local_of(p) for p in held]
+    return {
+        "losses": losses,
+        "states": states,
+        "weights": [
+            (w.dequantize() if is_fp8 and hasattr(w, "dequantize") else w).float().cpu() for w in weights
+        ],
+        "held": all(p is q for p, q in zip(held, model.parameters(), strict=True)),
+        "keys": len(optimizer.state) == len(held),
+        "clean": all(_torch.local_of(p).grad is None for p in held),
+    }
+
+
+def failed_step() -> dict[str, Any]:
+    """After a step that raised while local tensors were in the groups: what the user finds, and the next steps."""
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    found: dict[str, Any] = {}
+    weights = []
+    for fails in (False, True):
+        model, _ = _model({"dp_shard": 2})
+        optimizer = FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+        for n in range(2):
+            _step(model, optimizer, seed=n)
+        if fails:
+            stock = optimizer.multi_tensor_adam
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError("no")
+
+            optimizer.multi_tensor_adam = fail
+            with contextlib.suppress(RuntimeError):
+                _step(model, optimizer, seed=9)
+            optimizer.multi_tensor_adam = stock
+            for group in optimizer.param_groups:
+                group["step"] -= 1
+            held = optimizer.state_dict()["state"]
+            found["saved"] = len(held) == len(list(model.parameters()))
+            model.zero_grad()
+        for n in range(2, 4):
+            _step(model, optimizer, seed=n)
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        found["held"] = all(p is q for p, q in zip(own, model.parameters(), strict=True))
+        weights.append([_torch.local_of(p).clone() for p in model.parameters()])
+    found["same"] = all(map(torch.equal, *weights))
+    return found

@@ -1,0 +1,42 @@
+"""Sharding by te_fsdp costs the host no more than sharding by FSDP2: all calls of Python in a step are counted.
+
+te_fsdp's own functions and those of torch, DTensor and c10d that run on its behalf: what a step calls more than the
+same step of a model that is not sharded. Where the host sets the pace (tp, experts, FP8) this is the time of a step.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from strategies import all_calls
+
+#: The most that te_fsdp may call, in parts of what plain FSDP2 calls in the same loop. HFSDP beside FSDP2's HSDP, which
+#: shards no optimizer state over the replicas.
+BUDGETS = {
+    "dense": 0.9,
+    "tp": 0.93,
+    "tp alone": 0.9,
+    "ep": 0.9,
+    "fp8": 0.9,
+    "fp8 tp": 0.93,
+    "hfsdp": 0.98,
+    "fp8 hfsdp": 1.02,
+}
+
+
+@pytest.mark.cpu  # on GPUs a backward's Python runs on a thread that torch starts, which nothing can profile
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(name, marks=pytest.mark.ranks(math.prod(axes.values()) // axes.get("ep", 1)))
+        for name, (axes, _, _) in all_calls.CASES.items()
+    ],
+)
+def test_budget(pool, case):
+    """Of dense layers, layers cut over tp, experts, FP8 weights and HFSDP."""
+    ranks = math.prod(all_calls.CASES[case][0].values()) // all_calls.CASES[case][0].get("ep", 1)
+    for found in pool.run(all_calls.counted, ranks, case=case):
+        ours, theirs = (found[library] - found["neither"] for library in ("te_fsdp", "FSDP2"))
+        assert theirs > 1000  # the step was counted at all
+        assert ours <= BUDGETS[case] * theirs, found
