@@ -1,16 +1,23 @@
-"""Write docs/support.md from the definitions of the test matrix: `python scripts/support_table.py`.
+"""Write docs/support.md from the test matrix and the ledger of GPU tests: `python scripts/support_table.py`.
 
-`--check` writes nothing and fails if the page is not what the definitions give.
+The text around the tables is `scripts/support_page.md`.
+`--check` writes nothing and fails if the page is out of date.
 """
 
 from __future__ import annotations
 
+import csv
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "support.md"
+TEMPLATE = ROOT / "scripts" / "support_page.md"
+LEDGER = ROOT / "tests" / "gpu_ledger.csv"
 sys.path.insert(0, str(ROOT / "tests" / "pytorch" / "distributed"))
 
 from matrix.definitions import (  # noqa: E402
@@ -50,6 +57,67 @@ TITLES = {
 ARCHS = {"9.0": "Hopper", "10.0": "Blackwell"}
 
 
+class Area(NamedTuple):
+    """One row of the table of tested machines.
+
+    Attributes:
+        name: Text of the first cell.
+        files: Regular expression for the names of test files, without `test_` and `.py`; the first match counts.
+        earlier: Cards on which an earlier version passed, by the number of GPUs.
+    """
+
+    name: str
+    files: str
+    earlier: dict[int, str]
+
+
+AREAS = (
+    Area(
+        "data, tensor and sequence parallelism, HSDP",
+        r"covering|calls|carried|parity|set_device_mesh|matrix|whole_shards|wgrad|foreign|assign|updates",
+        {1: "H200", 2: "H200"},
+    ),
+    Area("HFSDP", r"hfsdp", {1: "H200", 2: "H200"}),
+    Area(
+        "strategies, accumulation, `no_shard`",
+        r"accumulation|strategies|no_shard|grad_norm|unused|between_calls",
+        {1: "H200", 2: "H200"},
+    ),
+    Area("expert parallelism, one weight per expert", r"expert_parallel|grouped|exchange", {2: "H200"}),
+    Area("one weight for all experts", r"expert_single", {}),
+    Area(
+        "FP8 weights: delayed, current and block scaling",
+        r"alignment|quantized|one_scale|main_weights|tied",
+        {1: "H200", 2: "H200"},
+    ),
+    Area("precision policies, report of NaN", r"precision|nan_report", {1: "H200", 2: "H200"}),
+    Area(
+        "copy-engine all-gathers, gradients without a copy",
+        r"copy_engine|zero_copy|copies",
+        {1: "H200", 2: "H200"},
+    ),
+    Area(
+        "recomputation, CUDA graphs, `torch.compile`",
+        r"recomputation|graphed|compile|out_of",
+        {1: "H200", 2: "H200"},
+    ),
+    Area("context parallelism, attention backends", r"context_parallel|attention", {2: "H200"}),
+    Area("pipelines", r"pipeline", {}),
+    Area("optimizers, Muon", r"optimizers|muon|stale", {1: "H200", 2: "H200"}),
+    Area("checkpoints, resharding, plain DCP", r"checkpoint|reshard|plain_dcp|doors", {1: "H100", 2: "H200"}),
+    Area("Hugging Face models", r"huggingface", {1: "H100", 2: "H200"}),
+    Area("initialization", r"initialization|own_init|fused_ops|odd", {2: "H200"}),
+    Area(
+        "errors: inputs, equal shards, calls of some ranks",
+        r"all_ranks|errors|mistakes|equal_shards|inputs|unsupported|te_faults",
+        {1: "H200", 2: "H200", 4: "H200"},
+    ),
+    Area("Megatron-FSDP bridge", r"megatron", {2: "H200", 4: "H200"}),
+    Area("Fabric, accelerate, PEFT, torchtitan", r"accelerate|fabric|integrations|lora|torchtitan", {}),
+    Area("examples, pages, launchers", r".*", {2: "H200"}),
+)
+
+
 def page() -> str:
     """The whole text of docs/support.md."""
     notes: dict[Refusal, int] = {}
@@ -58,7 +126,41 @@ def page() -> str:
     table = [header, ["---"] * len(header), *rows]
     lines = [f"| {' | '.join(row)} |" for row in table]
     explained = [f"{number}. `{note.error}`: {note.reason}." for note, number in notes.items()]
-    return _PAGE.format(table="\n".join(lines), notes="\n".join(explained), **_numbers())
+    return TEMPLATE.read_text(encoding="utf-8").format(
+        table="\n".join(lines), notes="\n".join(explained), tested="\n".join(_tested()), **_numbers()
+    )
+
+
+def _tested() -> list[str]:
+    """Lines of the table of tested machines, from the ledger and from what earlier versions passed."""
+    with LEDGER.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    counts: dict[tuple[str, int, str], Counter[str]] = {}
+    for row in rows:
+        file_name = Path(row["test"].partition("::")[0]).stem.removeprefix("test_")
+        area = next(area for area in AREAS if re.match(area.files, file_name))
+        card = row["card"].removeprefix("NVIDIA ").split()[0]
+        key = (area.name, int(row["gpus"]), card)
+        counts.setdefault(key, Counter())[row["outcome"]] += 1
+    lines = ["| what | CPU emulation | 1 GPU | 2 GPUs | 4 GPUs |", "| --- | --- | --- | --- | --- |"]
+    for area in AREAS:
+        cells = [_tested_cell(area, gpus, counts) for gpus in (1, 2, 4)]
+        lines.append(f"| {' | '.join([area.name, 'yes', *cells])} |")
+    lines.append("| MXFP8, NVFP4 (they need Blackwell) | yes | | | |")
+    lines.append("| more than 4 ranks | yes | | | |")
+    return lines
+
+
+def _tested_cell(area: Area, gpus: int, counts: dict[tuple[str, int, str], Counter[str]]) -> str:
+    """Return results such as `H100: 12 of 13`, else the card of an earlier version, else an empty cell."""
+    found = []
+    for (name, number, card), outcomes in sorted(counts.items()):
+        run = outcomes["passed"] + outcomes["failed"]
+        if (name, number) == (area.name, gpus) and run:
+            found.append(f"{card}: {outcomes['passed']} of {run}")
+    if not found and gpus in area.earlier:
+        found.append(area.earlier[gpus])
+    return ", ".join(found)
 
 
 def _row(recipe: str, weights: str, notes: dict[Refusal, int]) -> list[str]:
@@ -112,51 +214,6 @@ def _numbers() -> dict[str, int]:
         "refused": len(refused()),
     }
 
-
-_PAGE = """# Support
-
-<!-- Written by scripts/support_table.py from tests/pytorch/distributed/matrix/definitions.py: edit those. -->
-
-Which recipes train which modules. "yes" means: outputs, losses, gradients and updates of two steps equal those of one
-process with stock TransformerEngine, within bounds derived from the format's rounding, on data parallel, HSDP and
-tensor-parallel meshes and both together. "quantized" weights are those of `te.quantized_model_init`.
-
-{table}
-
-Sequence parallelism, gradient accumulation (gradients reduced each time, or with the last micro-batch), either value of
-`reshard_after_forward`, and activation checkpointing (TransformerEngine's and torch's) go with all of it, except:
-
-{notes}
-
-A recipe on a device that does not have its format raises before the first step. What else to know:
-
-- Quantized weights must be cut into whole blocks of their format; `fully_shard` says so if a size does not fit.
-- GroupedLinear means one weight per expert, without bias under tensor parallelism.
-- GroupedLinear with one weight for all experts, bf16 or quantized: no recipe and current scaling on both devices,
-  block scaling on Hopper, MXFP8 and NVFP4 on Blackwell; see [concepts](concepts.md#experts).
-- The hybrid recipe of the table has 8-bit blocks forward and high precision backward. In quantized weights an
-  `IdentityQuantizer` needs a dtype, and NVFP4 parts cannot be gathered: `fully_shard` refuses both.
-- `fuse_wgrad_accumulation=True` works under `fully_shard` for Linear, LayerNormLinear, LayerNormMLP and what is made
-  of them: TE adds weight gradients to the buffer that FSDP2 reduces. GroupedLinear's, split parameters and modules
-  that are only bound are refused.
-- torch's checkpoint knows nothing of `te.autocast`: enter it inside of the checkpointed function.
-
-## How it is tested
-
-With TransformerEngine itself on H200s: the subset below on four GPUs, on an earlier version of te_fsdp; since then
-parts of it on two. All rows of Blackwell alone, and one weight for all experts, under emulation only.
-
-On the CPU under [emulation](emulation.md), as Hopper and as Blackwell. By default {covering} combinations run
-({hopper} Hopper, {blackwell} Blackwell): every pair of values of any two factors. {refused} refusals are tested by
-their words. More, up to the full product of {full} combinations:
-
-```sh
-pytest tests/pytorch/distributed/test_matrix.py                    # {covering} combinations, minutes
-pytest tests/pytorch/distributed/test_matrix.py --matrix formats   # {formats}: each row of the table in each module
-pytest tests/pytorch/distributed/test_matrix.py --matrix subset    # {subset} combinations, for 4 Hopper GPUs
-pytest tests/pytorch/distributed/test_matrix.py --matrix full -k "mxfp8 and dp4"    # {full} without -k, hours
-```
-"""
 
 if __name__ == "__main__":
     if "--check" not in sys.argv[1:]:

@@ -61,7 +61,7 @@ def _refuse_copy(label: str, how: str, *_: Any) -> Any:
         expected="a model that is not sharded yet",
         got="units of FSDP2, whose parameter groups and hooks belong to this model",
         fix="average shards: average = [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_ "
-        "(docs/evaluation.md has the loop); for a second model, build and shard one more",
+        "(docs/data.md has the loop); for a second model, build and shard one more",
     )
 
 

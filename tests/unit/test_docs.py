@@ -161,7 +161,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_a_broken_anchor_is_noticed():
-    page = ROOT / "docs/limits.md"
+    page = ROOT / "docs/data.md"
     assert broken_anchors(page, "[a](concepts.md#stages) [b](#nowhere) [c](concepts.md#no-place)") == [
         "#nowhere",
         "concepts.md#no-place",

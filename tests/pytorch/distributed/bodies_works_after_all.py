@@ -136,7 +136,7 @@ class _Renamed(nn.Module):
 
 
 def an_average_in_a_loop(strategy: str) -> bool:
-    """docs/evaluation.md's: that of ``AveragedModel`` in one process, and training goes on as without it."""
+    """docs/data.md's: that of ``AveragedModel`` in one process, and training goes on as without it."""
     sharded = make_sharded(strategy)
     plain = plain_copy(sharded, Model(make_meshes()))
     decay = 0.9
