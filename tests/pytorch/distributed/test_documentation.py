@@ -1,6 +1,6 @@
 """The Python blocks of the README and of docs/ run as they stand, each page's in order, on four ranks.
 
-The quickstart, huggingface, plan and cli pages have tests of their own in tests/unit, the faults of upstream.md in
+The quickstart, train, huggingface, plan and cli pages have tests of their own in tests/unit, the faults of upstream.md in
 test_te_faults.py; what emulation.md shows must come before anything is imported.
 """
 
@@ -265,7 +265,7 @@ def test_a_block_that_does_not_run_is_noticed(pool, tmp_path):
 
 
 def test_no_page_is_forgotten():
-    elsewhere = {"emulation", "huggingface", "plan", "quickstart", "upstream"}
+    elsewhere = {"emulation", "huggingface", "plan", "quickstart", "train", "upstream"}
     pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
     assert {page for page in pages if blocks_of(page)} == PAGES.keys() | {
         f"docs/{name}.md" for name in elsewhere
