@@ -241,7 +241,7 @@ PATCHES: dict[str, Patch] = {
     "columnwise": Patch(
         "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
         "clear_columnwise_cache",
-        "leaves bytes on a gathered MXFP8 weight that cannot be computed from the others",
+        "leaves columnwise data that TE cannot compute again from rowwise data",
         "test_recomputation.py::test_mxfp8_weights",
         "- The backward of a module takes the columnwise half",
         versions="those that have it",

@@ -18,8 +18,9 @@ modules without a te_fsdp binding alone:
    (:mod:`te_fsdp.quantized.components`).
 7. Only the first gather hands a float8 scale over. A shard that is given another scale tensor (``shard.data = ...``)
    would be read with the old one.
-8. TE's modules take the column-wise bytes out of a weight when they have used them once in backward, as if they had
-   been computed from the row-wise ones. MXFP8's were gathered, and a weight may be used twice.
+8. In backward TE's modules clear the columnwise data of a weight, to free what TE computed from gathered rowwise data.
+   They do so for every quantized weight of a module under FSDP2, replicated ones included. Columnwise data that TE
+   cannot compute again (MXFP8, one-dimensional blocks) must stay for the next backward.
 9. Before a backward FSDP2 gathers a resharded unit again, and TE then keeps of a weight only what backward GEMMs read.
    When the forward is run again there for its activations, what forward GEMMs read is missing (TE raises from deep
    inside). Float8 and float8-block weights are sent in the bytes that forward reads: te_fsdp hands these back at no
@@ -219,9 +220,7 @@ def patch_fsdp_hooks() -> None:
 def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
-        # Gathered columnwise data that were not computed from rowwise data: TE could not make them again.
-        row: Format | None = weight.__dict__.get(GATHERED)
-        if row is None or not row.independent_directions:
+        if _te.can_derive_columnwise(weight):
             stock(weight)
 
     return clear_columnwise_cache

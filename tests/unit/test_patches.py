@@ -69,10 +69,10 @@ def test_patches_of_classes_are_installed_once(te):
 # --------------------------------------------------------------------------- faults of stock TE, in one process
 
 
-def weight_of(te, recipe: str) -> torch.Tensor:
+def weight_of(te, recipe: str, **options) -> torch.Tensor:
     from transformer_engine.common import recipe as recipes
 
-    with te.quantized_model_init(recipe=getattr(recipes, recipe)()):
+    with te.quantized_model_init(recipe=getattr(recipes, recipe)(**options)):
         return te.Linear(64, 32, bias=False, params_dtype=torch.bfloat16, device="cpu").weight.detach()
 
 
@@ -82,6 +82,30 @@ def test_te_takes_a_half_that_it_cannot_make_again(te):
     (module, *_) = _patches._modules_with("clear_columnwise_cache")
     inspect.unwrap(module.clear_columnwise_cache)(weight)
     assert weight.get_usages() == {"rowwise": True, "columnwise": False}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("Float8BlockScaling", {}),
+        ("Float8BlockScaling", {"w_block_scaling_dim": 1}),
+        ("MXFP8BlockScaling", {}),
+        ("NVFP4BlockScaling", {}),
+        ("NVFP4BlockScaling", {"disable_2d_quantization": True}),
+    ],
+)
+def test_cleared_columnwise_data_can_be_computed_again(te, recipe, options):
+    """The kind: any quantized weight, sharded or replicated, has its columnwise data in the second backward too."""
+    patch_fsdp_hooks()
+    weight = weight_of(te, recipe, **options)
+    before = weight.get_metadata()["columnwise_data"].clone()
+    (module, *_) = _patches._modules_with("clear_columnwise_cache")
+    for _ in range(2):
+        module.clear_columnwise_cache(weight)
+        is_cleared = not weight.get_usages()["columnwise"]
+        assert is_cleared == (not options and recipe != "MXFP8BlockScaling"), "cleared to free memory"
+        weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+        assert torch.equal(weight.get_metadata()["columnwise_data"], before)
 
 
 @pytest.mark.parametrize("recipe", ["DelayedScaling", "Float8CurrentScaling", "NVFP4BlockScaling"])

@@ -12,6 +12,17 @@ DRAWS = (2, 3, 7, 21)
 #: Configurations that deviated once, each with its cause mended since.
 FOUND = (
     Configuration(side="never", units=("blocks.0", "side"), weights="quantized", recipe="mxfp8"),
+    # MXFP8 weights that are replicated, several microbatches.
+    draw(SEED, 44),
+    Configuration(
+        recipe="mxfp8",
+        weights="quantized",
+        modules=("linear", "mlp_gelu"),
+        exempt=("blocks.1",),
+        strategy="optim_grads",
+        schedule="no_sync",
+        microbatches=3,
+    ),
     Configuration(side="in the second step", units=("blocks.0",), optimizer="adamw", strategy="optim_grads"),
 )
 
