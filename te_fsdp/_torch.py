@@ -1,6 +1,6 @@
-"""Private names of torch, those of FSDP2's running state and of patches aside; checked on torch 2.11 to 2.15.
+"""Private names of torch, except FSDP2's running state and patches. Checked on torch 2.11 to 2.15.
 
-Each function says which private name it stands for, so that a torch release that breaks one is mended here alone.
+Each function names the private name that it wraps.
 """
 
 from __future__ import annotations
@@ -372,12 +372,11 @@ def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
 
 
 def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
-    """Whether FSDP2 manages a module's parameters, and by what it was told to divide their gradients.
-
-    ``FSDPParamGroup.gradient_divide_factor``, which ``set_gradient_divide_factor`` sets and nothing public reads.
-    """
+    """Return whether FSDP2 manages a module's parameters, and the divide factor; a group with one sums, then divides."""
     for group, managed in _all_managed():
         if any(owner is module for owner, _ in owners_of(managed)):
+            if group.gradient_divide_factor is not None and group.mesh_info.shard_mesh_size > 1:
+                group.force_sum_reduction_for_comms = True
             return True, group.gradient_divide_factor
     return False, None
 

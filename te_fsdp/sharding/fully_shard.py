@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2_fully_shard
@@ -291,8 +290,9 @@ def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
         twice = shards.size() == 1 and _fsdp2.reduced_dtype(unit, own) == torch.float16
         factor = math.sqrt(ranks) if twice else float(ranks)
         unit.set_gradient_divide_factor(factor)  # type: ignore[not-callable]
-        if shards.size() > 1 and (not average or dist.get_backend(shards.get_group()) == "gloo"):
-            # gloo has no operation that multiplies first. On one rank FSDP2 divides without it, and with it twice.
+        if shards.size() > 1:
+            # Not NCCL's premultiplied sum: in bf16 torch passes a wrong factor, and gradients become zeros (torch 2.11,
+            # docs/upstream.md). gloo has no such operation. On one rank FSDP2 divides twice with this option.
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
 
 

@@ -34,7 +34,7 @@ NOT_RUN = {
     ("docs/install.md", "docker "): "builds an image by the network; test_packaging.py reads the Dockerfile",
     ("docs/cli.md", "mkdir|te-fsdp completion"): "writes where shells look; tests/unit/test_planning.py",
     ("docs/moe.md", r"NODES=2|make train-moe ARGS"): "needs GPUs",
-    ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; tests/pytorch/distributed/test_torchrun.py",
+    ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; test_torchrun.py",
     ("docs/nodes.md", ".*elastic_kills.py"): "takes many minutes; tests/pytorch/distributed/test_elastic.py",
     ("docs/emulation.md", "python -m tests.conformance.record"): "needs a Hopper GPU",
     ("docs/scale.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
