@@ -372,7 +372,7 @@ def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
 
 
 def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
-    """Return whether FSDP2 manages a module's parameters, and the divide factor; a group with one sums, then divides."""
+    """Return whether FSDP2 manages a module's parameters, and the divide factor. With one, sum first, then divide."""
     for group, managed in _all_managed():
         if any(owner is module for owner, _ in owners_of(managed)):
             if group.gradient_divide_factor is not None and group.mesh_info.shard_mesh_size > 1:

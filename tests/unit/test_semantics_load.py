@@ -37,7 +37,7 @@ DECODER = {"layer_type": "decoder"}
 
 def page() -> dict[str, str]:
     """What the documentation says of each setting."""
-    text = (ROOT / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "checkpoint_internals.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \| (error|strict|note|names) \|", text, re.M)
     return {name: effect for names, effect in rows for name in re.findall(r"`(\w+)`", names)}
 

@@ -1,7 +1,7 @@
 """The Python blocks of the README and of docs/ run as they stand, each page's in order, on four ranks.
 
-The quickstart, train, huggingface, plan and cli pages have tests of their own in tests/unit, the faults of upstream.md in
-test_te_faults.py; what emulation.md shows must come before anything is imported.
+The quickstart, train, huggingface, plan and cli pages have tests of their own in tests/unit, the faults of upstream.md
+in test_te_faults.py; what emulation.md shows must come before anything is imported.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PAGES = {
     "docs/checkpoints.md": [
         "training",
         "training",
-        "on_s3",
         "training",
         "saved",
-        "saved_by_dcp",
         "nothing",
         "saved",
+        "saved_by_dcp",
+        "on_s3",
     ],
     "docs/compile.md": ["built"],
     "docs/context_parallel.md": ["of_tokens", "of_tokens"],
