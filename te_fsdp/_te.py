@@ -399,17 +399,6 @@ def derive_transpose(tensor: torch.Tensor) -> None:
         transpose.copy_(data.movedim(-1, 0))
 
 
-def can_derive_columnwise(tensor: Any) -> bool:
-    """Return whether TE can compute the columnwise data of a weight from its rowwise data."""
-    row, quantizer = format_of(tensor), quantizer_of(tensor)
-    # One-dimensional blocks have different scales in the two directions.
-    one_dim = (
-        not getattr(quantizer, "with_2d_quantization", True)
-        or getattr(quantizer, "block_scaling_dim", 2) == 1
-    )
-    return row is None or not (row.independent_directions or one_dim)
-
-
 def gathers_one_direction(tensor: torch.Tensor) -> bool:
     """Whether a gather brings one of two directions of a quantized tensor, neither of which gives the other."""
     row = format_of(tensor)

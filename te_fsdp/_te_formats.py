@@ -110,6 +110,15 @@ class Format:
         """Whether the whole weight has one scale and nothing else, so that shards of any size will do."""
         return self.block == 1
 
+    def derives_columnwise(self, quantizer: Any) -> bool:
+        """Return whether TE can compute the columnwise data of a weight from its rowwise data."""
+        # One-dimensional blocks have different scales in the two directions.
+        two_dim = (
+            getattr(quantizer, "with_2d_quantization", True)
+            and getattr(quantizer, "block_scaling_dim", 2) == 2
+        )
+        return two_dim and not self.independent_directions
+
     def directions(self) -> list[dict[str, Block]]:
         """Sets of buffers that each give the weight's values alone, row-wise first: name -> block."""
         if self.has_one_scale:

@@ -50,12 +50,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draws (default 0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first configuration (default 0)")
     parser.add_argument("--count", type=int, default=300, help="configurations to train (default 300)")
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no configuration later (default: no limit)"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="largest world to use (default 4)")
     options = parser.parse_args()
     started, tried, deviations = time.monotonic(), list[Configuration](), dict[int, str]()
     with WorkerPool(options.ranks) as pool:
         number = options.first
-        while len(tried) < options.count:
+        while len(tried) < options.count and time.monotonic() - started < options.seconds:
             drawn = draw(options.seed, number)
             if drawn.ranks <= options.ranks:
                 found = try_one(pool, drawn)

@@ -220,7 +220,8 @@ def patch_fsdp_hooks() -> None:
 def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
-        if _te.can_derive_columnwise(weight):
+        row = _te.format_of(weight)
+        if row is None or row.derives_columnwise(_te.quantizer_of(weight)):
             stock(weight)
 
     return clear_columnwise_cache
