@@ -1,7 +1,8 @@
-"""The table of mistakes in docs/troubleshooting.md says what its tests make: each error's class, its words, the fix."""
+"""The table of mistakes in docs/troubleshooting.md quotes errors that tests raise; mistakes.csv names these tests."""
 
 from __future__ import annotations
 
+import csv
 import re
 from typing import NamedTuple
 
@@ -11,35 +12,47 @@ import te_fsdp
 from tests.unit.commands import ROOT
 
 PAGE = ROOT / "docs/troubleshooting.md"
+TABLE = ROOT / "tests/unit/mistakes.csv"
 
 
 class Row(NamedTuple):
-    """A mistake, the class of its error, words of its text, the fix, and the test that makes it."""
+    """Quoted part of an error's message, class of the error, and a test that raises it."""
 
-    mistake: str
+    text: str
     error: str
-    words: str
-    fix: str
     test: str
 
 
 def rows() -> list[Row]:
-    """The table, without its headings."""
-    section = PAGE.read_text().split("## Mistakes, and what they end in")[1].split("\n### ")[0]
+    """Return the rows of mistakes.csv."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return [Row(**row) for row in csv.DictReader(file)]
+
+
+def page_rows(page: str) -> list[list[str]]:
+    """Return the cells (mistake, errors, fix) of the page's table, without headings."""
+    section = page.split("## Mistakes and their errors")[1].split("\n### ")[0]
     lines = [
         line
         for line in section.splitlines()
         if line.startswith("| ") and not line.startswith(("| **", "| ---"))
     ]
-    found = [Row(*(cell.strip() for cell in line.strip("| ").split(" | "))) for line in lines[1:]]
-    return [
-        row._replace(error=row.error.strip("`"), words=row.words.strip('"'), test=row.test.strip("`"))
-        for row in found
-    ]
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[1:]]
+
+
+def quoted_errors(page: str) -> list[tuple[str, str]]:
+    """Return (text, class) of each error that the page's table quotes."""
+    found = []
+    for mistake, errors, fix in page_rows(page):
+        assert mistake and fix
+        quoted = re.findall(r"`(\w+)` \"([^\"]+)\"", errors)
+        assert quoted and errors == "; ".join(f'`{error}` "{text}"' for error, text in quoted), errors
+        found += [(text, error) for error, text in quoted]
+    return found
 
 
 def sources_of(test: str) -> list[str]:
-    """The text of a test's file, and of the modules beside it whose bodies it runs."""
+    """Return the text of a test's file, and of the modules in its folder whose bodies it runs."""
     name, _, function = test.partition("::")
     # Files of one process and of several ranks may have one name.
     (path,) = (path for path in ROOT.glob(f"tests/**/{name}") if f"def {function}(" in path.read_text())
@@ -51,27 +64,31 @@ def sources_of(test: str) -> list[str]:
 
 
 def joined(source: str) -> str:
-    """Source in which strings that follow each other are one."""
+    """Return the source with adjacent string literals joined."""
     return re.sub(r"[\"']\s*\n\s*f?r?[\"']", "", source)
 
 
-def test_there_are_forty():
-    assert len({row.mistake for row in rows()}) >= 40
+def test_the_page_quotes_each_error_once() -> None:
+    quoted = quoted_errors(PAGE.read_text(encoding="utf-8"))
+    assert len(quoted) == len(set(quoted)) >= 40
+    assert set(quoted) == {(row.text, row.error) for row in rows()}
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.mistake)
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.text}-{row.test}")
 def test_a_row_is_true(row: Row) -> None:
-    assert row.fix and row.words and all(row)
+    assert all(row)
     error = getattr(te_fsdp, row.error, None)
-    # The emulation, which is a product of its own, has one class.
+    # The emulation is a separate product with one error class.
     assert row.error == "EmulationError" or issubclass(error, te_fsdp.TeFsdpError), row.error
     sources = sources_of(row.test)
-    assert any(row.words in text for source in sources for text in (source, joined(source))), row.words
+    assert any(row.text in text for source in sources for text in (source, joined(source))), row.text
 
 
 def test_a_wrong_row_is_noticed() -> None:
     row = rows()[0]
     with pytest.raises(AssertionError, match="no such words"):
-        test_a_row_is_true(row._replace(words="no such words"))
+        test_a_row_is_true(row._replace(text="no such words"))
     with pytest.raises((AssertionError, ValueError)):
         test_a_row_is_true(row._replace(test="test_nowhere.py::test_nothing"))
+    page = PAGE.read_text(encoding="utf-8").replace(row.text, "no such words")
+    assert set(quoted_errors(page)) != {(row.text, row.error) for row in rows()}

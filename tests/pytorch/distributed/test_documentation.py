@@ -56,6 +56,7 @@ PAGES = {
     "docs/quantized.md": ["nothing"],
     "docs/strategies.md": ["copies", "training", "training"],
     "docs/transport.md": ["built", "built"],
+    "docs/troubleshooting.md": ["training"],
 }
 WIDTH, SEQUENCE, BATCH = 64, 16, 2
 

@@ -1,6 +1,6 @@
 """Mistakes of a new user's training script: an error on all ranks, with the fix; and what works as it is meant.
 
-docs/troubleshooting.md has the table, with those that other files test; tests/unit/test_troubleshooting.py compares.
+docs/troubleshooting.md quotes these errors and those of other files; tests/unit/mistakes.csv names the tests.
 """
 
 from __future__ import annotations
