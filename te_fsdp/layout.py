@@ -317,6 +317,22 @@ def shard_boxes(
     return local_shape, [box for box in found if 0 not in box.sizes]
 
 
+def chunk_boxes(
+    original_shape: Sequence[int], cuts: Iterable[tuple[int, int, int]]
+) -> tuple[tuple[int, ...], list[Box]]:
+    """Return the local shape and the boxes after consecutive cuts, each a dim, a number of chunks and an index.
+
+    The box list is empty for an empty shard.
+    """
+    shape = tuple(original_shape)
+    zeros = (0,) * len(shape)
+    found: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    for dim, chunks, index in cuts:
+        low, high = chunk_range(shape[dim], chunks, index)
+        shape, found = _put(shape, dim, high - low), cut_boxes(found, dim, low, high)
+    return shape, [box for box in found if 0 not in box.sizes]
+
+
 def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:
     """The parts of boxes within the local range [low, high) of ``dim``, in coordinates of that range."""
     found = []

@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import _te, _torch, _torch_autograd
 from te_fsdp._torch_boxed import coordinates_of
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout import Box, Coordinates, ParameterRule, shard_boxes
+from te_fsdp.layout import Box, Coordinates, ParameterRule, chunk_boxes, shard_boxes
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
 
     from te_fsdp._torch import DTensorSpec
     from te_fsdp.layout import ExpertRange, Storage
@@ -242,6 +243,16 @@ BINDING = "_te_fsdp_binding"
 NO_SHARD = "_te_fsdp_no_shard"
 
 
+@dataclass(frozen=True)
+class OwnDTensor:
+    """Placement of a parameter that the user registered as a DTensor, before FSDP2 shards it."""
+
+    mesh: DeviceMesh  #: ``ep``, ``tp`` or (``ep``, ``tp``), always with ``tp`` if that has several ranks
+    placements: tuple[Placement, ...]  #: One for each axis of the mesh
+    is_expert: bool  #: Whether ``ep`` shards it
+    tp_dim: int | None  #: Tensor dim that ``tp`` shards
+
+
 @dataclass
 class Installed:
     """The two forms of a parameter that FSDP2 installs in turn.
@@ -287,6 +298,8 @@ class Binding:
     experts_mesh: DeviceMesh | None = None
     #: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between experts.
     cut_within: bool = False
+    #: Own parameters that the user registered as DTensors, by name. They stay DTensors in forward.
+    distributed: dict[str, OwnDTensor] = field(default_factory=dict)
     #: Names of own parameters that FSDP2 has replaced by shards.
     sharded: set[str] = field(default_factory=set)
     on_meta: bool = True  #: Whether parameters may still be on meta
@@ -317,6 +330,8 @@ class Binding:
 
     def whole_mesh(self, name: str) -> DeviceMesh | None:
         """Mesh that an own parameter lies on when FSDP2 does not shard it; ``None`` for an ordinary tensor."""
+        if name in self.distributed:
+            return self.distributed[name].mesh
         grouped = name in self.rules and self.rules[name].layout.is_grouped
         return self.experts_mesh if grouped and self.experts_mesh is not None else self.tp_mesh
 
@@ -339,6 +354,7 @@ class Binding:
         )
         copied.ep_mesh, copied.experts, copied.amax_group = self.ep_mesh, self.experts, self.amax_group
         copied.experts_mesh, copied.cut_within = self.experts_mesh, self.cut_within
+        copied.distributed = dict(self.distributed)
         return copied
 
 
@@ -388,9 +404,17 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     rule = binding.rules.get(name, _REPLICATED) if binding is not None else _REPLICATED
     has_tp = binding is not None and binding.tp_mesh is not None
     has_ep = binding is not None and binding.experts_mesh is not None and rule.layout.is_grouped
-    at = coordinates_of(parameter, has_tp, has_ep, label) if isinstance(parameter, DTensor) else Coordinates()
     original = tuple(parameter.shape)
-    local_shape, boxes = shard_boxes(original, rule, at, name=label)
+    if binding is not None and name in binding.distributed and isinstance(parameter, DTensor):
+        at, cuts = _cuts_of(binding.distributed[name], parameter)
+        local_shape, boxes = chunk_boxes(original, cuts)
+    else:
+        at = (
+            coordinates_of(parameter, has_tp, has_ep, label)
+            if isinstance(parameter, DTensor)
+            else Coordinates()
+        )
+        local_shape, boxes = shard_boxes(original, rule, at, name=label)
     have = tuple(_torch.local_of(parameter).shape)
     if have != local_shape:
         raise PlacementError(
@@ -400,3 +424,18 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
             fix="do not replace local tensors by hand; bind and shard the model again",
         )
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))
+
+
+def _cuts_of(own: OwnDTensor, parameter: DTensor) -> tuple[Coordinates, list[tuple[int, int, int]]]:
+    """Return this rank's coordinates and the cuts of a user's DTensor: by the user's axes first, then by FSDP2's."""
+    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
+    first = mesh.ndim - own.mesh.ndim
+    found: dict[int, tuple[int, int, int]] = {}
+    for axis in (*range(first, mesh.ndim), *range(first)):
+        dim = _torch.shard_dim_of(parameter.placements[axis])
+        if dim is not None:
+            found[axis] = dim, mesh.size(axis), coordinate[axis]
+    fsdp = next((cut for axis, cut in found.items() if axis < first), (0, 1, 0))
+    tp = found.get(mesh.ndim - 1, (0, 1, 0)) if own.tp_dim is not None else (0, 1, 0)
+    ep = found.get(first, (0, 1, 0)) if own.is_expert else (0, 1, 0)
+    return Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(found.values())

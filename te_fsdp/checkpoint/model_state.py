@@ -164,6 +164,9 @@ class Owned:
     @property
     def is_grouped(self) -> bool:
         """Whether it holds the weights, or biases, of several experts."""
+        binding = binding_of(self.module)
+        if binding is not None and self.name in binding.distributed:
+            return False
         return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
 
     def parts(self) -> list[Part]:

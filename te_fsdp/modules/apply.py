@@ -38,8 +38,18 @@ from te_fsdp.modules.initialize import (
     refuse_equal_shards,
 )
 from te_fsdp.modules.inputs import watch_inputs
-from te_fsdp.modules.plan import HEADS, Meshing, check_multiple, plan_modules
-from te_fsdp.parameters import BINDING, NO_SHARD, Binding, attributes_of, binding_of, require_model
+from te_fsdp.modules.options import HEADS, check_multiple
+from te_fsdp.modules.own_dtensors import on_known_mesh
+from te_fsdp.modules.plan import Meshing, plan_modules
+from te_fsdp.parameters import (
+    BINDING,
+    NO_SHARD,
+    Binding,
+    OwnDTensor,
+    attributes_of,
+    binding_of,
+    require_model,
+)
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, take_out_main_weights
 from te_fsdp.quantized.boxed import describe_shards, slice_lazily, take_waiting
@@ -244,7 +254,7 @@ def set_device_mesh(
     require_flags("set_device_mesh", check_inputs=check_inputs)
     mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
-    meshings = Meshing(_split(tp_mesh), weight_mesh), Meshing(_split(tp_mesh), expert_weight_mesh, ep_mesh)
+    meshings = _meshings(tp_mesh, weight_mesh, ep_mesh, expert_weight_mesh)
     with together, replacing(model, "set_device_mesh"):
         with raised_on_all_ranks(mesh, "set_device_mesh"):
             planned = plan_modules(model, *meshings, experts)
@@ -286,6 +296,18 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
         patch_fused_adam()
 
 
+def _meshings(
+    tp_mesh: DeviceMesh | None,
+    weight_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+    expert_weight_mesh: DeviceMesh | None,
+) -> tuple[Meshing, Meshing]:
+    """Return the meshes of dense modules and of expert modules."""
+    tp = _split(tp_mesh)
+    single = None if tp is not None else tp_mesh
+    return Meshing(tp, weight_mesh, single=single), Meshing(tp, expert_weight_mesh, ep_mesh)
+
+
 def _split(tp_mesh: DeviceMesh | None) -> DeviceMesh | None:
     """Return a tensor-parallel mesh of several ranks, or ``None``: one rank is no tensor parallelism."""
     return None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
@@ -319,10 +341,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         for name, parameter in module._parameters.items():
             describe_shards(known, name, parameter)
         return
-    if item.kind is None and any(isinstance(p, DTensor) for p in module._parameters.values()):
-        _log.debug("%s: left alone, its parameters are DTensors already", item.name)
-        return
     binding = Binding(item.name, tp_mesh, weight_mesh, dict(item.rules))
+    binding.distributed = dict(item.distributed)
     if item.experts is not None:
         binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts
         binding.rules = {item.experts.registered_name(name): rule for name, rule in item.rules.items()}
@@ -340,8 +360,11 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if parameter is None:
             continue
         if id(parameter) not in replaced:
-            mesh = binding.whole_mesh(name)
-            new = _place(parameter, name, binding, mesh) if mesh is not None else parameter
+            mesh, new = binding.whole_mesh(name), parameter
+            if isinstance(parameter, DTensor):
+                new = on_known_mesh(parameter, binding.distributed.get(name) or _as_bound(parameter, mesh))
+            elif mesh is not None:
+                new = _place(parameter, name, binding, mesh)
             local = _torch.local_of(new)
             if _te.is_quantized(local) and not local.is_meta:
                 requantize(local, binding)
@@ -351,6 +374,12 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]
+
+
+def _as_bound(parameter: DTensor, mesh: DeviceMesh | None) -> OwnDTensor:
+    """Return the placement of TE's own parameter that is a DTensor on the tp mesh already."""
+    assert mesh is not None
+    return OwnDTensor(mesh, tuple(parameter.placements), False, None)
 
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:

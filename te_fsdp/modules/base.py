@@ -131,6 +131,9 @@ def local_parameters(
     parameters: list[DTensor] = []
     for name, value in own.items():
         if isinstance(value, DTensor):
+            if name in binding.distributed:
+                _check_gathered(binding, name, value)  # the user's code reads the DTensor
+                continue
             names.append(name)
             parameters.append(value)
     if not names:

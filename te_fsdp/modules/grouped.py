@@ -45,12 +45,14 @@ _SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     """Names of the ``GroupedLinear`` modules that expert parallelism deals out, all by default. Local operation.
 
-    Raises ``PlacementError`` for an entry without a ``GroupedLinear``.
+    Modules whose parameters are the user's DTensors, or registered elsewhere, are left out. Raises
+    ``PlacementError`` for an entry without a ``GroupedLinear``.
     """
     names = dict(model.named_modules())
     grouped = [name for name, module in names.items() if _te.kind_of(module) == "GroupedLinear"]
+    owners = {name for name in grouped if any(map(_is_plain, names[name]._parameters.values()))}
     if selection is None:
-        return set(grouped)
+        return owners
     chosen: set[str] = set()
     for want in selection:
         holders = [
@@ -65,7 +67,11 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
                 fix="name modules as model.named_modules() does",
             )
         chosen.update(found)
-    return chosen
+    return chosen & owners
+
+
+def _is_plain(parameter: torch.Tensor | None) -> bool:
+    return parameter is not None and not isinstance(parameter, DTensor)
 
 
 def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) -> dict[str, ExpertRange]:

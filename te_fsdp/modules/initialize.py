@@ -103,7 +103,8 @@ def _in_order(module: nn.Module, binding: Binding) -> Iterator[tuple[str, torch.
 
     For the parameters of another rank's experts those of an own expert stand: same shape, same initialiser.
     """
-    own = {name: p for name, p in module._parameters.items() if p is not None}
+    users = binding.distributed  # TE has no initialization for them
+    own = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
     if binding.experts is None:
         yield from ((name, p, False) for name, p in own.items())
         return
@@ -345,9 +346,14 @@ def find_equal_shards(
         cut = {label: t for label, _, rule, t in held if rule is not None and rule.shard_dim is not None}
         found += _equal_over(tp_mesh, "tp", _drawn(cut))
     if ep_mesh is not None and ep_mesh.size() > 1:
-        experts = {label: t for label, item, _, t in held if item.experts is not None}  # by local index
+        experts = {label: t for label, item, _, t in held if _is_expert(item, label)}  # by local index
         found += _equal_over(ep_mesh, "ep", _drawn(experts, copies=True))
     return found
+
+
+def _is_expert(item: ModulePlan, label: str) -> bool:
+    own = item.distributed.get(label.rpartition(".")[2])
+    return item.experts is not None if own is None else own.is_expert
 
 
 def refuse_equal_shards(found: list[str]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
@@ -22,19 +21,17 @@ from te_fsdp.modules.grouped import (
     experts_over,
     find_experts,
     single_cuts,
+    single_names,
     single_parameters,
 )
-from te_fsdp.parameters import Binding, binding_of, is_replicated
+from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
+from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
+from te_fsdp.parameters import Binding, OwnDTensor, binding_of, is_replicated
 from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_cuts
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-#: Kinds whose constructors divide sizes by ``tp_size``.
-_LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
-_PARALLEL = (*_LINEARS, "LayerNormMLP", "DotProductAttention", "MultiheadAttention")
-HEADS = ("num_attention_heads", "num_gqa_groups")
 
 
 @dataclass(frozen=True)
@@ -52,6 +49,7 @@ class Meshing:
     ep_mesh: DeviceMesh | None = None
     replicas: int = 1
     experts_mesh: DeviceMesh | None = None
+    single: DeviceMesh | None = None  #: Mesh of this rank alone, for a user's DTensor on axes of size 1
 
     @property
     def grid(self) -> Grid:
@@ -79,6 +77,8 @@ class ModulePlan:
     experts: ExpertRange | None = None
     meshes: Meshing = Meshing()
     cuts: Mapping[str, int] = field(default_factory=dict)
+    #: The user's own DTensors among the parameters, by name.
+    distributed: Mapping[str, OwnDTensor] = field(default_factory=dict)
 
     def registered(self, name: str) -> str:
         """The name that an own parameter has once the module is bound, that of all experts if it becomes one of it."""
@@ -115,7 +115,7 @@ def plan_modules(
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
         held = experts_over(modules, ep_mesh, where)
         planned = [replace(item, experts=held.get(item.name)) for item in planned]
-    return _with_cuts(planned, dense.grid, stays_whole)
+    return _with_cuts(planned, dense.grid, of_experts.grid, stays_whole)
 
 
 def _plan(
@@ -146,9 +146,38 @@ def _plan(
             meshes = replace(meshes, weight_mesh=meshes.tp_mesh)  # data parallelism does not cut them
         if meshes.ep_mesh is not None and any(rule.layout.is_grouped for rule in item.rules.values()):
             meshes = replace(meshes, experts_mesh=mesh_of_experts(meshes.ep_mesh, meshes.tp_mesh, item.name))
-        planned.append(replace(item, meshes=meshes))
+        planned.append(_with_own(replace(item, meshes=meshes), ep_mesh))
         _check_item(planned[-1])
     return planned
+
+
+def _with_own(item: ModulePlan, ep_mesh: DeviceMesh | None) -> ModulePlan:
+    """Return the plan of a module with the placements of the user's DTensors, which replace rules."""
+    if binding_of(item.module) is not None:
+        return item
+    meshes, label = item.meshes, item.name or type(item.module).__name__
+    own = {
+        name: place_own(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
+        for name, p in own_dtensors(item.module).items()
+    }
+    rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in own.items()}}
+    return replace(item, rules=rules, distributed=own)
+
+
+def own_dtensors(module: Any) -> dict[str, DTensor]:
+    """Return a module's DTensor parameters that TE does not read itself, by name. Local operation."""
+    found = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
+    read = _read_by_te(module) if found else ()
+    return {name: p for name, p in found.items() if name not in read}
+
+
+def _read_by_te(module: Any) -> Collection[str]:
+    """Return the names of the parameters that TE's code reads from a module."""
+    kind = _te.kind_of(module)
+    if kind == "GroupedLinear":
+        counted = [f"{what}{index}" for what in ("weight", "bias") for index in range(module.num_gemms)]
+        return {*counted, *single_names(module)}
+    return _rules(module, kind, {}, PLAIN, False) if kind not in (None, "unknown") else ()
 
 
 def _check_item(item: ModulePlan) -> None:
@@ -162,12 +191,12 @@ def _check_item(item: ModulePlan) -> None:
         _check_same(label, binding, meshes)
         return
     for name, parameter in item.module._parameters.items():
-        if isinstance(parameter, DTensor) and item.kind is None and parameter.device_mesh != tp_mesh:
-            raise _distributed_already(f"{label}.{name}", parameter)
-        if isinstance(parameter, DTensor) and item.kind is not None:
+        if name in item.distributed:
+            continue
+        if isinstance(parameter, DTensor) and not is_as_bound(parameter, item.rules.get(name), tp_mesh):
             raise OrderError(
                 f"{label}.{name}: set_device_mesh after the parameter became a DTensor",
-                expected="a plain parameter, as TE makes it",
+                expected="a plain parameter, as TE makes it, or a DTensor on tp_mesh placed as TE shards it",
                 got=f"DTensor with placements {tuple(parameter.placements)}",
                 why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
                 fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
@@ -193,7 +222,7 @@ def _check_item(item: ModulePlan) -> None:
                 fix=f"pass {which}_mesh=te_fsdp.Meshes(...).{which}",
             )
     group = getattr(item.module, "tp_group", None)
-    if item.kind in _PARALLEL and group is not None and tp_mesh is not None and item.module.tp_size > 1:
+    if item.kind in PARALLEL and group is not None and tp_mesh is not None and item.module.tp_size > 1:
         have, want = dist.get_process_group_ranks(group), tp_mesh.mesh.flatten().tolist()
         if sorted(have) != sorted(want):
             raise MeshError(
@@ -202,18 +231,6 @@ def _check_item(item: ModulePlan) -> None:
                 got=want,
                 fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
             )
-
-
-def _distributed_already(label: str, parameter: DTensor) -> OrderError:
-    """Return the error for a parameter that the user or FSDP2 has distributed."""
-    return OrderError(
-        f"{label}: a parameter that is a DTensor already, on mesh axes {parameter.device_mesh.mesh_dim_names}",
-        expected="a plain tensor, or a DTensor on the tp mesh",
-        got=f"DTensor with placements {tuple(parameter.placements)}",
-        why="te_fsdp does not support parameters that were distributed over other axes",
-        fix="call set_device_mesh before torch's fully_shard. Register plain tensors; for experts leave the parameters "
-        "of GroupedLinear in place, which te_fsdp.fully_shard distributes over ep",
-    )
 
 
 def _check_same(label: str, binding: Binding, meshes: Meshing) -> None:
@@ -250,7 +267,7 @@ def _meant(meshes: Meshing) -> str:
 
 
 def _with_cuts(
-    planned: list[ModulePlan], dense: Grid, stays_whole: Callable[[Any, str], bool]
+    planned: list[ModulePlan], dense: Grid, of_experts: Grid, stays_whole: Callable[[Any, str], bool]
 ) -> list[ModulePlan]:
     """The plans, with the dims that FSDP2 shall cut of weights that are or will be quantized. Local operation."""
     # At once: a mesh that an error proposes fits all of them.
@@ -264,6 +281,10 @@ def _with_cuts(
             cuts = {item.registered(name): dim for name, dim in own.items()}
         if item.kind == "GroupedLinear":
             cuts = {**cuts, **single_cuts(item.module, grid, item.experts, item.name)}
+        for name, own in item.distributed.items():
+            ranks = (of_experts if own.is_expert else dense).dp_shard
+            dim = dim_to_shard(item.module._parameters[name], own, ranks)
+            cuts = {**cuts, name: dim} if dim else cuts
         found.append(replace(item, cuts=cuts))
     return found
 
@@ -293,9 +314,9 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         if kind == "DotProductAttention":  # TE rounds the number of local heads down in silence
             for head in HEADS:
                 check_multiple(label, head, getattr(module, head), module.tp_size)
-        if kind in _PARALLEL:
-            _check_tp_size(module, kind, label, tp_size)
-            _check_options(module, kind, label, tp_size)
+        if kind in PARALLEL:
+            check_tp_size(module, kind, label, tp_size)
+            check_options(module, kind, label, tp_size)
         if kind == "MultiheadAttention":
             layouts.update(_fused_layouts(module))
             per_head.update(id(norm) for norm in (module.q_norm, module.k_norm) if norm is not None)
@@ -314,7 +335,10 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             continue
         if kind is None and not own:
             continue
-        rules = _rules(module, kind, own, layouts.get(id(module), PLAIN), id(module) in per_head)
+        distributed = own_dtensors(module)
+        of_te = {n: p for n, p in own.items() if n not in distributed}
+        rules = _rules(module, kind, of_te, layouts.get(id(module), PLAIN), id(module) in per_head)
+        rules |= dict.fromkeys(distributed, ParameterRule(None))  # until the meshes are known
         missing = sorted(own.keys() - rules.keys())
         if missing:
             raise PlacementError(
@@ -423,68 +447,3 @@ def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
             layouts = {name: rules[name].layout if name in rules else PLAIN for name in layouts}
         found[id(module)] = layouts
     return found
-
-
-def _check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
-    """The module must have been built for this tensor-parallel size; unsplit linears may be replicated."""
-    built_for = int(module.tp_size)
-    unsplit = kind in _LINEARS and module.parallel_mode is None
-    if built_for == tp_size or (unsplit and built_for == 1):
-        return
-    got = f"tp_mesh=None or of size 1, but tp_size={built_for}"
-    fix = "pass the tensor-parallel mesh as tp_mesh"
-    if tp_size > 1:
-        got = f"tp_size={built_for}"
-        fix = f"build the module with tp_size={tp_size} (or tp_group of that size) and its parallel mode"
-    raise MeshError(
-        f"{label} ({kind}): tp_mesh of size {tp_size}",
-        expected=f"a module built with tp_size={tp_size}",
-        got=got,
-        why="Sizes were divided by tp_size when the module was built",
-        fix=fix,
-    )
-
-
-def _check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
-    """Refuse options under which gradients or outputs would be silently wrong."""
-    problem = why = ""
-    unsplit = kind == "GroupedLinear" or (kind in _LINEARS and module.parallel_mode is None)
-    if getattr(module, "fuse_wgrad_accumulation", False):
-        problem = "fuse_wgrad_accumulation=True"
-        why = "TE then adds weight gradients to main_grad and returns none, so that FSDP2 reduces nothing"
-    elif _te.delays_weight_gradients(module):
-        problem = "delay_wgrad_compute=True"
-        why = "TE then writes .grad itself after FSDP2 has reduced"
-    elif tp_size > 1 and unsplit and module.sequence_parallel:
-        problem = "sequence_parallel=True"
-        why = "This module communicates nothing over tp: it neither gathers its input nor adds up weight gradients"
-    elif tp_size > 1 and kind == "LayerNormMLP" and not module.set_parallel_mode:
-        problem = f"set_parallel_mode=False with tp_size={tp_size}"
-        why = "TE cuts the weights but never sums the partial outputs"
-    elif tp_size > 1 and kind == "MultiheadAttention" and module.proj.parallel_mode is None:
-        problem = f"set_parallel_mode=False with tp_size={tp_size}"
-        why = "TE divides the heads but not the projections"
-    if problem:
-        fix = "set_parallel_mode=True" if "parallel_mode" in problem else f"leave {problem.split('=')[0]} off"
-        raise PlacementError(f"{label} ({kind}): {problem} is not supported", why=why, fix=fix)
-    if tp_size > 1 and torch.nn.utils.parametrize.is_parametrized(module):
-        raise PlacementError(
-            f"{label}: a parametrization of {', '.join(module.parametrizations)} with tensor parallelism",
-            expected="weights of TransformerEngine's modules as they are",
-            got=f"tp_size={tp_size}",
-            why="Norms and other functions of a whole weight would see the part of one rank",
-            fix="leave the parametrization away, or shard the model without tp, over dp_shard",
-        )
-
-
-def check_multiple(label: str, name: str, size: int, tp_size: int) -> None:
-    """Raise ``PlacementError`` unless ``tp_size`` divides what TE cuts by it: ``size`` of the argument ``name``."""
-    if size % tp_size:
-        fitting = next(n for n in range(tp_size - 1, 0, -1) if size % n == 0)
-        raise PlacementError(
-            f"{label}: {name}={size} over tp_size={tp_size}",
-            expected=f"a multiple of {tp_size}",
-            got=size,
-            why="Each tensor-parallel rank has as many of them",
-            fix=f"tp={fitting}, or {name}={-(-size // tp_size) * tp_size}",
-        )

@@ -17,7 +17,7 @@ import functools
 import logging
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 
     from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
+    from te_fsdp.parameters import ParameterPlan
 
 _log = logging.getLogger("te_fsdp")
 
@@ -209,10 +210,11 @@ def _replace_parameters(plan: ModelPlan, state: ShardingState) -> None:
             "shard_placement_fn": (lambda p: Shard(dims[id(p)]) if id(p) in dims else None) if dims else None,
             "ignored_params": {item.parameter for item in plan.replicated},
         }
+        of_experts = _expert_units(plan.parameters.values())
         for name in _inner_first(plan):
             row = plan.units[name]
             unit = state.modules[name] = model.get_submodule(name)
-            options["mesh"] = _fsdp_mesh(plan.meshes, unit, row)
+            options["mesh"] = _fsdp_mesh(plan.meshes, row, experts=name in of_experts)
             if precision is not None:
                 options["mp_policy"] = precision.fsdp2_policy(name)
             fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
@@ -247,15 +249,13 @@ def _inner_first(plan: ModelPlan) -> list[str]:
     return list(order)
 
 
-def _is_expert(module: nn.Module) -> bool:
-    """Whether a bound module's parameters are dealt out over ``ep``."""
-    binding = binding_of(module)
-    return binding is not None and binding.experts is not None
+def _expert_units(rows: Iterable[ParameterPlan]) -> set[str]:
+    """Return the names of the units whose sharded parameters are distributed over ``ep``."""
+    return {row.unit for row in rows if row.experts and not row.storage.is_whole}
 
 
-def _fsdp_mesh(meshes: Meshes, unit: nn.Module, storage: Storage) -> DeviceMesh:
+def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh:
     """What FSDP2 shards a unit over. What is added up over ``dp_replicate`` later, it shall not reduce over that."""
-    experts = _is_expert(unit)
     if storage.gradient[0] == "P":
         root = meshes.expert_mesh if experts and meshes.expert_mesh is not None else meshes.device_mesh
         return root["dp_shard"]
@@ -275,12 +275,13 @@ def divide_gradients(state: ShardingState, policy: Fsdp2Policy) -> None:
     for binding in filter(None, map(binding_of, state.model.modules())):
         binding.divided = binding.experts is not None or binding.divided
         binding.amax_group = groups[binding.experts is not None]
+    of_experts = _expert_units(state.plans.values())
     for name, unit in state.modules.items():
-        experts = _is_expert(unit)
+        experts = name in of_experts
         if average and not experts:
             continue
         storage, ranks = state.units[name], 1
-        mesh = _fsdp_mesh(state.meshes, unit, storage)
+        mesh = _fsdp_mesh(state.meshes, storage, experts=experts)
         if average:
             ranks = state.meshes.size("dp_shard")
             ranks *= state.meshes.size("dp_replicate") if storage.gradient[0] != "P" else 1

@@ -211,11 +211,19 @@ def _initialize(module: nn.Module) -> list[str]:
     elif reset is not None and _te.kind_of(module) == "unknown" and not _te_modules.holds_quantized(module):
         return initialize_by_reset(module, reset)  # te.ops: they are not bound, and know no shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
-        reset()
+        if not _has_users_dtensors_alone(module):
+            reset()
         return []
     reset = reset or getattr(module, "_reset_parameters", None)
     # What stays on meta is named at the end, together with all else.
     return [] if reset is None else initialize_by_reset(module, reset)  # type: ignore[bad-argument-type]
+
+
+def _has_users_dtensors_alone(module: nn.Module) -> bool:
+    """Return whether the user's DTensors have replaced all parameters of a TE module, whose code would miss them."""
+    binding = binding_of(module)
+    own = {name for name, p in module._parameters.items() if p is not None}
+    return binding is not None and bool(own) and own == binding.distributed.keys()
 
 
 @contextmanager
@@ -389,8 +397,10 @@ def check_same_model(plan: ModelPlan) -> None:
     model, meshes, settings = plan.model, plan.meshes, plan.settings()
     described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
     for label, module, name, p in places_of(model):
-        told = (label, tuple(_torch.local_of(p).shape), str(p.dtype), p.requires_grad, p.is_meta)
-        described[plan.parameters[id(module), name].experts].append(told)
+        told = (label, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta)
+        # A DTensor's shape is that of all experts, the same on all ranks.
+        is_local = plan.parameters[id(module), name].experts and not isinstance(p, DTensor)
+        described[is_local].append(told)
     dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
     same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
     mesh = meshes.expert_mesh or meshes.device_mesh

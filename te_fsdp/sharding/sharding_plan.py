@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,12 @@ from te_fsdp import _te
 from te_fsdp.agree import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
-from te_fsdp.modules.grouped import Selection, find_experts, single_names
+from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import Meshing, ModulePlan, plan_modules
 from te_fsdp.parameters import NO_SHARD, ParameterPlan, Place, is_replicated, places_of
 from te_fsdp.sharding.no_shard import ReplicatedParameter
 from te_fsdp.sharding.odd_parameters import find_odd, refuse_quantized_ops
+from te_fsdp.sharding.own_units import dense_beside_own, expert_units
 from te_fsdp.sharding.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.sharding.state import check_accepted, check_order, is_container, refuse_hooks
 
@@ -128,7 +129,8 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
         _check_policies(request)
         units = _plan_units(model, meshes, request)
         widened = request.precision is not None and request.precision.main_params_dtype is not None
-        placed = plan_storage(model, units, one_dtype=not widened)
+        apart = dense_beside_own(model, meshes, units, request.experts)
+        placed = plan_storage(model, units, one_dtype=not widened, apart=apart)
         refuse_quantized_ops(model, lambda module, name: placed[id(module), name].storage.is_whole)
         whole = _whole(model, placed)
         kept = {id(p.parameter) for p in places_of(model) if placed[id(p.owner), p.name].storage.is_whole}
@@ -154,7 +156,8 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: Request) -> ModelPl
     # A context of its own: it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         replicas = meshes.size("dp_replicate")
-        dense = Meshing(meshes.tp_or_none, meshes.weight, replicas=replicas)
+        single = meshes.tp if meshes.tp_or_none is None else None
+        dense = Meshing(meshes.tp_or_none, meshes.weight, replicas=replicas, single=single)
         experts = Meshing(meshes.tp_or_none, meshes.expert_weight, meshes.ep, replicas)
         modules = plan_modules(model, dense, experts, request.experts, stays_whole=stays_whole)
     parameters = _completed(placed, modules)
@@ -175,7 +178,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
         )
     if meshes.ep is not None:
         # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
-        chosen = words.keys() | find_experts(model, request.experts)
+        chosen = words.keys() | expert_units(model, meshes, request.experts)
         names = [name for name, _ in model.named_modules() if name in chosen]
         words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
     units = {name: STORAGE[word, outer] for name, word in words.items()}
@@ -190,14 +193,14 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: Request) -> dict[str,
 
 
 def plan_storage(
-    model: nn.Module, units: Mapping[str, Storage], *, one_dtype: bool = False
+    model: nn.Module, units: Mapping[str, Storage], *, one_dtype: bool = False, apart: Collection[int] = ()
 ) -> dict[Key, ParameterPlan]:
     """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
 
     Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
     by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
     ``units`` (name -> storage, ``""`` for the root). With ``one_dtype`` trained parameters of another dtype than the
-    rest of their unit stay whole; empty parameters always do.
+    rest of their unit stay whole; empty parameters, and those with an id in ``apart``, always do.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
@@ -211,7 +214,7 @@ def plan_storage(
     for place in places_of(model):
         if not units[inside[place.path]].is_whole and id(place.owner) not in marked:
             sharded.setdefault(inside[place.path], []).append(place)
-    odd = find_odd(sharded, one_dtype=one_dtype)
+    odd = find_odd(sharded, one_dtype=one_dtype).union(apart)
     for place in places_of(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]
@@ -284,7 +287,8 @@ def _completed(
                 label=labels[row.label],
                 name=own,
                 rule=item.rules.get(name, item.rules.get(own)),
-                experts=item.experts is not None,
+                experts=item.experts is not None
+                or (name in item.distributed and item.distributed[name].is_expert),
                 cut_dim=item.cuts.get(own),
             )
         rows[owner, name] = row

@@ -327,10 +327,10 @@ def check_order(model: nn.Module) -> None:
                 fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.device_mesh.ndim > 1:
+        if isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ()):
             raise OrderError(
                 f"{name}: fully_shard on a parameter that is sharded already",
-                expected="a plain parameter or a DTensor on the tp mesh",
+                expected="a plain parameter or a DTensor over ep, tp, or both",
                 got=f"placements {tuple(parameter.placements)}",
                 fix="build the model anew",
             )

@@ -216,9 +216,9 @@ MISTAKES = {
         after_torchs_fully_shard,
         OrderError,
         "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
-        "got DTensor with placements (Shard(dim=0),). FSDP2 would not see the tensor-parallel placement, and "
-        "checkpoints would lose tp shards. Fix: call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which "
-        "does both.",
+        "or a DTensor on tp_mesh placed as TE shards it, got DTensor with placements (Shard(dim=0),). FSDP2 would not "
+        "see the tensor-parallel placement, and checkpoints would lose tp shards. Fix: call set_device_mesh before "
+        "fully_shard, or te_fsdp.fully_shard, which does both.",
     ),
     "our fully_shard after torch's": (
         our_fully_shard_after_torchs,
@@ -232,8 +232,10 @@ MISTAKES = {
             placed(job, [Shard(0), Replicate()], DeviceMesh("cpu", [[0, 1], [2, 3]])), job.tp
         ),
         OrderError,
-        "up.weight: fully_shard on a parameter that is sharded already: expected a plain parameter or a DTensor on the "
-        "tp mesh, got placements (Shard(dim=0), Replicate()). Fix: build the model anew.",
+        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
+        "or a DTensor on tp_mesh placed as TE shards it, got DTensor with placements (Shard(dim=0), Replicate()). "
+        "FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards. Fix: call "
+        "set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both.",
     ),
     "unit of no name": (
         lambda job: te_fsdp.fully_shard(job.column(), job.tp, units=["up", "layers.0"]),

@@ -1,0 +1,80 @@
+"""Checks of the sizes and options that a TE module was built with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from te_fsdp import _te
+from te_fsdp.errors import MeshError, PlacementError
+
+#: Kinds whose constructors divide sizes by ``tp_size``.
+_LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")
+PARALLEL = (*_LINEARS, "LayerNormMLP", "DotProductAttention", "MultiheadAttention")
+HEADS = ("num_attention_heads", "num_gqa_groups")
+
+
+def check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
+    """The module must have been built for this tensor-parallel size; unsplit linears may be replicated."""
+    built_for = int(module.tp_size)
+    unsplit = kind in _LINEARS and module.parallel_mode is None
+    if built_for == tp_size or (unsplit and built_for == 1):
+        return
+    got = f"tp_mesh=None or of size 1, but tp_size={built_for}"
+    fix = "pass the tensor-parallel mesh as tp_mesh"
+    if tp_size > 1:
+        got = f"tp_size={built_for}"
+        fix = f"build the module with tp_size={tp_size} (or tp_group of that size) and its parallel mode"
+    raise MeshError(
+        f"{label} ({kind}): tp_mesh of size {tp_size}",
+        expected=f"a module built with tp_size={tp_size}",
+        got=got,
+        why="Sizes were divided by tp_size when the module was built",
+        fix=fix,
+    )
+
+
+def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
+    """Refuse options under which gradients or outputs would be silently wrong."""
+    problem = why = ""
+    unsplit = kind == "GroupedLinear" or (kind in _LINEARS and module.parallel_mode is None)
+    if getattr(module, "fuse_wgrad_accumulation", False):
+        problem = "fuse_wgrad_accumulation=True"
+        why = "TE then adds weight gradients to main_grad and returns none, so that FSDP2 reduces nothing"
+    elif _te.delays_weight_gradients(module):
+        problem = "delay_wgrad_compute=True"
+        why = "TE then writes .grad itself after FSDP2 has reduced"
+    elif tp_size > 1 and unsplit and module.sequence_parallel:
+        problem = "sequence_parallel=True"
+        why = "This module communicates nothing over tp: it neither gathers its input nor adds up weight gradients"
+    elif tp_size > 1 and kind == "LayerNormMLP" and not module.set_parallel_mode:
+        problem = f"set_parallel_mode=False with tp_size={tp_size}"
+        why = "TE cuts the weights but never sums the partial outputs"
+    elif tp_size > 1 and kind == "MultiheadAttention" and module.proj.parallel_mode is None:
+        problem = f"set_parallel_mode=False with tp_size={tp_size}"
+        why = "TE divides the heads but not the projections"
+    if problem:
+        fix = "set_parallel_mode=True" if "parallel_mode" in problem else f"leave {problem.split('=')[0]} off"
+        raise PlacementError(f"{label} ({kind}): {problem} is not supported", why=why, fix=fix)
+    if tp_size > 1 and torch.nn.utils.parametrize.is_parametrized(module):
+        raise PlacementError(
+            f"{label}: a parametrization of {', '.join(module.parametrizations)} with tensor parallelism",
+            expected="weights of TransformerEngine's modules as they are",
+            got=f"tp_size={tp_size}",
+            why="Norms and other functions of a whole weight would see the part of one rank",
+            fix="leave the parametrization away, or shard the model without tp, over dp_shard",
+        )
+
+
+def check_multiple(label: str, name: str, size: int, tp_size: int) -> None:
+    """Raise ``PlacementError`` unless ``tp_size`` divides what TE cuts by it: ``size`` of the argument ``name``."""
+    if size % tp_size:
+        fitting = next(n for n in range(tp_size - 1, 0, -1) if size % n == 0)
+        raise PlacementError(
+            f"{label}: {name}={size} over tp_size={tp_size}",
+            expected=f"a multiple of {tp_size}",
+            got=size,
+            why="Each tensor-parallel rank has as many of them",
+            fix=f"tp={fitting}, or {name}={-(-size // tp_size) * tp_size}",
+        )

@@ -1,0 +1,180 @@
+"""Parameters that the user registered as DTensors over ``ep``, ``tp``, or both, before ``set_device_mesh``.
+
+Such a parameter stays a DTensor in forward, as with plain FSDP2: the user's code calls ``to_local()`` or DTensor
+operations. Its placements replace the table of :mod:`te_fsdp.layout`. FSDP2 shards it over the remaining axes:
+
+    parameter sharded over ``ep``     FSDP2 shards over ``expert_fsdp``, in a unit without dense parameters
+    any other                         FSDP2 shards over ``fsdp``, in the unit around it
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from te_fsdp import _torch
+from te_fsdp.axes import mesh_of_experts
+from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.layout import chunk_boxes, chunk_range
+from te_fsdp.parameters import OwnDTensor, inherit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from te_fsdp.layout import ParameterRule
+
+
+def place_own(
+    label: str,
+    parameter: DTensor,
+    tp_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+    single: DeviceMesh | None = None,
+) -> OwnDTensor:
+    """Return the placement of a user's DTensor on te_fsdp's meshes. Local operation.
+
+    ``single`` is a mesh of this rank alone, for a parameter whose axes all have size 1.
+
+    Raises:
+        OrderError: The parameter is on a mesh axis other than ``ep`` and ``tp``.
+        PlacementError: Its placements have no correct gradient or no correct position in a checkpoint.
+    """
+    found = _by_axis(label, parameter, {"ep": ep_mesh, "tp": tp_mesh})
+    _check_placements(label, parameter, found, tp_mesh)
+    placements: list[Placement] = [found["ep"]] if "ep" in found else []
+    if tp_mesh is not None:
+        placements.append(found.get("tp", Replicate()))
+    if ep_mesh is not None and "ep" in found:
+        mesh = mesh_of_experts(ep_mesh, tp_mesh, label)
+    else:
+        mesh = tp_mesh or single or parameter.device_mesh
+    placements = placements or [Replicate()] * mesh.ndim
+    tp_dim = _torch.shard_dim_of(found["tp"]) if "tp" in found else None
+    own = OwnDTensor(mesh, tuple(placements), "ep" in found, tp_dim)
+    _check_local_shape(label, parameter, own)
+    return own
+
+
+def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | None]) -> dict[str, Placement]:
+    """Return the placement on ``ep`` and on ``tp``, in the mesh's order, without axes of size 1."""
+    mesh, found = parameter.device_mesh, dict[str, Any]()
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    for axis, placement in enumerate(parameter.placements):
+        if mesh.size(axis) == 1:
+            continue
+        at = tuple(slice(None) if other == axis else place for other, place in enumerate(coordinate))
+        ranks = mesh.mesh[at].tolist()
+        name = next(
+            (n for n, m in known.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
+        )
+        if name is None:
+            raise _on_other_axes(label, parameter)
+        found[name] = placement
+    return found
+
+
+def _on_other_axes(label: str, parameter: DTensor) -> OrderError:
+    """Return the error for a parameter that the user or FSDP2 has distributed over other axes."""
+    return OrderError(
+        f"{label}: a parameter that is a DTensor already, on mesh axes {parameter.device_mesh.mesh_dim_names}",
+        expected="a plain tensor, or a DTensor over ep, tp, or both",
+        got=f"DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
+        why="FSDP2 shards over all other axes, and must be the first to do so",
+        fix="call set_device_mesh before torch's fully_shard, with ep_mesh= for parameters over ep. Distribute the "
+        "parameter over meshes.ep or meshes.tp alone, or register a plain tensor",
+    )
+
+
+def _check_placements(
+    label: str, parameter: DTensor, found: Mapping[str, Placement], tp_mesh: DeviceMesh | None
+) -> None:
+    placements = tuple(parameter.placements)
+    problem = why = fix = ""
+    if not all(type(placement) in (Shard, Replicate) for placement in found.values()):
+        problem, why = (
+            "a parameter that is neither sharded nor replicated",
+            "Its shards have no defined position",
+        )
+        fix = "Shard(dim) or Replicate() on each axis"
+    elif "ep" in found and found["ep"].is_replicate():
+        problem, why = (
+            "a parameter that is replicated over ep",
+            "ep is part of data parallelism for such a parameter",
+        )
+        fix = "register a plain tensor, or a DTensor over meshes.tp alone: FSDP2 then shards it over ep too"
+    elif list(found) == ["tp", "ep"] and found["tp"] == found["ep"]:
+        problem, why = (
+            "a dim that tp shards before ep",
+            "Parameters of experts are on (ep, tp), in this order",
+        )
+        fix = "distribute it over (ep, tp)"
+    elif tp_mesh is not None and _is_marked(parameter) and not found.get("tp", Replicate()).is_shard():
+        problem, why = (
+            "sequence_parallel=True on a DTensor",
+            "te_fsdp does not change this DTensor's gradient",
+        )
+        fix = "parameter.to_local(grad_placements=[Partial()]) in forward, without the mark"
+    if problem:
+        raise PlacementError(f"{label}: {problem}", got=f"placements {placements}", why=why, fix=fix)
+
+
+def _is_marked(parameter: DTensor) -> bool:
+    return bool(getattr(parameter, "sequence_parallel", False))
+
+
+def _check_local_shape(label: str, parameter: DTensor, own: OwnDTensor) -> None:
+    expected, _ = chunk_boxes(parameter.shape, _cuts(parameter, own))
+    got = tuple(_torch.local_of(parameter).shape)
+    if got != expected:
+        raise PlacementError(
+            f"{label}: local shape of a DTensor parameter",
+            expected=f"{expected} of {tuple(parameter.shape)}, as torch.chunk shards it",
+            got=got,
+            why="The rows' positions in the unsharded tensor would be wrong",
+            fix="DTensor.from_local(..., shape=, stride=) with the unsharded shape, or distribute_tensor",
+        )
+
+
+def _cuts(parameter: DTensor, own: OwnDTensor) -> list[tuple[int, int, int]]:
+    coordinate = own.mesh.get_coordinate() or [0] * own.mesh.ndim
+    dims = [_torch.shard_dim_of(placement) for placement in own.placements]
+    return [(dim, own.mesh.size(i), coordinate[i]) for i, dim in enumerate(dims) if dim is not None]
+
+
+def dim_to_shard(parameter: DTensor, own: OwnDTensor, ranks: int) -> int:
+    """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks."""
+    for dim, length in enumerate(parameter.shape):
+        lengths = {int(length)}
+        for axis, placement in enumerate(own.placements):
+            if _torch.shard_dim_of(placement) == dim:
+                size = own.mesh.size(axis)
+                ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
+                lengths = {high - low for low, high in ends}
+        if 0 not in lengths and all(n % ranks == 0 for n in lengths):
+            return dim
+    return 0
+
+
+def on_known_mesh(parameter: DTensor, own: OwnDTensor) -> torch.nn.Parameter:
+    """Return the parameter on te_fsdp's own mesh, which shares its root with FSDP2's. Local operation."""
+    if parameter.device_mesh == own.mesh and tuple(parameter.placements) == own.placements:
+        return parameter  # type: ignore[bad-return]
+    local = _torch.local_of(parameter).detach()
+    like = _torch.placed(local, own.mesh, own.placements, torch.empty_like(parameter, device="meta"))
+    new = _torch.with_local(local, like, requires_grad=parameter.requires_grad)
+    inherit(parameter, new)
+    return new
+
+
+def is_as_bound(parameter: DTensor, rule: ParameterRule | None, tp_mesh: DeviceMesh | None) -> bool:
+    """Return whether TE's own parameter already has the placement that ``set_device_mesh`` gives it."""
+    if rule is None or tp_mesh is None or rule.layout.is_stacked or rule.layout.is_grouped:
+        return False
+    placement = Replicate() if rule.shard_dim is None else Shard(rule.shard_dim)
+    same_ranks = parameter.device_mesh.mesh.tolist() == tp_mesh.mesh.tolist()
+    return same_ranks and tuple(parameter.placements) == (placement,)
