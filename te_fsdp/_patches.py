@@ -170,6 +170,12 @@ FSDP2 = (
         "test_plain_dcp.py::test_states_of_fused_adam",
     ),
     Patch(
+        "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`",
+        "_load_state_dict, narrow_tensor_by_index",
+        "quantizes weights that DCP has read from another mesh (`quantized/boxed.py`)",
+        "test_plain_dcp.py::test_load_without_load_state_dict",
+    ),
+    Patch(
         "model",
         "_apply",
         "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",

@@ -19,12 +19,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import filesystem, state_dict
+from torch.distributed.checkpoint import filesystem, state_dict, state_dict_loader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
@@ -53,6 +53,8 @@ class BoxMap:
     has_tp: bool  #: Whether the last mesh dimension is the tensor-parallel axis
     has_ep: bool  #: Whether an expert-parallel mesh dimension precedes it
     placements: tuple[Placement, ...]  #: Placements for which the mapping is valid
+    #: Weak reference to the module of a quantized parameter, and the parameter's name there
+    owner: tuple[Any, str] | None = field(default=None, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxMap:
         """Return the same object, which never changes."""
@@ -158,6 +160,13 @@ def wrap_narrowing(wrap: Callable[[Any], Any]) -> None:
     stock = getattr(filesystem, "narrow_tensor_by_index", None)
     if stock is not None and not hasattr(stock, "__wrapped__"):
         filesystem.narrow_tensor_by_index = wrap(stock)  # type: ignore[bad-assignment]
+
+
+def wrap_loading(wrap: Callable[[Any], Any]) -> None:
+    """Replace the function that ``dcp.load`` reads a state dict with (``_load_state_dict``); later calls do nothing."""
+    stock = getattr(state_dict_loader, "_load_state_dict", None)
+    if stock is not None and not hasattr(stock, "__wrapped__"):
+        state_dict_loader._load_state_dict = wrap(stock)  # type: ignore[bad-assignment]
 
 
 #: Functions whose result is filled afterwards, with the attributes of the argument (``StateDictStager``).

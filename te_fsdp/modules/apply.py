@@ -52,7 +52,7 @@ from te_fsdp.parameters import (
 )
 from te_fsdp.quantized.all_gather import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, take_out_main_weights
-from te_fsdp.quantized.boxed import describe_shards, slice_lazily, take_waiting
+from te_fsdp.quantized.boxed import describe_shards, patch_loading, take_waiting
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.step_hooks import (
     StepFunctions,
@@ -290,7 +290,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
             module.__dict__[_WATCHED] = True
             module.register_load_state_dict_pre_hook(_before_load)
     place_full_tensors()
-    slice_lazily()
+    patch_loading()
     if _te.is_loaded():
         patch_fsdp_hooks()
         patch_fused_adam()
@@ -339,7 +339,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         known.weight_mesh = known.weight_mesh or weight_mesh
         known.name = item.name if len(item.name) > len(known.name) else known.name
         for name, parameter in module._parameters.items():
-            describe_shards(known, name, parameter)
+            describe_shards(module, known, name, parameter)
         return
     binding = Binding(item.name, tp_mesh, weight_mesh, dict(item.rules))
     binding.distributed = dict(item.distributed)
@@ -370,7 +370,7 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
                 requantize(local, binding)
                 patch_new_zeros(local)
             binding.carry(name, new)
-            describe_shards(binding, name, new)
+            describe_shards(module, binding, name, new)
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]

@@ -289,7 +289,7 @@ class MeshModule(torch.nn.Module):
         elif old is not None:
             carry_over(old, value)
         binding.carry(name, value)
-        describe_shards(binding, name, value)
+        describe_shards(self, binding, name, value)
         if not is_shard:
             if pair.shard is None and old is not None and old is not value:  # nothing of FSDP2's
                 note_replaced(old, binding.label(name), "an assignment")
@@ -406,7 +406,7 @@ class ResettableModule(MeshModule):
                 if old is not None:
                     inherit(old, parameter)
                 binding.carry(name, parameter)
-                describe_shards(binding, name, parameter)
+                describe_shards(self, binding, name, parameter)
         _torch.tie_again(self, before)
 
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:

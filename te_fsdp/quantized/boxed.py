@@ -9,21 +9,24 @@ and as target. A target collects what arrives until its weight is complete. Then
 
 - bytes and scales, if all rectangles consist of blocks of the same format: every bit is kept;
 - otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which no rank
-  knows while it reads. These values wait for ``load_state_dict``, which all ranks call.
+  knows while it reads. ``dcp.load`` quantizes these values after all ranks have read. Values that a rank reads alone
+  (``no_dist=True``) or takes from an unsharded tensor wait for ``load_state_dict``.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp import _te, _torch
-from te_fsdp._torch_boxed import BoxedDTensor, BoxMap, boxed, wrap_narrowing, wrapper
+from te_fsdp._torch_boxed import BoxedDTensor, BoxMap, boxed, wrap_loading, wrap_narrowing, wrapper
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import (
@@ -43,7 +46,7 @@ if TYPE_CHECKING:
 _ARRIVED, _WAITING, _WRITTEN = "_te_fsdp_arrived", "_te_fsdp_waiting", "_te_fsdp_written"
 
 
-def describe_shards(binding: Binding, name: str, parameter: torch.Tensor | None) -> None:
+def describe_shards(module: nn.Module, binding: Binding, name: str, parameter: torch.Tensor | None) -> None:
     """Give a bound parameter the class that describes its shards to torch's functions. Local operation."""
     if parameter is None:
         return
@@ -52,11 +55,15 @@ def describe_shards(binding: Binding, name: str, parameter: torch.Tensor | None)
     local = _torch.local_of(parameter)
     if not _te.is_quantized(local) or _te.is_grouped(local):
         return
+    if not isinstance(parameter, DTensor):
+        return
+    placements, owner = tuple(parameter.placements), (weakref.ref(module), name)
     if type(parameter) is BoxedDTensor:
         parameter.__class__ = QuantizedDTensor
     elif type(parameter) is DTensor:
-        found = BoxMap(rule, binding.tp_mesh is not None, False, tuple(parameter.placements))
-        parameter.__class__, parameter.__dict__[_torch.BOXES] = QuantizedParameter, found
+        parameter.__class__ = QuantizedParameter
+    if isinstance(parameter, BoxedDTensor):
+        parameter.__dict__[_torch.BOXES] = BoxMap(rule, binding.tp_mesh is not None, False, placements, owner)
 
 
 class QuantizedDTensor(BoxedDTensor):
@@ -68,7 +75,9 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._plain_values()
-        return _torch.dtensor(values_of(local, self.dtype), self._spec)
+        waiting = local.__dict__.get(_WAITING)
+        values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
+        return _torch.dtensor(values, self._spec)
 
     def _needs_values(self) -> bool:
         return _te.is_quantized(self._local_tensor) or super()._needs_values()
@@ -308,9 +317,84 @@ def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
     finish_writing(held)
 
 
-def slice_lazily() -> None:
-    """Let DCP's reader narrow TE's quantized tensors without temporaries; later calls do nothing."""
+@torch.no_grad()
+def finish_load(state_dict: Any) -> None:
+    """Quantize the values that ``dcp.load`` has read into the quantized weights of a state dict.
+
+    Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. Collective over the ranks
+    that shard a weight. If one rank has values for a weight, all of them quantize, because they share the scale.
+    """
+    found = [
+        (container, key, value)
+        for container, key, value in _entries(state_dict)
+        if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
+    ]
+    for mesh in dict.fromkeys(value.device_mesh for _, _, value in found):
+        group = [one for one in found if one[2].device_mesh == mesh]
+        waits = torch.tensor(
+            [_WAITING in _torch.local_of(value).__dict__ for _, _, value in group],
+            dtype=torch.int32,
+            device=mesh.device_type,
+        )
+        for dim in range(mesh.ndim):  # replicas may load alone
+            cut = any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
+            if cut and mesh.size(dim) > 1:
+                dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for (container, key, value), waiting in zip(group, waits.tolist(), strict=True):
+            _finish(container, key, value, bool(waiting))
+
+
+def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield container, key and value of the leaves of nested dicts and lists."""
+    pairs = state_dict.items() if isinstance(state_dict, dict) else enumerate(state_dict)
+    for key, value in list(pairs):
+        if isinstance(value, (dict, list)):
+            yield from _entries(value)
+        else:
+            yield state_dict, key, value
+
+
+def _finish(container: Any, key: Any, value: QuantizedDTensor, waiting: bool) -> None:
+    """Complete the weight of an entry, if the entry has the memory of a parameter. Collective if ``waiting``."""
+    held = _torch.local_of(value)
+    owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
+    module = owner()
+    parameter = None if module is None else module._parameters.get(name)
+    if module is None or parameter is None:
+        return
+    local = _torch.local_of(parameter)
+    if not _te.is_quantized(local) or not _same_memory(held, local):
+        return  # a copy, which load_state_dict takes
+    if held.__dict__.pop(_WRITTEN, False):
+        finish_writing(held)  # both have the same memory, and derived data of their own
+        finish_writing(local)
+    if waiting:
+        values = held.__dict__.pop(_WAITING, None)
+        quantize_whole(module, name, local, values_of(held) if values is None else values)
+        _follow(held, local)
+        container[key] = parameter.detach()  # of the same buffers as the parameter
+
+
+def _same_memory(held: torch.Tensor, local: torch.Tensor) -> bool:
+    own = {component.name: component.tensor.data_ptr() for component in components_of(local, "weight")}
+    return any(own.get(one.name) == one.tensor.data_ptr() for one in components_of(held, "weight"))
+
+
+def patch_loading() -> None:
+    """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
     wrap_narrowing(_wrap_narrow)
+    wrap_loading(_wrap_load)
+
+
+def _wrap_load(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        stock(state_dict, *args, **kwargs)
+        no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
+        if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
+            finish_load(state_dict)
+
+    return load_state_dict
 
 
 def _wrap_narrow(stock: Any) -> Any:

@@ -141,6 +141,13 @@ class Job:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def output(self) -> torch.Tensor:
+        """The output for a fixed batch, the same on all ranks of dp."""
+        size = (SEQUENCE, BATCH, HIDDEN)
+        batch = torch.randn(size, generator=torch.Generator().manual_seed(7))
+        with torch.no_grad():
+            return self.model(batch.to(harness.device(), torch.bfloat16)).float()
+
     def state(self) -> dict[str, Any]:
         return {
             "model": get_model_state_dict(self.model),
@@ -243,3 +250,41 @@ def proceed(
     other.step(2)
     outcome["after"] = max(farthest(oracle["after"], one.values()) for one in (job, other))
     return outcome
+
+
+def load_only(
+    kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str
+) -> dict[str, Any]:
+    """Load weights by ``dcp.load`` without ``load_state_dict``; compare with a model that calls both."""
+    oracle = torch.load(f"{directory}/oracle.pt", weights_only=True)["values"]
+    jobs = [Job(kind, recipe, axes, sharder, keep, seed=seed) for seed in (4, 5, 4)]
+    unloaded, both = jobs[2].output(), jobs[1]
+    jobs[0].output()  # derived data, such as transposes, of the old bytes
+    for job in jobs[:2]:
+        state = {"model": get_model_state_dict(job.model)}
+        dcp.load(state, checkpoint_id=f"{directory}/0")
+    set_model_state_dict(both.model, state["model"])
+    values = {name: whole(p) for name, p in jobs[0].model.named_parameters()}
+    outputs = [job.output() for job in jobs[:2]]
+    return {
+        "control": not torch.equal(unloaded, outputs[1]),
+        "wrong": differing(values, {key: oracle[key] for key in values}),
+        "same output": torch.equal(*outputs),
+    }
+
+
+def save_values(
+    kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str
+) -> None:
+    """Save high-precision values of a quantized model as plain tensors, and what one quantization makes of them."""
+    # Delayed scaling takes the scale of the loaded values, as current scaling always does.
+    recipe = "current" if recipe == "delayed" else recipe
+    model = Model(kind, recipe, keep=False, device=str(harness.device()))
+    generator = torch.Generator().manual_seed(11)
+    values = {
+        name: torch.randn(parameter.shape, generator=generator).to(torch.bfloat16)
+        for name, parameter in model.named_parameters()
+    }
+    dcp.save({"model": values}, checkpoint_id=f"{directory}/0")
+    model.load_state_dict(values)
+    torch.save({"values": {n: whole(p) for n, p in model.named_parameters()}}, f"{directory}/oracle.pt")
