@@ -1,16 +1,16 @@
-"""All ranks go on, or all raise: what checks across ranks are made of.
+"""Cross-rank agreement: either all ranks continue, or all ranks raise.
 
-    :func:`raised_on_all_ranks`  a rank that fails raises its own error, the others one that names it
-    :func:`all_agree`            all raise one error; else each rank has its own result
-    :func:`from_rank_0`          one rank works for all, which get its result or raise its error
-    :meth:`Ranks.round`          all tell rank 0, which answers each, in any thread
+    :func:`raised_on_all_ranks`  a failing rank raises its own error, the others raise one that names it
+    :func:`all_agree`            all raise the same error, or each rank gets its own result
+    :func:`from_rank_0`          rank 0 runs the function; all get its result or raise its error
+    :meth:`Ranks.round`          all send to rank 0, which replies to each, in any thread
     :func:`maximum`, :func:`on_any_rank`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
                                  numbers and small objects, the same on all ranks afterwards
 
-Where nothing is wrong, a rank receives a few numbers however many ranks there are: objects are gathered over few ranks,
-or when some rank has something to tell.
+Without an error, each rank receives a few numbers, independent of the number of ranks. Objects are gathered only
+over few ranks, or when a rank has an error.
 
-Whoever uses one of them waits for all its ranks: :func:`te_fsdp.all_ranks.collective_call` makes sure that they come.
+Each of these calls waits for all its ranks: :func:`te_fsdp.all_ranks.collective_call` ensures that they arrive.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ U = TypeVar("U")
 
 # Odd multiplier of a linear congruential generator (Knuth): mixes positions for checksums.
 _MULTIPLIER = 6364136223846793005
-# Words at a time: each takes 24 bytes while its checksum is computed, and embeddings have a thousand million.
+# Words per block: each needs 24 bytes while its checksum is computed, and embeddings have up to 1e9 words.
 _PIECE = 1 << 23
 
 
 def rank() -> int:
-    """This process' rank; 0 without torch.distributed."""
+    """Return the rank of this process; 0 without torch.distributed."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size() -> int:
-    """Number of processes; 1 without torch.distributed."""
+    """Return the number of processes; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -56,7 +56,7 @@ def world_size() -> int:
 
 
 def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, on every rank: values are pickled, so keep them small. Collective over the ranks.
+    """Return every rank's value on every rank. Values are pickled, so keep them small. Collective over the ranks.
 
     ``over`` is a group, a 1-D mesh, or ``None`` for the world.
     """
@@ -70,7 +70,7 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
 
 
 def by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
-    """Global rank -> its value, of all ranks of a mesh. Collective: :func:`gather` over each axis, for errors."""
+    """Map each global rank of a mesh to its value, for error texts. Collective: :func:`gather` over each axis."""
     told = {rank(): value}
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
@@ -79,7 +79,7 @@ def by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
 
 
 def gather_if_any(value: T) -> list[T]:
-    """As :func:`gather` over the world, or an empty list where no rank's value is true, as after most checks.
+    """Call :func:`gather` over the world, or return an empty list if no rank's value is true, as in most checks.
 
     Collective over the world: an all-reduce of one number, and :func:`gather` if any value is true.
     """
@@ -87,7 +87,7 @@ def gather_if_any(value: T) -> list[T]:
 
 
 def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) -> bool:
-    """Whether it holds on any rank; ``None``: of the world. Collective as :func:`maximum`, of one number."""
+    """Return whether ``mine`` is true on any rank (``None``: of the world). Collective as :func:`maximum`."""
     if over is None and world_size() == 1:
         return mine
     told = torch.tensor([int(mine)], device=_device(over))
@@ -96,7 +96,7 @@ def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) 
 
 
 def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
-    """Where a group takes small numbers from: of "cpu:gloo,cuda:nccl" the CPU, since no GPU need be waited for then."""
+    """Return the device type for small messages: the CPU for "cpu:gloo,cuda:nccl", which avoids waiting for the GPU."""
     group = over.get_group(0) if isinstance(over, DeviceMesh) else over
     devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
     return "cpu" if "cpu" in devices else devices[0]
@@ -105,10 +105,11 @@ def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
 def maximum(
     values: torch.Tensor, over: DeviceMesh | dist.ProcessGroup | None = None, *, leave_out: Sequence[str] = ()
 ) -> None:
-    """Maximum over ranks (``None``: the world), element by element and in place.
+    """Compute the maximum over ranks (``None``: the world), elementwise and in place.
 
-    Collective: one all-reduce over a group, or over each axis of a mesh but those to ``leave_out``, axis after axis, so
-    that it reaches everyone. ``values`` lie on a device of the ranks' process groups.
+    Collective: one all-reduce over a group, or one over each axis of a mesh except ``leave_out``, in sequence, so that
+        the
+    result reaches every rank. ``values`` must be on a device of the ranks' process groups.
     """
     if not isinstance(over, DeviceMesh):
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over)
@@ -125,13 +126,13 @@ def are_equal(
     device: torch.device | str | None = None,
     leave_out: Sequence[str] = (),
 ) -> torch.Tensor:
-    """Which of some integers between -2^62 and 2^62 are the same on all ranks; all ranks find the same.
+    """Return a mask of the integers that are the same on all ranks. The mask is the same on all ranks.
 
-    Collective as :func:`maximum`, of two integers for each. Numbers that are no tensor go to ``device``, by default one
-    that the ranks' process group takes.
+    Integers must be between -2^62 and 2^62. Collective as :func:`maximum`, with two integers for each. Python numbers
+    are moved to ``device``, by default one that the process group supports.
 
     Returns:
-        bool, shape and device of ``values``.
+        A bool tensor with the shape and device of ``values``.
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values, dtype=torch.int64, device=device or _device(over))
@@ -142,15 +143,15 @@ def are_equal(
 
 
 def digest(data: str | bytes) -> int:
-    """56 bits that stand for a text or for bytes, to be compared by :func:`are_equal`."""
+    """Return a 56-bit hash of a text or bytes, for :func:`are_equal`."""
     data = data.encode() if isinstance(data, str) else data
     return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
 
 
 def row_checksums(rows: torch.Tensor) -> torch.Tensor:
-    """Position-dependent checksum of each row of a plain, contiguous tensor (rows, elements): (rows,), int64, there.
+    """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor.
 
-    Halved: its negative exists too. Local operation.
+    The checksum is halved so that its negative can be represented. Same device, local operation.
     """
     words = words_of(rows)
     total = torch.zeros(len(words), dtype=torch.int64, device=rows.device)
@@ -158,8 +159,8 @@ def row_checksums(rows: torch.Tensor) -> torch.Tensor:
     for start in range(0, words.shape[1], size):
         piece = words[:, start : start + size]
         places = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
-        # No linear function of the position: biases after Adam's first step are patterns of two values,
-        # and many such patterns have equal sums of positions.
+        # A linear function of the position is not enough: biases after Adam's first step have only two
+        # distinct values, and many such patterns have equal sums of positions.
         places.mul_(_MULTIPLIER)
         places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
         total += (places * piece).sum(dim=1)
@@ -167,7 +168,7 @@ def row_checksums(rows: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A plain, contiguous tensor's bits as integers of the same size. Local operation."""
+    """View the bits of a plain, contiguous tensor as integers of the same size. Local operation."""
     sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     return tensor.view(sizes.get(tensor.element_size(), torch.int64))
 
@@ -177,19 +178,19 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
-    """Whatever one rank raises in the context is raised on all ranks of ``mesh`` when it ends, so that none waits.
+    """Raise any error of one rank on all ranks of ``mesh`` when the context ends, so that no rank hangs.
 
     Collective over ``mesh`` (``None``: this rank alone) when the context ends: an all-reduce of one number per axis,
-    and where a rank failed a gather of its text. The context itself may hold collectives only if every rank reaches
-    them, failing or not. ``where`` is the operation, for the message on the ranks that did not fail themselves.
+    then a gather of the error text if a rank failed. Collectives inside the context are safe only if failing ranks
+    reach them too. ``where`` names the operation in the error of the other ranks.
 
     Raises:
-        TeFsdpError: On ranks without an error of their own: the class and text of the first failing rank's error.
+        TeFsdpError: On ranks without their own error: the class and text of the first failing rank's error.
     """
     mine: Exception | None = None
     try:
         yield
-    except Exception as error:  # passed on below, on every rank
+    except Exception as error:  # raised again below, on every rank
         mine = error
     told: dict[int, tuple[str, str] | None] = {}
     if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
@@ -204,9 +205,9 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
 
 
 def from_rank_0(call: Callable[[], T]) -> T:
-    """Run a function on rank 0 and hand its result, or its exception, to all. Collective over the world.
+    """Run a function on rank 0; return its result or raise its exception on all ranks. Collective over the world.
 
-    What is no ``TeFsdpError`` comes as ``CheckpointError``.
+    Exceptions other than ``TeFsdpError`` become ``CheckpointError``.
     """
     outcome: list[Any] = [*_attempt(call, "rank 0: ")] if rank() == 0 else [None, None]
     if world_size() > 1:
@@ -217,7 +218,7 @@ def from_rank_0(call: Callable[[], T]) -> T:
 
 
 def all_agree(call: Callable[[], T]) -> T:
-    """Run a function on every rank; if it raises on any, raise the first one's error on all. Collective: the world."""
+    """Run a function on every rank; if any rank fails, raise the first error on all. Collective over the world."""
     result, mine = _attempt(call)
     problem = _worst(gather_if_any(_told(mine)))
     if problem is None:
@@ -226,14 +227,14 @@ def all_agree(call: Callable[[], T]) -> T:
 
 
 def _attempt(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError | None]:
-    """The function's result, or what it raised as an error of ours."""
-    from torch.distributed.checkpoint import CheckpointException  # by here the caller has imported DCP
+    """Return the function's result, and its exception converted to a ``TeFsdpError``."""
+    from torch.distributed.checkpoint import CheckpointException  # the caller has already imported DCP
 
     try:
         return call(), None
     except TeFsdpError as error:
         return None, error
-    except (Exception, CheckpointException) as error:  # the latter is no Exception
+    except (Exception, CheckpointException) as error:  # the latter does not derive from Exception
         mine = CheckpointError(f"{where}{type(error).__name__}: {error}")
         mine.__cause__ = error
         return None, mine
@@ -244,7 +245,7 @@ def _told(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str] | None:
 
 
 def _worst(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
-    """The error of the first failing rank, with the ranks named if not all failed."""
+    """Return the error of the first failing rank; it lists the failing ranks unless all failed."""
     failed = [r for r, problem in enumerate(seen) if problem is not None]
     if not failed:
         return None
@@ -257,12 +258,12 @@ def _worst(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | No
 # ------------------------------------------------------------------------------------------- a process group of our own
 
 
-#: Our gloo group of each default process group; gone with it.
+#: te_fsdp's gloo group for each default process group. Freed with the process group.
 _groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
 
 
 def own_ranks() -> Ranks:
-    """The world over a gloo group of our own, which disturbs no collective of training. Collective at first."""
+    """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use."""
     if world_size() == 1:
         return Ranks(0, 1, None)
     world, groups = dist.group.WORLD, _groups()
@@ -273,22 +274,23 @@ def own_ranks() -> Ranks:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Rank 0 in the middle, the others around it; pickled messages over a gloo group that nobody else uses.
+    """Rank 0 as coordinator of all ranks; pickled messages over a dedicated gloo group.
 
-    It works in any thread, one at a time, and goes on working when the program destroys its process groups:
-    the methods of the group itself are called, not torch.distributed's functions, which would refuse.
+    It works in any thread, for one call at a time. It keeps working after the program destroys its process groups: it
+    calls the methods of the group object, because torch.distributed's functions would raise.
     """
 
-    rank: int  #: This one
-    size: int  #: How many there are
-    group: Any  #: A gloo group of them; ``None`` for one rank
+    rank: int  #: Rank of this process
+    size: int  #: Number of ranks
+    group: Any  #: Their gloo group; ``None`` for one rank
 
     def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
-        """Run a function on every rank, then another on rank 0, given all results; each rank gets its reply.
+        """Run a function on every rank, then run another on rank 0 with all results. Return each rank's reply.
 
-        Collective over the ranks: point to point, to rank 0 and back. An error anywhere is raised everywhere: the
-        first failing rank's, with the ranks named if not all failed. What is no ``TeFsdpError``, and a rank that has
-        died or is silent for :func:`te_fsdp.set_collective_timeout`, come as ``CheckpointError``.
+        Collective over the ranks: point-to-point messages to rank 0 and back. An error on any rank is raised on all
+        ranks: that of the first failing rank, which lists the failing ranks unless all failed. Errors other than
+        ``TeFsdpError`` become ``CheckpointError``. So does a rank that has ended, or is silent for
+        :func:`te_fsdp.set_collective_timeout`.
         """
         result, error = _attempt(mine)
         try:
@@ -297,7 +299,7 @@ class Ranks:
                 reply, problem = self._receive(0)
             else:
                 reply, problem = self._answer(result, error, on_rank_0)
-        except RuntimeError as lost:  # gloo's
+        except RuntimeError as lost:  # raised by gloo
             if isinstance(lost, TeFsdpError):
                 raise
             raise CheckpointError(f"rank {self.rank} lost another rank: {lost}") from lost
@@ -308,7 +310,7 @@ class Ranks:
     def _answer(
         self, result: Any, error: TeFsdpError | None, on_rank_0: Callable[[list[Any]], list[U]]
     ) -> Any:
-        """Rank 0's part of a round."""
+        """Run rank 0's side of a round."""
         results, told, dead = [result], [_told(error)], set()
         for other in range(1, self.size):
             try:
@@ -325,7 +327,7 @@ class Ranks:
         for other in set(range(1, self.size)) - dead:
             try:
                 self._send((None if replies is None else replies[other], worst), other)
-            except RuntimeError as lost:  # the others shall have their reply
+            except RuntimeError as lost:  # the other ranks must still get their reply
                 worst = worst or CheckpointError(f"on rank(s) {other}: the rank has ended: {lost}")
         return (None if replies is None else replies[0]), worst
 

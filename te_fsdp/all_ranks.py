@@ -1,21 +1,21 @@
-"""Collective calls begin when all their ranks have come; who waits says for whom, and gives up on all ranks alike.
+"""Collective calls that start only after all their ranks have entered them.
 
-A call that only some ranks make (``if rank == 0: checkpoint.save(...)``) would leave them in a collective that no
-timeout of ours can end. So the calls outside the training step first meet in the key-value store that
-``torch.distributed`` keeps anyway (torchrun's TCPStore, as a rule). Keys under ``te_fsdp/calls/<ranks>/<n>/``, for the
-n-th call that these ranks make together:
+A call that only some ranks make (``if rank == 0: checkpoint.save(...)``) would block inside a collective, where
+te_fsdp cannot apply a timeout. Therefore calls outside the training step first synchronize through the key-value store
+of ``torch.distributed`` (usually torchrun's TCPStore). The n-th call of a set of ranks uses keys under
+``te_fsdp/calls/<ranks>/<n>/``:
 
-    <rank>      name of the call that the rank is in; the rank removes it in its next call
-    came        how many ranks have come, in whatever call
-    in/<call>   how many of them in this call
-    outcome     ``go``, or the text of the error that all raise: whoever writes it first decides (compare-and-set), so
-                that ranks which give up and the one that comes in this very moment agree
+    <rank>      name of the call that the rank has entered; the rank removes it in its next call
+    came        number of ranks that have entered any call
+    in/<call>   number of ranks that have entered this call
+    outcome     ``go``, or the text of the error that all ranks raise. The first writer decides (compare-and-set), so
+                that ranks that time out agree with a rank that arrives at that moment
 
-Before its first call a rank writes ``alive/<rank>``, by which a rank that waits asks whether the missing ones live
-(:mod:`te_fsdp.liveness`). If one has ended, all raise at once, and not after half an hour.
+Before its first call, each rank writes the key ``alive/<rank>``. Waiting ranks use it to check whether missing ranks
+are alive (:mod:`te_fsdp.liveness`). If a process has ended, all ranks raise at once instead of after the timeout.
 
-A call costs a rank a handful of requests, however many ranks there are; only after ``REPORT_AFTER`` seconds does anyone
-look for the missing ones. Steps (forward, backward, gradient norm, optimizer) do not meet here.
+A call costs each rank a few requests, independent of the number of ranks. Missing ranks are searched for only after
+``REPORT_AFTER`` seconds. Training steps (forward, backward, gradient norm, optimizer) do not synchronize here.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-#: Seconds until a waiting rank says for whom it waits.
+#: Seconds until a waiting rank logs the missing ranks.
 REPORT_AFTER = 10.0
-#: Seconds until it asks whether missing ranks live, and between two such questions.
+#: Seconds until a waiting rank checks whether missing ranks are alive, and between two checks.
 ASK_AFTER = 3.0
-#: Seconds until it gives up: that of torch's process groups on the CPU (``default_pg_timeout``).
+#: Seconds until a waiting rank times out, as in torch's CPU process groups (``default_pg_timeout``).
 DEFAULT_TIMEOUT = 1800.0
 _GO = b"go"
-#: Seconds in which ranks that wait read an outcome: they ask for it at least once in a second.
+#: Seconds that waiting ranks get to read an outcome. They poll at least once per second.
 _READING = 3.0
-# At most so many ranks are named; more would not be read, and each costs requests.
+# Maximum number of ranks in a message: longer lists are not readable, and each rank costs requests.
 _NAMED = 8
 
 
 @dataclass
 class _Process:
-    """What a process keeps: its timeout, whether this thread is in a call, and the calls of each set of ranks."""
+    """State of this process: the timeout, the flag of a running call per thread, and the calls of each set of ranks."""
 
     timeout: float = DEFAULT_TIMEOUT
     thread: threading.local = field(default_factory=threading.local)
     liveness: Liveness = field(default_factory=Liveness)
-    #: Default process group -> ranks -> number and name of their last call. Gone with the process group.
+    #: Default process group -> ranks -> number and name of their last call. Freed with the process group.
     last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
         default_factory=WeakKeyDictionary
     )
@@ -74,26 +74,27 @@ _process = functools.cache(_Process)
 
 
 def is_simulated() -> bool:
-    """Whether the other ranks do not exist: torch's fake process group answers a rank with what the rank has sent."""
+    """Return whether the other ranks are simulated: torch's fake process group echoes what the rank sends."""
     return dist.get_backend() == "fake"
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured: nobody may look at values then, nor meet others."""
+    """Return whether a CUDA graph is being captured, which forbids reading values or waiting for other ranks."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def set_collective_timeout(seconds: float) -> None:
-    """How long the ranks of a collective call wait for each other before all of them raise ``CollectiveError``.
+    """Set how long ranks wait for each other in a collective call before all of them raise ``CollectiveError``.
 
-    It holds for the calls of te_fsdp outside the training step (``Meshes.build``, ``fully_shard``, ``materialize``,
-    ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...), in this process, from now on; the
-    shortest timeout among the ranks decides. Gathers by ``transport="copy_engine"`` wait as long too, each rank by its
-    own, and so do the ranks of a checkpoint for one that still writes when they have written. Local operation.
+    The timeout applies to the calls of te_fsdp outside the training step (``Meshes.build``, ``fully_shard``,
+    ``materialize``, ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...). It applies to
+    this process and to later calls. The shortest timeout among the ranks decides. All-gathers with
+    ``transport="copy_engine"`` use each rank's own timeout. A checkpoint save waits as long for ranks that are still
+    writing. Local operation.
 
     Args:
-        seconds: More than 0; 1800 (half an hour) by default. A rank may come so much later than the first: make it
-            longer than what one rank alone does at times, such as an evaluation.
+        seconds: More than 0; 1800 (half an hour) by default. Choose more than the longest time that one rank works
+            alone, for example in an evaluation.
 
     Raises:
         CollectiveError: Not a positive number.
@@ -106,20 +107,20 @@ def set_collective_timeout(seconds: float) -> None:
 
 
 def collective_timeout() -> float:
-    """Seconds that ranks wait for each other (:func:`set_collective_timeout`)."""
+    """Return the timeout in seconds (:func:`set_collective_timeout`)."""
     return _process().timeout
 
 
 @contextmanager
 def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]:
-    """What is in the context begins when all ranks have come to it; calls in the context do not wait again.
+    """Enter the context only after all ranks have reached it. Nested calls do not wait again.
 
-    Collective over the ranks of ``mesh`` (``None``: all), through the store of the default process group; nothing is
-    sent where that has one rank or is torch's fake one. ``call`` names the public call, the same on all ranks.
+    Collective over the ranks of ``mesh`` (``None``: all), through the store of the default process group. Nothing is
+    sent for one rank or for torch's fake process group. ``call`` names the public call, the same on all ranks.
 
     Raises:
-        CollectiveError: On all ranks that come: some did not within :func:`set_collective_timeout`, or made another
-            call.
+        CollectiveError: On all participating ranks: a rank did not arrive within :func:`set_collective_timeout`, or
+            entered a different call.
     """
     thread = _process().thread
     if getattr(thread, "inside", False):
@@ -137,11 +138,11 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
 
 
 def _start_of_job() -> str:
-    """Part of the keys that tells one start of an elastic job from another in the same store; the same on all ranks.
+    """Return the part of the keys that distinguishes one start of an elastic job from another, same on all ranks.
 
-    torchrun's agent keeps its store when it starts the ranks again, with what dead ones have written. Each node counts
-    its own restarts, so that only a job of one node can tell all its starts apart, others those on other numbers of
-    ranks (docs/nodes.md).
+    torchrun's agent keeps its store across restarts, including the keys of dead ranks. Each node counts its own
+    restarts. Therefore only a single-node job can distinguish all its starts. Other jobs distinguish starts with
+    different numbers of ranks (docs/nodes.md).
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
@@ -151,7 +152,7 @@ def _start_of_job() -> str:
 
 
 def _may_be_of_an_earlier_start() -> bool:
-    """Return whether the store may have addresses of dead ranks of an earlier start: see :func:`_start_of_job`."""
+    """Return whether the store may contain addresses of dead ranks of an earlier start: see :func:`_start_of_job`."""
     return (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
     )
@@ -159,18 +160,18 @@ def _may_be_of_an_earlier_start() -> bool:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """The n-th call that a set of ranks makes together, as one of them sees it."""
+    """The n-th joint call of a set of ranks, as seen by one of them."""
 
     call: str
     ranks: tuple[int, ...]
     number: int
-    me: int  # this rank, in the world
-    before: str  # name of the call before, which has ended for all who have come to this one
+    me: int  # global rank of this process
+    before: str  # name of the previous call, which has ended on every rank that has entered this one
     store: Any
 
     @classmethod
     def next(cls, call: str, ranks: tuple[int, ...]) -> _Meeting:
-        """Take part in the next meeting of these ranks."""
+        """Return the next joint call of these ranks."""
         known = _process().last.setdefault(dist.group.WORLD, {})
         number, before = known.get(ranks, (-1, ""))
         known[ranks] = number + 1, call
@@ -180,7 +181,7 @@ class _Meeting:
         return cls(call, ranks, number + 1, dist.get_rank(), before, store)
 
     def wait(self) -> None:
-        """Come, and wait until all have. Raises ``CollectiveError`` on all ranks if they do not."""
+        """Enter the call and wait for all ranks. Raises ``CollectiveError`` on all ranks if some do not arrive."""
         try:
             self._meet()
         except (dist.DistError, ConnectionError) as lost:
@@ -188,17 +189,18 @@ class _Meeting:
                 "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
             )
             raise CollectiveError(
-                f"te_fsdp.{self.call}: {holder}, which keeps the store of torch.distributed, has ended",
+                f"te_fsdp.{self.call}: {holder}, which hosts the store of torch.distributed, has ended",
                 got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
-                why="It may have been killed, or have raised an error; its own output says which",
-                fix="start the job again from its last checkpoint",
+                why="It may have been killed or have raised an error; check its own output",
+                fix="restart the job from its last checkpoint",
             ) from lost
 
     def _meet(self) -> None:
         me, number, address = self.me, self.number, _process().liveness.publish()
         if number == 0 and address:
             self.store.set(f"alive/{me}", address)
-        self.store.set(f"{number}/{me}", self.call)  # before it is counted: who counts all ranks can ask all
+        # Before counting: a rank that sees all ranks counted can read all names.
+        self.store.set(f"{number}/{me}", self.call)
         mine = self.store.add(f"{number}/in/{self.call}", 1)
         came = self.store.add(f"{number}/came", 1)
         self.store.delete_key(f"{number - 1}/{me}")
@@ -213,7 +215,7 @@ class _Meeting:
             raise CollectiveError(outcome.decode())
 
     def _let_others_read(self, came: int) -> None:
-        """Wait on rank 0, which may keep the store and end after the error, until the others have read the outcome."""
+        """Wait on rank 0 until the others have read the outcome: the store may end with rank 0 after the error."""
         read, until = self.store.add(f"{self.number}/read", 1), time.monotonic() + _READING
         while self.me == 0 and read < max(came, self.store.add(f"{self.number}/came", 0)):
             if time.monotonic() > until:
@@ -222,11 +224,11 @@ class _Meeting:
             read = self.store.add(f"{self.number}/read", 0)
 
     def _settle(self, outcome: bytes) -> None:
-        """Decide, unless another rank has."""
+        """Write the outcome unless another rank has written it."""
         self.store.compare_set(f"{self.number}/outcome", "", outcome.decode())
 
     def _outcome(self) -> bytes:
-        """What was decided; says meanwhile for whom this rank waits, and gives up in the end."""
+        """Return the outcome. While waiting, log the missing ranks; after the timeout, write an error as outcome."""
         key, began, report_at, ask_at = f"{self.number}/outcome", time.monotonic(), REPORT_AFTER, ASK_AFTER
         while not self.store.check([key]):
             waited, timeout = time.monotonic() - began, _process().timeout
@@ -241,13 +243,13 @@ class _Meeting:
             if waited >= report_at:
                 self._report(waited)
                 report_at = min(2 * waited, waited + 300)
-            # Polled, since a wait in the store would print warnings of its own: at once after short waits, and
-            # seldom enough after long ones that thousands of ranks do not keep the store busy.
+            # Polled, because a blocking wait in the store prints its own warnings. Short intervals at first, longer
+            # ones later, so that thousands of ranks do not overload the store.
             time.sleep(min(max(waited / 10, 1e-3), 1.0, max(timeout - waited, 1e-3)))
         return self.store.get(key)
 
     def _ended(self) -> list[int]:
-        """Return missing ranks whose processes have ended. Of many, each rank asks those that follow itself."""
+        """Return missing ranks whose processes have ended. Each rank checks first the ranks after itself."""
         if self.number == 0 and _may_be_of_an_earlier_start():
             return []
         at = self.ranks.index(self.me)
@@ -256,20 +258,20 @@ class _Meeting:
         ended = [
             rank for rank in known if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
         ]
-        # A rank may have come and ended since: then it is in this call as the others are.
+        # A rank may have entered the call and ended since. It then counts as present.
         return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))
 
     def _lost(self, ended: list[int]) -> str:
         return message(
             f"te_fsdp.{self.call}: {ranks_in_words(ended)} {'has' if len(ended) == 1 else 'have'} ended",
             expected=f"the call on all {len(self.ranks)} ranks",
-            got="a process that is gone: its connection is closed",
-            why="It may have been killed, or have raised an error; its own output says which",
-            fix="start the job again from its last checkpoint",
+            got="an ended process (its connection is closed)",
+            why="It may have been killed or have raised an error; check its own output",
+            fix="restart the job from its last checkpoint",
         )
 
     def _report(self, waited: float) -> None:
-        """Log who has not come; or decide that nobody need wait, if some are in another call."""
+        """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""
         came = self.store.add(f"{self.number}/came", 0)
         if came != self.store.add(f"{self.number}/in/{self.call}", 0):
             self._settle(self._other_calls().encode())
@@ -289,14 +291,14 @@ class _Meeting:
         return message(
             f"te_fsdp.{self.call}: {self._absent(came)} not called it",
             expected=f"the call on all {len(self.ranks)} ranks",
-            got=f"it on {came} of them after {waited:.0f} s",
-            why="It is collective: the ranks that made it have given up",
-            fix="make the call on every rank (not under `if rank == 0`), or give ranks that come later more time: "
+            got=f"the call on {came} of them after {waited:.0f} s",
+            why="It is a collective call; the ranks that made it have timed out",
+            fix="make the call on every rank (not under `if rank == 0`), or increase the timeout: "
             "te_fsdp.set_collective_timeout(seconds)",
         )
 
     def _other_calls(self) -> str:
-        """Error text for ranks that are in different calls."""
+        """Build the error text for ranks that are in different calls."""
         named: dict[str, list[int]] = {}
         for rank in self.ranks:
             if self.store.check([f"{self.number}/{rank}"]):
@@ -306,19 +308,19 @@ class _Meeting:
             f"te_fsdp.{self.call}: the ranks are in different calls",
             expected=f"the same call on all {len(self.ranks)} ranks",
             got=calls,
-            why="Collective calls that do not match would wait for each other for ever",
+            why="Mismatched collective calls would wait for each other forever",
             fix="make the same calls in the same order on every rank",
         )
 
     def _absent(self, came: int) -> str:
-        """Ranks without a key, and the verb's beginning: 'ranks 1, 3 have'."""
+        """Format the missing ranks with the start of the verb, for example 'ranks 1, 3 have'."""
         missing = len(self.ranks) - came
         found = self._without_key(self.ranks, min(missing, _NAMED))
         more = f" and {missing - len(found)} more" if missing > len(found) else ""
         return f"{ranks_in_words(found)}{more} {'has' if missing == 1 else 'have'}"
 
     def _without_key(self, ranks: tuple[int, ...], most: int) -> list[int]:
-        """The first so many ranks that have not come, by halving: few requests where few are missing."""
+        """Return the first ``most`` missing ranks by bisection, which takes few requests if few ranks are missing."""
         if most <= 0 or self.store.check([f"{self.number}/{rank}" for rank in ranks]):
             return []
         if len(ranks) == 1:
@@ -329,7 +331,7 @@ class _Meeting:
 
 
 def ranks_in_words(ranks: list[int]) -> str:
-    """Ranks for a message, neighbours joined: 'ranks 0-2, 5'."""
+    """Format ranks for a message and join consecutive ones, for example 'ranks 0-2, 5'."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][-1] + 1:

@@ -1,4 +1,4 @@
-"""The named axes of a job and what is checked about them: sizes that fill the world, ranks that ascend."""
+"""Validation of the named mesh axes of a job."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-#: The axes that cut or copy dense parameters, in mesh order.
+#: The axes that shard or replicate dense parameters, in mesh order.
 AXES = ("dp_replicate", "dp_shard", "tp")
 
-#: The axes of a job, in mesh order.
+#: The data, context, expert and tensor axes of a job, in mesh order.
 ALL_AXES = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
 
-#: The axis over which ranks hold other weights of one model: stages of a pipeline.
+#: The axis along which ranks have different weights of one model: the pipeline stages.
 STAGES = "pp"
-#: Its names, whoever built the mesh.
+#: Names that other libraries use for the pipeline axis.
 _STAGES = ("pp", "pipe", "pipeline", "pipelineparallel", "stage", "stages")
-# More lists of stages than jobs have stages: a mistake, of which no more need be seen.
+# Upper bound on the lists of stages that an error shows: more do not help to find the mistake.
 _KINDS = 256
-#: Other libraries' names of axes, as :func:`te_fsdp.errors.meant` compares them.
+#: Axis names of other libraries, normalized as :func:`te_fsdp.errors.meant` compares them.
 _ELSEWHERE = {
     **dict.fromkeys(("dp", "data", "dataparallel", "fsdp", "shard", "dpshardmod"), "dp_shard"),
     **dict.fromkeys(("replicate", "replica", "ddp", "hsdp", "dpouter", "outer"), "dp_replicate"),
@@ -42,22 +42,22 @@ _ELSEWHERE = {
 
 
 def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[str | None]:
-    """What each axis of a mesh is called here; ``None`` for one over which ranks hold other models, or of one rank.
+    """Return te_fsdp's name for each axis of a mesh; ``None`` for an axis of unrelated models or of size 1.
 
-    ``names`` maps the mesh's own names to those out of :data:`ALL_AXES`, :data:`STAGES`, or ``None``; others stay.
-    Raises ``MeshError`` for a name that is no axis on either side, two axes of one name, or an axis of unknown
-    meaning.
+    ``names`` maps the mesh's own names to those in :data:`ALL_AXES`, to :data:`STAGES`, or to ``None``. Unmapped names
+    are kept. Raises ``MeshError`` for a name that is unknown on either side, a duplicate name, or an axis without a
+    known meaning.
     """
     where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
     given = dict(names or {})
     for name, target in given.items():
         if name not in have:
             near = meant(name, have)
-            fix = f"{near!r}, if that is meant" if near else "name axes of this mesh"
+            fix = f"{near!r}, if that is what you mean" if near else "name axes of this mesh"
             raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
         if target is not None and target not in (STAGES, *ALL_AXES):
             near = meant(target, ALL_AXES, _ELSEWHERE)
-            fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis over which weights differ"
+            fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis along which weights differ"
             raise MeshError(
                 f"{where}: names[{name!r}]",
                 expected=f"one of {(STAGES, *ALL_AXES)}, or None",
@@ -67,7 +67,7 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
     found: list[str | None] = []
     for name, size in zip(have, mesh.shape, strict=True):
         own = given.get(name, name)
-        # One rank touches no weight, whatever the axis is for.
+        # An axis of size 1 affects no weight, so any name is accepted.
         is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
         if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
             own = STAGES if size > 1 else None
@@ -77,14 +77,14 @@ def own_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[
                 f"Meshes.from_device_mesh: axis {name!r} of size {size}",
                 expected=f"axes out of {ALL_AXES}",
                 got=have,
-                why="te_fsdp binds axes by name: over an axis that it leaves out, no gradient is reduced",
-                fix=f"names={{{name!r}: {near!r}}} for what it means, or names={{{name!r}: None}} if ranks along it "
-                "hold other weights, as stages of a pipeline do",
+                why="te_fsdp binds axes by name: gradients are not reduced over an axis that it ignores",
+                fix=f"names={{{name!r}: {near!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
+                "have different weights, as pipeline stages do",
             )
         if own is not None and own in found:
             raise MeshError(
-                f"{where}: two axes that are {own!r}",
-                expected="each once",
+                f"{where}: two axes named {own!r}",
+                expected="each name once",
                 got=f"axes {have} with names={given}",
                 fix="flatten them into one, or give one of them another name",
             )
@@ -110,15 +110,15 @@ def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
 def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
     """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``.
 
-    Process groups number their ranks in ascending order, whatever the order in the mesh. DTensor goes by the mesh,
-    FSDP2 and TE go by the group: on another order a shard would be taken for its neighbour.
+    Process groups number their ranks in ascending order, independent of the mesh. DTensor uses the order of the mesh,
+    FSDP2 and TE that of the group. With a different order, ranks would use each other's shards.
     """
     if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
         raise MeshError(
             f"{where}: {argument}",
             expected="ranks that ascend along every axis",
             got=mesh.mesh.tolist(),
-            why="Process groups number their ranks in ascending order, so that shards would change places",
+            why="Process groups number their ranks in ascending order, so shards would be swapped",
             fix="build the mesh from ascending ranks, as init_device_mesh does",
         )
 
@@ -126,7 +126,7 @@ def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
 def check_holds_tp(
     tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str, which: str
 ) -> None:
-    """Raise :class:`MeshError` unless the ranks that cut a weight include those that cut it by tp."""
+    """Raise :class:`MeshError` unless the ranks that shard a weight include those that shard it over tp."""
     if tp_mesh is None or weight_mesh is None:
         return
     tp, weight = set(tp_mesh.mesh.flatten().tolist()), set(weight_mesh.mesh.flatten().tolist())
@@ -142,7 +142,7 @@ def check_holds_tp(
 def check_experts_apart(
     ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str
 ) -> None:
-    """Raise :class:`MeshError` if ranks that hold different experts are ranks that hold pieces of one."""
+    """Raise :class:`MeshError` if ranks with different experts also share the shards of one expert."""
     ep = set(ep_mesh.mesh.flatten().tolist())
     for mesh, argument, attribute in (
         (tp_mesh, "tp_mesh", "tp"),
@@ -152,22 +152,22 @@ def check_experts_apart(
         if len(both) > 1:
             raise MeshError(
                 f"{where}: {argument}",
-                expected="one rank of ep_mesh at most, this one",
-                got=f"ranks {both} of both",
-                why="Ranks along ep hold different experts, and share no weight",
+                expected="at most one rank of ep_mesh, this one",
+                got=f"ranks {both} in both",
+                why="Ranks along ep have different experts and do not share weights",
                 fix=f"pass te_fsdp.Meshes(...).{attribute}",
             )
 
 
 def mesh_of_experts(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -> DeviceMesh:
-    """The mesh of parameters of all experts, ``ep`` or (``ep``, ``tp``). Local operation."""
+    """Return the mesh of a parameter that contains all experts: ``ep`` or (``ep``, ``tp``). Local operation."""
     if tp_mesh is None:
         return ep_mesh
     try:
         return _torch.concatenated_meshes(ep_mesh, tp_mesh)
     except RuntimeError as error:
         raise MeshError(
-            f"{label}: ep_mesh and tp_mesh of one parameter for all experts",
+            f"{label}: ep_mesh and tp_mesh of a parameter that contains all experts",
             expected="axes of one mesh",
             got=f"{ep_mesh} and {tp_mesh}",
             why=str(error),
@@ -176,7 +176,7 @@ def mesh_of_experts(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str)
 
 
 def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
-    """Raise unless dp_shard, cp and ep, taken as one axis, the middle one of 3-D ``ranks``, ascend."""
+    """Raise unless ranks ascend along dp_shard, cp and ep as one axis, the middle one of the 3-D ``ranks``."""
     if bool((ranks.diff(dim=1) < 0).any()):
         raise MeshError(
             "Meshes.from_device_mesh: axes dp_shard, cp and ep",
@@ -189,9 +189,9 @@ def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
 
 
 def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh | None) -> None:
-    """Raise :class:`MeshError` unless a mesh of stages, given beside that of a stage, lies across it in this rank.
+    """Raise :class:`MeshError` unless the pipeline mesh crosses the mesh of this rank's stage in this rank only.
 
-    ``found`` is what the axes of the stage's mesh are called here.
+    ``found`` contains te_fsdp's names for the axes of the stage's mesh.
     """
     if pp is None:
         return
@@ -202,18 +202,19 @@ def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh |
     if STAGES in found or both != [dist.get_rank()]:
         raise MeshError(
             f"{where}: pp",
-            expected=f"beside a mesh of one stage, ranks of which this one, {dist.get_rank()}, alone is in it",
-            got=f"ranks {pp.mesh.tolist()} beside axes {mesh.mesh_dim_names} over {mesh.mesh.tolist()}",
+            expected=f"for the mesh of one stage, a pp mesh that shares only this rank, {dist.get_rank()}, with it",
+            got=f"ranks {pp.mesh.tolist()} with axes {mesh.mesh_dim_names} over {mesh.mesh.tolist()}",
             fix='slice both from one mesh: from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])',
         )
 
 
 def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The mesh of this rank's stage, of axes :data:`AXES`, and that of the stages, if any. Collective over the world.
+    """Return the mesh of this rank's stage, with axes :data:`AXES`, and the pipeline mesh if any. Collective.
 
-    It is cut out of one of all ranks, since torch numbers process groups by counting them: ranks that each made the
-    groups of their own stage alone would give different groups one name, and meet in each other's. ``ranks`` are
-    ``(models, stages, dp_replicate, dp_shard, tp)``, with this rank in it; other ranks may have others.
+    Both are slices of one mesh of all ranks, because torch names process groups by counting them. If ranks created only
+    their own stage's groups, different groups would get the same name and mix up their messages. ``ranks`` has the
+    shape ``(models, stages, dp_replicate, dp_shard, tp)`` and contains this rank. Other ranks may pass different ones.
+    Collective over the world.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -224,10 +225,10 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
         alike = all(model.shape == ranks.shape[1:] for model in found)
         if numbers != list(range(dist.get_world_size())) or not alike:
             raise MeshError(
-                "Meshes.from_device_mesh: a mesh of a part of the ranks",
-                expected="on every rank the mesh that it is part of, all of one shape",
+                "Meshes.from_device_mesh: a mesh of some of the ranks",
+                expected="on every rank the mesh that contains it, all of the same shape",
                 got=f"ranks {each}",
-                fix="slice one mesh of all ranks on each of them",
+                fix="slice one mesh of all ranks on every rank",
             )
         ranks = torch.stack(found)
     outer = [(name, at) for at, name in enumerate(("model", STAGES)) if ranks.shape[at] > 1]
@@ -238,10 +239,10 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
 
 
 def _all_models(mine: list) -> list:
-    """The models of all ranks, each once, in ascending order; the same on all ranks.
+    """Return the models of all ranks without duplicates, in ascending order, the same on all ranks.
 
-    Collective over the world: a number from each rank, then each kind of list from the first rank that has it, so that
-    a rank receives one number for each rank and one rank's list for each model.
+    Collective over the world: one number from each rank, then each distinct list from the first rank that has it. So a
+    rank receives one number per rank, and one list per model.
     """
     digests = gather(digest(str(mine)))
     lists: list[list] = []
@@ -252,14 +253,14 @@ def _all_models(mine: list) -> list:
     return sorted({str(model): model for one in lists for model in one}.values())
 
 
-#: Variables in which launchers, torch's own and others, say how many processes they have started.
+#: Environment variables in which launchers, including torch's own, publish the number of processes.
 _STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def check_started(sizes: Mapping[str, int]) -> None:
-    """Raise ``MeshError`` where a launcher has started several processes that ``torch.distributed`` knows nothing of.
+    """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``.
 
-    There is no ``RANK`` then, and each would be a job of its own. Where all ``sizes`` are 1, such jobs are meant.
+    Each would become a separate job. If all ``sizes`` are 1, separate jobs are intended.
     """
     said = {name: os.environ.get(name, "") for name in _STARTED}
     several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
@@ -268,14 +269,14 @@ def check_started(sizes: Mapping[str, int]) -> None:
             "Meshes.build: several processes, and no RANK in the environment",
             expected="the variables of torchrun",
             got=several[0],
-            why="Each process would train a model of its own",
-            fix="start the script with torchrun (srun torchrun ..., docs/nodes.md); or Meshes.build(dp_shard=1) where "
-            "each process is a job",
+            why="Each process would train a separate model",
+            fix="start the script with torchrun (srun torchrun ..., docs/nodes.md); or Meshes.build(dp_shard=1) if "
+            "each process is a separate job",
         )
 
 
 def check_device_type(given: str | torch.device) -> str:
-    """The type of device that is meant; ``MeshError`` for none that torch knows, or one device of it."""
+    """Return the device type. Raise ``MeshError`` for an unknown type, or for a device with an index."""
     try:
         device = torch.device(given)
     except RuntimeError:
@@ -285,16 +286,16 @@ def check_device_type(given: str | torch.device) -> str:
             "Meshes.build: device_type",
             expected="'cuda' or 'cpu'",
             got=repr(given),
-            fix="the type alone: which device of it is this rank's follows from LOCAL_RANK",
+            fix="pass the type alone: LOCAL_RANK selects this rank's device",
         )
     return device.type
 
 
 def own_device(device_type: str) -> int:
-    """Index of this rank's accelerator: ``LOCAL_RANK``.
+    """Return the index of this rank's accelerator: ``LOCAL_RANK``.
 
-    Raises ``MeshError`` where this machine has not as many; or where it is not said, and ranks would share the first
-    one.
+    Raises ``MeshError`` if the machine does not have that many, or if ``LOCAL_RANK`` is not set and ranks would share
+    the first one.
     """
     count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
     index = int(said) if said.isdecimal() else 0
@@ -302,15 +303,15 @@ def own_device(device_type: str) -> int:
     if index >= count or not alone:
         raise MeshError(
             f"Meshes.build: LOCAL_RANK={said}" if said else "Meshes.build: no LOCAL_RANK in the environment",
-            expected=f"one of this process' {count} devices of type {device_type}, another for each rank of a node",
-            fix=f"torchrun --nproc-per-node {max(count, 1)}, or all devices of the node in CUDA_VISIBLE_DEVICES; with "
-            "another launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
+            expected=f"one of this process' {count} devices of type {device_type}, one for each rank of a node",
+            fix=f"torchrun --nproc-per-node {max(count, 1)}, or set CUDA_VISIBLE_DEVICES to all devices; with "
+            "a different launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
         )
     return index
 
 
 def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
-    """Resolve one ``-1`` and check that the axes fill the world exactly."""
+    """Resolve at most one ``-1`` and check that the product of the axes equals the world size."""
     shown = {axis: size for axis, size in sizes.items() if axis in AXES or size != 1}
     text = " * ".join(f"{axis}({size})" for axis, size in shown.items())
     free = [axis for axis, size in sizes.items() if size == -1]
@@ -320,7 +321,7 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
             f"Meshes.build: {text}",
             expected="positive sizes, at most one of them -1",
             got=tuple(shown.values()),
-            fix="give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default",
+            fix="give every axis a size of 1 or more; only one may be -1 (the default of dp_shard)",
         )
     product = math.prod(size for size in sizes.values() if size != -1)
     if free and world_size % product == 0:
@@ -330,9 +331,11 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     left, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
     fix = "sizes whose product is WORLD_SIZE"
     if left and not over:
-        fix = f"dp_shard={left}, or dp_shard=-1 to use what is left"
+        fix = f"dp_shard={left}, or dp_shard=-1 to infer it"
     if world_size == 1:
-        fix += "; or start the script with torchrun --nproc-per-node N, where it runs alone now"
+        fix += (
+            "; or start the script with torchrun --nproc-per-node N, because it runs as a single process now"
+        )
     raise MeshError(
         f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
         expected=f"a product equal to WORLD_SIZE = {world_size}",
@@ -342,9 +345,9 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
 
 
 def ranks_of_a_node(world_size: int) -> int:
-    """How many ranks a node has, as torchrun says it (``LOCAL_WORLD_SIZE``); all of them where nobody says it.
+    """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set.
 
-    Also where nodes have different numbers of ranks, so that a number of one is none of the others.
+    Also return all ranks if nodes have different numbers of ranks, because then no number fits every node.
     """
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     each = int(said) if said.isdecimal() else world_size
@@ -352,14 +355,14 @@ def ranks_of_a_node(world_size: int) -> int:
 
 
 def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
-    """What of a job's arrangement sends much between nodes that could stay within one: a sentence for each.
+    """Return a sentence for each axis with heavy traffic between nodes that could stay within a node.
 
-    ``groups``: axis -> its ranks, ``(groups, size)``; rank r is on node ``r // node``, as torchrun numbers them.
+    ``groups`` maps an axis to its ranks, ``(groups, size)``. Rank r is on node ``r // node``, as torchrun numbers them.
     """
     crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
     why = {
-        "tp": "every layer's activations are added up over it",
-        "ep": "every token travels to its experts over it",
+        "tp": "it all-reduces the activations of every layer",
+        "ep": "it sends every token to its experts",
     }
     found = [
         f"{axis}={groups[axis].shape[1]} crosses nodes of {node} ranks: {why[axis]}. Choose a size that divides {node}"
@@ -369,6 +372,6 @@ def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
     if "dp_replicate" in groups and "dp_shard" in crossing and "dp_replicate" not in crossing:
         found.append(
             f"dp_shard={groups['dp_shard'].shape[1]} crosses nodes of {node} ranks and dp_replicate does not: "
-            "weights are gathered between nodes, in every pass. Exchange the two axes"
+            "weights are all-gathered between nodes in every pass. Exchange the two axes"
         )
     return found

@@ -1,8 +1,9 @@
-"""The exceptions of te_fsdp: one root, one subclass per kind of mistake.
+"""Exception classes of te_fsdp.
 
-Every message follows one template, built by :func:`message` from what an exception is given: what is wrong and in
-which module or parameter, what was expected, what was found, and the fix. The subclasses also derive from the built-in
-exception a Python user would catch (``ValueError`` for arguments, ``RuntimeError`` for order and state).
+All exceptions share one root class, with one subclass per kind of mistake. :func:`message` builds every error text
+from one template: the problem with its module or parameter, the expected value, the actual value, and the fix.
+Each subclass also derives from the matching built-in exception: ``ValueError`` for arguments, ``RuntimeError`` for
+call order and state.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ __all__ = [
 
 
 class TeFsdpError(Exception):
-    """Root of everything that te_fsdp raises on purpose: of what :func:`message` takes, or of a whole text."""
+    """Root class of the errors that te_fsdp raises. Takes the arguments of :func:`message`, or a complete text."""
 
     def __init__(
         self, what: str = "", *, expected: object = None, got: object = None, why: str = "", fix: str = ""
     ) -> None:
         if expected is not None or got is not None or why or fix:
             what = message(what, expected=expected, got=got, why=why, fix=fix)
-        super().__init__(what)  # the text alone: errors travel to other ranks as pickles
+        # The text is the only argument, so that the error can be pickled for other ranks.
+        super().__init__(what)
 
 
 class MeshError(TeFsdpError, ValueError):
@@ -54,42 +56,42 @@ class PlacementError(TeFsdpError, ValueError):
 
 
 class OrderError(TeFsdpError, RuntimeError):
-    """Calls came in an order that would lose weights, updates or gradients."""
+    """Calls were made in an order that would lose weights, updates or gradients."""
 
 
 class InitError(TeFsdpError, RuntimeError):
-    """A parameter or buffer was left uninitialised, or ranks initialised it differently."""
+    """A parameter or buffer is uninitialized, or ranks initialized it differently."""
 
 
 class InputError(TeFsdpError, ValueError):
-    """Ranks that compute one forward together were given different inputs, or the same where each has its part."""
+    """Ranks of one forward received different inputs, or identical inputs where they must differ."""
 
 
 class CheckpointError(TeFsdpError, RuntimeError):
-    """A checkpoint is missing, damaged, foreign, or cannot be loaded right onto this model and mesh."""
+    """A checkpoint is missing, damaged or foreign, or cannot be loaded correctly onto this model and mesh."""
 
 
 class CollectiveError(TeFsdpError, RuntimeError):
-    """A call that all ranks must make was made by some of them alone, or ranks made different ones."""
+    """Only some ranks made a collective call, or ranks made different collective calls."""
 
 
 class GradientError(TeFsdpError, ArithmeticError):
-    """Gradients hold NaN or infinity, or differ over ranks that each hold the whole parameter."""
+    """Gradients contain NaN or infinity, or differ between ranks that replicate the parameter."""
 
 
 class PrecisionError(TeFsdpError, ValueError):
-    """A dtype, recipe or quantization format cannot be used as asked."""
+    """A dtype, recipe or quantization format cannot be used as requested."""
 
 
 def message(what: str, *, expected: object = None, got: object = None, why: str = "", fix: str = "") -> str:
-    """Build an error text in one shape: ``"layers.0.mlp: wrong tp_mesh: expected size 2, got size 4. Fix: ..."``.
+    """Build an error text from the template ``"layers.0.mlp: wrong tp_mesh: expected size 2, got size 4. Fix: ..."``.
 
     Args:
         what: The problem, with the name of the module or parameter.
-        expected: What was expected; left out when ``None``.
-        got: What was found; left out when ``None``.
-        why: One clause on why it matters.
-        fix: The call or setting that cures it.
+        expected: The expected value. Omitted when ``None``.
+        got: The actual value. Omitted when ``None``.
+        why: One clause that says why it matters.
+        fix: The call or setting that solves the problem.
     """
     text = what
     if expected is not None:
@@ -105,31 +107,31 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
 
 
 def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
-    """The option that a word probably stands for, to be named in an error; never taken without asking.
+    """Return the option that a word probably means, for an error message. Callers never use it as the value.
 
     Args:
-        word: What was given: a word in any case, with hyphens or underscores, or a member of an enum.
-        options: The words there are.
-        synonyms: Other libraries' words, in lower case without separators, and what each is here.
+        word: The given value: a word in any case, with hyphens or underscores, or an enum member.
+        options: The valid words.
+        synonyms: Names used by other libraries, in lower case without separators, mapped to the option.
 
     Returns:
-        An option, or what ``synonyms`` has; ``None`` if nothing is near.
+        An option, or the value from ``synonyms``. ``None`` if no option is close.
     """
     text = str(getattr(word, "name", word)).lower()
     plain = "".join(c for c in text if c.isalnum())
     if synonyms and plain in synonyms:
         return synonyms[plain]
     known = {"".join(c for c in option.lower() if c.isalnum()): option for option in options}
-    # A ratio of 0.75 lets one or two letters of these short words be wrong, and no more.
+    # The options are short words: a ratio of 0.75 accepts one or two wrong letters.
     near = difflib.get_close_matches(plain, known, n=1, cutoff=0.75)
     return known[near[0]] if near else None
 
 
 def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given: object) -> None:
-    """Raise unless arguments are True or False (numpy's too): ``"false"``, ``"0"`` and 2 would count as true. Local.
+    """Raise unless arguments are bools (or NumPy bools): ``"false"``, ``"0"`` and 2 would count as true. Local.
 
     Raises:
-        TeFsdpError: Of the class ``kind``; it names the call and the first argument that is neither.
+        TeFsdpError: The class is ``kind``. The text names the call and the first argument that is not a bool.
     """
     for name, value in given.items():
         if isinstance(value, bool) or (type(value).__module__ == "numpy" and str(value) in ("True", "False")):
@@ -138,16 +140,16 @@ def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given:
             f"{where}: {name}",
             expected="True or False",
             got=f"{value!r} ({type(value).__name__})",
-            why="Python takes whatever is not empty for true, the word 'false' too" if value else "",
-            fix=f"{name}=True or {name}=False; of a word, such as one of a configuration file, compare it first",
+            why="Python treats any non-empty value as true, including the word 'false'" if value else "",
+            fix=f"{name}=True or {name}=False; if the value comes from a configuration file, convert it to bool first",
         )
 
 
 def require_number(where: str, name: str, value: object, *, least: float, fix: str) -> None:
-    """Raise unless an argument is a number of at least ``least``: a Python or NumPy number, or a scalar tensor. Local.
+    """Raise unless an argument is a Python number, NumPy number or scalar tensor of at least ``least``. Local.
 
     Raises:
-        PlacementError: It names the call, the argument and what was passed.
+        PlacementError: The text names the call, the argument and the value.
     """
     is_number = isinstance(value, numbers.Real) or getattr(value, "ndim", None) == 0
     if isinstance(value, bool) or not is_number or math.isnan(float(value)) or float(value) < least:  # type: ignore[bad-argument-type]
@@ -158,7 +160,7 @@ def require_number(where: str, name: str, value: object, *, least: float, fix: s
 
 
 def require_flag_fields(given: Any, where: str) -> None:
-    """:func:`require_flags` of the fields of a dataclass that are flags."""
+    """Call :func:`require_flags` on the bool fields of a dataclass."""
     flags = {
         one.name: getattr(given, one.name) for one in dataclasses.fields(given) if one.type in ("bool", bool)
     }
@@ -166,6 +168,6 @@ def require_flag_fields(given: Any, where: str) -> None:
 
 
 def shorten(names: list[str], most: int = 5, between: str = ", ") -> str:
-    """The first few names, and how many more there are."""
+    """Join the first names, followed by the number of omitted names."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more

@@ -1,7 +1,7 @@
-"""Where the pieces of a parameter lie, and how each strategy stores it: pure data and arithmetic, no TE, no tensor.
+"""Layouts of sharded parameters and the storage table of the strategies, without TE or tensors.
 
-Words (see docs/concepts): *original* is the parameter as one process would hold it (tp size 1); *tp-local* is
-one tensor-parallel rank's part of it.
+Terms (see docs/concepts): *original* is the unsharded parameter of a single process (tp size 1). *tp-local* is the part
+of it on one tensor-parallel rank.
 
     plain                     stacked, two blocks (gated fc1), tp = 2
     original   tp-local 0     original    tp-local 0   tp-local 1
@@ -13,35 +13,35 @@ one tensor-parallel rank's part of it.
                               | U_1  |
                               +------+
 
-A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it only as long as
-the tensor-parallel size does not change. The layout stays with the parameter so that initialisation,
-reports and checkpoints can be exact, or refuse.
+A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it correctly only while
+the tensor-parallel size stays the same. The layout is stored with the parameter, so that initialization, reports and
+checkpoints are exact, or raise.
 
-The placement table (``*_rules``) gives each parameter of a module kind and parallel mode its rule. Source of
-every row: facts of TransformerEngine 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
-grouped_linear}.py``, ``pytorch/attention``), the same in 2.18 and 2.19. Which replicated parameters have partial
-gradients:
+The placement table (``*_rules``) defines the rule of each parameter by module kind and parallel mode. Source of
+every row: TransformerEngine 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
+grouped_linear}.py``, ``pytorch/attention``), unchanged since 2.18. Replicated parameters with partial gradients:
 
-- under sequence parallelism each rank sees its own tokens, hence norm weights and row biases sum over ``tp``;
-- q/k norms see only the rank's own heads, hence they always sum;
-- without sequence parallelism TE all-reduces the input gradient before it reaches the norm, and every rank
-  adds the same row bias, hence nothing is summed.
+- under sequence parallelism each rank processes its own tokens, so norm weights and row biases are summed over ``tp``;
+- q/k norms process only the rank's own heads, so they are always summed;
+- without sequence parallelism TE all-reduces the input gradient before the norm, and every rank adds the same row
+  bias, so no sum is needed.
 
-TE counts the experts of a ``GroupedLinear`` from 0 on every rank. Under expert parallelism names (of state dicts, DCP,
-optimizers' states) would take one expert for another. So parameters are registered under global indices:
+TE numbers the experts of a ``GroupedLinear`` from 0 on every rank. Under expert parallelism the same name (in state
+dicts, DCP, optimizer states) would then mean different experts. So parameters are registered under global indices:
 
     4 experts, ep = 2          rank 0 of ep             rank 1 of ep
     TE's names                 weight0  weight1         weight0  weight1
     registered names           weight0  weight1         weight2  weight3
 
-Ranks follow each other as ``torch.chunk`` cuts. A rank's own range therefore begins at or behind the number of its
-experts, unless it is the first: no name of TE's is a registered name of another expert.
+Experts are distributed over ranks as in ``torch.chunk``. Except on the first rank, the first global index of a rank is
+therefore at least its number of experts. So TE's local name never equals the registered name of a different expert.
 
-A rank's local shard is cut first over ``tp`` (following the layout), then over the FSDP shard axis (even ceil-chunks of
-the tp-local tensor, as FSDP2 does it); it is made of rectangles of the original (:class:`Box`). Of a gated fc1 with 8
-rows tp rank 0 of 2 holds original rows 0-1 (gate) and 4-5 (up), FSDP rank 0 of 2 in it rows 0-1, FSDP rank 1 rows 4-5.
+A rank's local shard is cut first over ``tp`` (by the layout), then over the FSDP shard axis (even ceil-chunks of the
+tp-local tensor, as in FSDP2). It consists of rectangles of the original (:class:`Box`). Example: a gated fc1 with 8
+rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up). Within it, FSDP rank 0 of 2 has rows 0-1, FSDP rank 1
+rows 4-5.
 
-What strategies cut (:data:`STORAGE` is the same with ``dp_replicate``):
+The strategies shard (:data:`STORAGE` is the same table with ``dp_replicate``):
 
                          held between steps            gathered          gathered weights     gradients are reduced,
                          weights  grads   optimizer    (all-gather)      are released after   several microbatches
@@ -51,8 +51,8 @@ What strategies cut (:data:`STORAGE` is the same with ``dp_replicate``):
     optim_grads_params   cut      cut     cut          in each forward   forward, and         with each one
                                                        and backward      backward
 
-The two middle columns are what a training loop gets that says which microbatch is the last one
-(``te_fsdp.microbatch``). In a plain loop each backward counts as the last one.
+The two columns in the middle apply to a training loop that marks the last microbatch (``te_fsdp.microbatch``). In a
+plain loop, each backward counts as the last one.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ from te_fsdp.errors import MeshError, PlacementError
 
 @dataclass(frozen=True)
 class Layout:
-    """How tp-local rows lie in the original: in one ``"plain"`` block, in ``"stacked"`` ones, or ``"grouped"``.
+    """Mapping of tp-local rows to the original: one ``"plain"`` block, ``"stacked"`` blocks, or ``"grouped"``.
 
-    Stacked blocks lie one under the other along dim 0; ``blocks`` are their relative heights: ``(1, 1)`` for
-    ``[gate; up]``, ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng`` groups of keys.
+    Stacked blocks follow each other along dim 0. ``blocks`` are their relative heights: ``(1, 1)`` for
+    ``[gate; up]``, ``(np, ng, ng)`` for a fused, non-interleaved QKV with ``np`` query heads and ``ng`` key groups.
     A grouped tensor is one block with a leading dim of experts.
     """
 
@@ -88,12 +88,12 @@ class Layout:
 
     @property
     def is_stacked(self) -> bool:
-        """Whether tp-local rows come from several separate ranges of the original."""
+        """Return whether tp-local rows come from several separate ranges of the original."""
         return self.kind == "stacked"
 
     @property
     def is_grouped(self) -> bool:
-        """Whether dim 0 counts experts."""
+        """Return whether dim 0 indexes experts."""
         return self.kind == "grouped"
 
     def __str__(self) -> str:
@@ -106,15 +106,15 @@ GROUPED = Layout("grouped")
 
 @dataclass(frozen=True)
 class ParameterRule:
-    """Tensor-parallel facts of one parameter."""
+    """Tensor-parallel properties of one parameter."""
 
-    #: Tensor dim that the ``tp`` axis cuts, or ``None`` for a parameter replicated over ``tp``.
+    #: Tensor dim that is sharded over ``tp``, or ``None`` for a parameter replicated over ``tp``.
     shard_dim: int | None
-    layout: Layout = PLAIN  #: How the tp-local rows lie in the original
-    #: Whether each ``tp`` rank computes only its contribution to the gradient of this replicated parameter, so that
-    #: contributions must be summed over ``tp``.
+    layout: Layout = PLAIN  #: Mapping of the tp-local rows to the original
+    #: Whether each ``tp`` rank computes a partial gradient of this replicated parameter, which must be summed over
+    #: ``tp``.
     partial_grad: bool = False
-    quantizable: bool = False  #: Whether TE may hold this parameter in a quantized format (weights of GEMMs)
+    quantizable: bool = False  #: Whether TE may quantize this parameter (weights of GEMMs)
 
     def __post_init__(self) -> None:
         assert not (self.partial_grad and self.shard_dim is not None), "a sharded parameter owns its gradient"
@@ -123,7 +123,7 @@ class ParameterRule:
         )
 
 
-#: Activations whose fc1 produces two stacked parts ``[gate; up]`` (TE 2.20.2
+#: Activations whose fc1 output consists of two stacked parts ``[gate; up]`` (TE 2.20.2
 #: ``pytorch/module/layernorm_mlp.py``).
 GATED_ACTIVATIONS = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swiglu", "clamped_swiglu"})
 _GATED = Layout("stacked", (1, 1))
@@ -137,10 +137,10 @@ def linear_rules(
     sequence_parallel: bool = False,
     layout: Layout = PLAIN,
 ) -> dict[str, ParameterRule]:
-    """Rules of Linear and LayerNormLinear: weights ``(out, in)``, biases ``(out,)``, the norm's parameters ``(in,)``.
+    """Return the rules of Linear and LayerNormLinear: weight ``(out, in)``, bias ``(out,)``, norm ``(in,)``.
 
-    TE splits a fused projection into several weights where asked to. ``layout`` is that of a fused weight and its bias
-    under ``"column"``; with ``sequence_parallel`` activations outside the GEMM are cut along the sequence.
+    TE can split a fused projection into several weights. ``layout`` is that of a fused weight and its bias under
+    ``"column"``. With ``sequence_parallel``, activations outside the GEMM are sharded along the sequence.
     """
     dim = {"column": 0, "row": 1, None: None}[parallel_mode]
     weight = ParameterRule(dim, layout if dim == 0 else PLAIN, quantizable=True)
@@ -156,7 +156,7 @@ def linear_rules(
 
 
 def mlp_rules(activation: str, *, sequence_parallel: bool = False) -> dict[str, ParameterRule]:
-    """Rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, the rest replicated."""
+    """Return the rules of LayerNormMLP: fc1 column-parallel (stacked when gated), fc2 row-parallel, rest replicated."""
     layout = _GATED if activation in GATED_ACTIVATIONS else PLAIN
     shared = ParameterRule(None, partial_grad=sequence_parallel)
     return {
@@ -170,7 +170,7 @@ def mlp_rules(activation: str, *, sequence_parallel: bool = False) -> dict[str, 
 def grouped_linear_rules(
     weight_names: Iterable[str], bias_names: Iterable[str], parallel_mode: str | None
 ) -> dict[str, ParameterRule]:
-    """Rules of GroupedLinear with one 2-D weight ``(out, in)`` per expert and an optional bias ``(out,)`` each."""
+    """Return the rules of GroupedLinear: one 2-D weight ``(out, in)`` and an optional bias ``(out,)`` per expert."""
     dim = {"column": 0, "row": 1, None: None}[parallel_mode]
     return {
         **{name: ParameterRule(dim, quantizable=True) for name in weight_names},
@@ -181,9 +181,9 @@ def grouped_linear_rules(
 def single_grouped_rules(
     parameter_names: Iterable[str], parallel_mode: str | None
 ) -> dict[str, ParameterRule]:
-    """Rules of GroupedLinear's single parameters: ``weight`` (experts, out, in) and ``bias`` (experts, out).
+    """Return the rules of GroupedLinear's single parameters: ``weight`` (experts, out, in) and ``bias`` (experts, out).
 
-    Dims are those of one expert's tensor plus one: the 2-D placements on this tensor would cut the experts.
+    The dims are those of one expert's tensor plus one: otherwise the 2-D placements would shard the experts.
     """
     dim = {"column": 1, "row": 2, None: None}[parallel_mode]
     table = {
@@ -194,7 +194,7 @@ def single_grouped_rules(
 
 
 def norm_rules(*, sequence_parallel: bool = False, per_head: bool = False) -> dict[str, ParameterRule]:
-    """Rules of LayerNorm and RMSNorm; ``per_head`` marks q/k norms inside attention."""
+    """Return the rules of LayerNorm and RMSNorm. Set ``per_head`` for q/k norms inside attention."""
     return dict.fromkeys(("weight", "bias"), ParameterRule(None, partial_grad=sequence_parallel or per_head))
 
 
@@ -203,9 +203,9 @@ _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 
 @dataclass(frozen=True)
 class ExpertRange:
-    """The experts that one rank holds: ``count`` (TE's ``num_gemms``) of ``total``, from the global index ``first`` on.
+    """The experts of one rank: ``count`` (TE's ``num_gemms``) of ``total``, starting at the global index ``first``.
 
-    ``most`` is how many the first rank holds, and all others but the last; 0 for as many as this one.
+    ``most`` is the number on the first rank and on all others except the last. 0 means the same as this rank.
     """
 
     first: int
@@ -214,33 +214,33 @@ class ExpertRange:
     most: int = 0
 
     def counts(self) -> tuple[int, int]:
-        """How many experts the first rank of ``ep`` holds, and how many the last: the same on every rank."""
+        """Return the number of experts on the first and on the last rank of ``ep``, the same on every rank."""
         most = self.most or self.count
         return most, self.total - (math.ceil(self.total / most) - 1) * most
 
     def registered_name(self, name: str) -> str:
-        """The name under which a parameter that TE calls ``name`` is registered; other names as they are."""
+        """Return the registered name of TE's parameter ``name``. Names without an expert index are unchanged."""
         found = _NAME.fullmatch(name)
         if found is None or int(found[2]) >= self.count:
             return name
         return f"{found[1]}{int(found[2]) + self.first}"
 
     def is_elsewhere(self, name: str) -> bool:
-        """Whether ``name`` is the registered name of an expert's parameter that another rank holds."""
+        """Return whether ``name`` is the registered name of an expert's parameter on a different rank."""
         index = expert_index(name)
         return index is not None and index < self.total and not self.first <= index < self.first + self.count
 
 
 def expert_index(name: str) -> int | None:
-    """The number in an expert's parameter name (``weight12``), ``None`` for other names."""
+    """Return the number in an expert's parameter name (``weight12``), or ``None`` for other names."""
     found = _NAME.fullmatch(name)
     return None if found is None else int(found[2])
 
 
 def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
-    """The range of each rank along ``ep``, from how many experts (``num_gemms``) each holds.
+    """Return the expert range of each rank along ``ep``, from the number of experts (``num_gemms``) on each.
 
-    Raises ``MeshError`` for other numbers than ``torch.chunk`` gives, and for a rank without experts.
+    Raises ``MeshError`` for numbers that ``torch.chunk`` would not return, and for a rank without experts.
     """
     total, ranks = sum(counts), len(counts)
     step = -(-total // ranks)
@@ -249,9 +249,9 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
         even = "choose an ep size that divides the number of experts"
         raise MeshError(
             f"{label}: experts over ep={ranks}",
-            expected=f"{total} experts dealt out as {fitting}, at least one on each rank",
+            expected=f"{total} experts distributed as {fitting}, at least one on each rank",
             got=f"num_gemms of the ranks {list(counts)}",
-            why="Which expert a weight belongs to follows from how many the ranks before hold",
+            why="The number of experts on the ranks before determines which expert a weight belongs to",
             fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
         )
     return [ExpertRange(rank * step, count, total, step) for rank, count in enumerate(counts)]
@@ -259,31 +259,31 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle that a local shard and the original tensor have in common: its offsets in each, and its extents."""
+    """A rectangle shared by a local shard and the original tensor: its offsets in each, and its size."""
 
     original: tuple[int, ...]
     local: tuple[int, ...]
     sizes: tuple[int, ...]
 
     def original_slices(self) -> tuple[slice, ...]:
-        """Index of this box in the original tensor."""
+        """Return the index of this box in the original tensor."""
         return slices(self.original, self.sizes)
 
     def local_slices(self) -> tuple[slice, ...]:
-        """Index of this box in the local shard."""
+        """Return the index of this box in the local shard."""
         return slices(self.local, self.sizes)
 
 
 def slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
-    """Index of a rectangle."""
+    """Return the index of a rectangle."""
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place on the axes that cut a parameter; size 1 where an axis does not.
+    """A rank's position on the axes that shard a parameter. Axes that do not shard it have size 1.
 
-    FSDP2 cuts ``fsdp_dim``; ``ep`` cuts dim 0 of what ``tp`` leaves, before FSDP2 does.
+    FSDP2 shards ``fsdp_dim``. ``ep`` shards dim 0 of the tp-local tensor before FSDP2 does.
     """
 
     tp_size: int = 1
@@ -296,7 +296,7 @@ class Coordinates:
 
 
 def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
-    """Half-open range of chunk ``index`` when ``length`` is cut as ``torch.chunk`` cuts it; empty past the end."""
+    """Return the half-open range of chunk ``index`` as in ``torch.chunk``. The range is empty past the end."""
     step = -(-length // chunks) if length else 0
     return min(index * step, length), min((index + 1) * step, length)
 
@@ -304,9 +304,9 @@ def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
 def shard_boxes(
     original_shape: Sequence[int], rule: ParameterRule, at: Coordinates, *, name: str = "parameter"
 ) -> tuple[tuple[int, ...], list[Box]]:
-    """Local shape of the shard ``at`` a place and the boxes that tile it, in local order; none for an empty shard.
+    """Return the local shape of the shard ``at`` a position and its boxes in local order, none for an empty shard.
 
-    Raises ``PlacementError`` where tp does not divide the cut dim, or a stacked block, of ``original_shape`` (at tp
+    Raises ``PlacementError`` if tp does not divide the sharded dim, or a stacked block, of ``original_shape`` (at tp
     size 1).
     """
     local_shape, found = _tp_boxes(tuple(original_shape), rule, at, name)
@@ -334,7 +334,7 @@ def chunk_boxes(
 
 
 def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box, ...]:
-    """The parts of boxes within the local range [low, high) of ``dim``, in coordinates of that range."""
+    """Return the boxes clipped to the local range [low, high) of ``dim``, in coordinates of that range."""
     found = []
     for box in boxes:
         start = max(box.local[dim], low)
@@ -354,7 +354,7 @@ def block_heights(rows: int, rule: ParameterRule) -> list[int]:
 def _tp_boxes(
     shape: tuple[int, ...], rule: ParameterRule, at: Coordinates, name: str
 ) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Shape of the tp-local tensor and its boxes: one when plain, one per block when stacked."""
+    """Return the shape of the tp-local tensor and its boxes: one when plain, one per block when stacked."""
     zeros = (0,) * len(shape)
     if rule.shard_dim is None or at.tp_size == 1:
         return shape, (Box(zeros, zeros, shape),)
@@ -365,7 +365,7 @@ def _tp_boxes(
             f"{name}: dim {dim} of shape {shape}, layout {rule.layout}",
             expected=f"every block divisible by tp size {at.tp_size}",
             got=f"block sizes {heights}",
-            fix="choose a dimension or a tp size that divides",
+            fix="choose a dimension that is divisible by the tp size, or a different tp size",
         )
     boxes, block_start, local_start = [], 0, 0
     for height in heights:
@@ -377,7 +377,7 @@ def _tp_boxes(
 
 
 def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
-    """``values`` with one entry replaced."""
+    """Return ``values`` with one entry replaced."""
     return (*values[:index], value, *values[index + 1 :])
 
 
@@ -385,61 +385,61 @@ def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 
 
 class SyncMode(Enum):
-    """How a backward counts."""
+    """Role of a backward in its optimizer step."""
 
-    #: As the last one of its optimizer step: all gradients are reduced, gathered weights released. The default.
+    #: The last backward of its optimizer step: reduces all gradients, releases unsharded weights. The default.
     LAST = "last"
-    #: Others follow: gradients are reduced where that saves memory, weights kept where the strategy keeps them.
+    #: Not the last one: gradients are reduced where that saves memory, weights kept where the strategy keeps them.
     ACCUMULATE = "accumulate"
-    NO_SYNC = "no_sync"  #: Others follow, and none of this one's gradients is reduced
+    NO_SYNC = "no_sync"  #: Not the last one, and none of its gradients is reduced
 
 
 @dataclass(frozen=True)
 class Storage:
-    """How parameters of one kind are stored: a row of :data:`STORAGE`.
+    """Storage of one kind of parameters: a row of :data:`STORAGE`.
 
-    Placements have a letter for each of (``dp_replicate``, ``dp_shard``): ``R`` where every rank of the axis holds the
-    whole, ``S`` where each holds a piece, ``P`` where each holds a contribution that is still to be added up.
+    Placements have one letter for each of (``dp_replicate``, ``dp_shard``): ``R`` for a replicated tensor, ``S`` for a
+    sharded tensor, ``P`` for a partial sum that is not yet reduced.
     """
 
-    strategy: str  #: The user's word for what is cut over ``dp_shard``, or :data:`REPLICATED`
-    outer: str  #: The user's word for what is cut over ``dp_replicate``
-    parameter: str  #: Of the parameter between two steps
-    gradient: str  #: Of its gradient after a backward that reduces
-    optimizer: str  #: Of its main weight and of the optimizer's states
-    #: When it is gathered: ``"never"``, once per ``"step"``, or in each ``"pass"`` (forward and backward).
+    strategy: str  #: The user's name of the strategy over ``dp_shard``, or :data:`REPLICATED`
+    outer: str  #: The user's name of the strategy over ``dp_replicate``
+    parameter: str  #: Placements of the parameter between two steps
+    gradient: str  #: Placements of its gradient after a backward that reduces
+    optimizer: str  #: Placements of its main weight and optimizer state
+    #: When it is all-gathered: ``"never"``, once per ``"step"``, or in each ``"pass"`` (forward and backward).
     gather: str
-    reduce: str  #: With which backward of a step its gradient is reduced: the ``"last"`` or ``"each"``
+    reduce: str  #: Which backward of a step reduces its gradient: the ``"last"`` or ``"each"``
 
     @functools.cached_property
     def is_whole(self) -> bool:
-        """Whether every data-parallel rank holds the whole parameter: FSDP2 knows nothing of it."""
+        """Return whether the parameter is replicated over data parallelism and not managed by FSDP2."""
         return self.parameter == "RR"
 
     @functools.cached_property
     def cut_further(self) -> tuple[str, ...]:
-        """The axes that cut main weight and optimizer state, though every rank of them holds the parameter alike."""
+        """Return the axes that shard the main weight and optimizer state although they replicate the parameter."""
         columns = zip(AXES, self.parameter, self.optimizer, strict=False)
         return tuple(axis for axis, parameter, optimizer in columns if parameter != optimizer)
 
     def reduces(self, mode: SyncMode) -> bool:
-        """Whether a backward ends with gradients reduced over ``dp_shard``."""
+        """Return whether a backward ends with gradients reduced over ``dp_shard``."""
         return mode is SyncMode.LAST or (mode is SyncMode.ACCUMULATE and self.reduce == "each")
 
     def releases(self, mode: SyncMode) -> bool:
-        """Whether a backward ends with weights released."""
+        """Return whether a backward ends with unsharded weights released."""
         return mode is SyncMode.LAST or self.gather == "pass"
 
     def __str__(self) -> str:
         return self.strategy
 
 
-#: What users write. ``no_shard`` is the only one without FSDP2.
+#: Strategy names in the API. ``no_shard`` is the only one without FSDP2.
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-#: Over ``dp_replicate``: every rank has the whole state of its ``dp_shard`` group (HSDP), or main weights and
-#: optimizer state are cut over both axes (HFSDP).
+#: Strategies over ``dp_replicate``: replicate all state of the ``dp_shard`` group (HSDP), or shard main weights and
+#: optimizer state over both axes (HFSDP).
 OUTER_STRATEGIES = ("no_shard", "optim")
-#: Of parameters that stay whole in a unit that is cut (:func:`te_fsdp.fsdp_no_shard`).
+#: Strategy of replicated parameters in a sharded unit (:func:`te_fsdp.fsdp_no_shard`).
 REPLICATED = "fsdp_no_shard"
 
 _ROWS = (

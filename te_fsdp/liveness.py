@@ -1,9 +1,10 @@
-"""Say whether the process of another rank lives: each listens on a port that its kernel closes when the process ends.
+"""Detection of ranks whose process has ended.
 
-A rank publishes its address in the store before its first collective call. A rank that waits for another one connects
-to that address and keeps the connection. No thread takes part: the kernel answers also while the process is stopped,
-or computes for minutes without releasing Python's lock. A refused or reset connection means that the process has
-ended. Anything else, such as no route, means nothing, and the rank waits on.
+Each rank listens on a port, which the kernel closes when the process ends. The rank publishes its address in the store
+before its first collective call. A waiting rank connects to that address and keeps the connection. No thread is
+needed: the kernel answers even while the process is stopped, or while it computes without releasing the GIL.
+A refused or reset connection means that the process has ended. On any other error, such as a missing route, the rank
+continues to wait.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
-#: Seconds that a connection may take to be made.
+#: Timeout of a connection attempt in seconds.
 _PATIENCE = 1.0
 
 
 @dataclass(eq=False)
 class Liveness:
-    """What a process keeps for this: its own port, and connections from and to other ranks' ports."""
+    """Listening port of this process, with its connections from and to the ports of other ranks."""
 
     listener: socket.socket | None = None
-    text: str = ""  #: What other ranks are to know: machine, address and port
+    text: str = ""  #: Published address: machine, host and port
     incoming: list[socket.socket] = field(default_factory=list)
     outgoing: dict[str, socket.socket] = field(default_factory=dict)
 
     def publish(self) -> str:
-        """Return what other ranks need to find this one; empty if no port can be had. The first call opens the port."""
+        """Return the address for other ranks, empty without a free port. Open the port on the first call."""
         if self.listener is None:
             try:
                 family, host = _own_address()
@@ -40,14 +41,14 @@ class Liveness:
                 self.text = f"{socket.gethostname()} {host} {self.listener.getsockname()[1]}"
             except OSError:
                 self.text = ""
-            # A child made by os.fork() would keep the port open when this process ends.
+            # A child process created by os.fork() would keep the port open after this process ends.
             this = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _close(this()))
         self._accept()
         return self.text
 
     def _accept(self) -> None:
-        """Take waiting connections off the port's queue, which is short, and drop those that were closed."""
+        """Accept pending connections, since the port's queue is short. Drop closed connections."""
         self.incoming = [one for one in self.incoming if _is_open(one) or one.close()]
         try:
             while self.listener is not None:
@@ -57,14 +58,14 @@ class Liveness:
             return
 
     def has_ended(self, text: str) -> bool:
-        """Return whether the process that has published ``text`` has ended for certain. Takes at most a second."""
+        """Return whether the process that published ``text`` has certainly ended. Takes at most one second."""
         if text not in self.outgoing:
             machine, host, port = text.split(" ")
             if host.startswith("127.") and machine != socket.gethostname():
                 return False
             try:
                 self.outgoing[text] = socket.create_connection((host, int(port)), timeout=_PATIENCE)
-                # With a timeout, a read without data would be an error.
+                # With a timeout, reading without available data would raise an error.
                 self.outgoing[text].setblocking(False)
             except OSError as error:
                 return error.errno in (errno.ECONNREFUSED, errno.ECONNRESET)
@@ -80,7 +81,7 @@ def _close(this: Liveness | None) -> None:
 
 
 def _is_open(connection: socket.socket) -> bool:
-    """Return whether the other end of a connection, which never sends, has not closed it."""
+    """Return whether the peer has kept the connection open. Peers never send data."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except (BlockingIOError, InterruptedError):
@@ -90,7 +91,7 @@ def _is_open(connection: socket.socket) -> bool:
 
 
 def _own_address() -> tuple[Any, str]:
-    """Return the family and the address by which this machine reaches the master, and thus the other ranks."""
+    """Return the address family and the address by which this machine reaches the master and the other ranks."""
     try:
         found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, address = found[0]

@@ -1,22 +1,22 @@
-"""Meshes: one validated object for the device meshes that a sharded TE model needs.
+"""The validated device meshes of a sharded TE model.
 
     axes of the job      dp_replicate   dp_shard   cp   ep   tp
     dense parameters
-      .fsdp              [---------------------------------]         (or without dp_replicate): what FSDP2 shards
-                                        and replicates over; dp_shard, cp and ep are one axis, called dp_shard
-      .tp                                                    [--]    what TE's tensor parallelism cuts weights over
-      .weight                           [-----------------------]    all axes that cut one weight: the amax group
+      .fsdp              [---------------------------------]         (or without dp_replicate): the mesh for FSDP2;
+                                        dp_shard, cp and ep are one axis, called dp_shard
+      .tp                                                    [--]    TE's tensor parallelism
+      .weight                           [-----------------------]    all axes that shard one weight: the amax group
                                         of per-tensor recipes
-    expert parameters: other experts on each rank of ep
-      .ep                                           [--]             over what experts are dealt out
+    expert parameters: each ep rank has different experts
+      .ep                                           [--]             the experts are distributed over this axis
       .expert_fsdp       [---------------------]                     (or without dp_replicate)
       .expert_weight                    [------]    +        [--]    never ep: each expert has its own scale
-    stages of a pipeline hold other weights: all of the above is this rank's stage
-      .pp                the ranks at the same place in each stage
+    pipeline stages have different weights: all of the above covers this rank's stage
+      .pp                the ranks at the same position in each stage
 
-Axes are bound by name, never by position, and always used in the order above. With ``ep`` = 1 the expert meshes are
-those of dense parameters. ``cp`` (context parallelism) adds ranks that see other tokens of the same sequences, and is
-data parallelism as far as parameters go; attention over it is TE's, which ``fully_shard`` tells of its ranks.
+Axes are bound by name, never by position, and always used in the order above. With ``ep`` = 1 the expert meshes equal
+the dense meshes. Ranks along ``cp`` (context parallelism) process different tokens of the same sequences. For
+parameters, ``cp`` is data parallelism. TE runs the attention over ``cp``; ``fully_shard`` sets its process group.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-# Those that are one axis for dense parameters.
+# Axes that form a single axis for dense parameters.
 _SHARD_AXES = ("dp_shard", "cp", "ep")
-#: Attribute of :attr:`Meshes.fsdp`: a :class:`_PartOf`.
+#: Attribute of :attr:`Meshes.fsdp` that contains a :class:`_PartOf`.
 _PART_OF = "_te_fsdp_part_of"
 
 
@@ -56,12 +56,12 @@ class Meshes:
 
     Attributes:
         device_mesh: 3-D mesh of dense parameters with the axes :data:`AXES` in that order, size-1 axes included. Its
-            ``dp_shard`` axis runs over the job's ``dp_shard`` x ``cp`` x ``ep``.
-        expert_mesh: 4-D mesh of expert parameters with the axes (``dp_replicate``, ``dp_shard``, ``ep``, ``tp``); its
-            ``dp_shard`` axis runs over ``dp_shard`` x ``cp``. ``None`` when ``ep`` has size 1.
-        cp: 1-D mesh of the context-parallel axis, ``None`` when its size is 1.
-        pp: 1-D mesh of the stages of a pipeline, first to last; ``None`` without stages. The other meshes are those of
-            this rank's stage.
+            ``dp_shard`` axis covers the job's ``dp_shard`` x ``cp`` x ``ep``.
+        expert_mesh: 4-D mesh of expert parameters with the axes (``dp_replicate``, ``dp_shard``, ``ep``, ``tp``). Its
+            ``dp_shard`` axis covers ``dp_shard`` x ``cp``. ``None`` when ``ep`` has size 1.
+        cp: 1-D mesh of the context-parallel axis. ``None`` when its size is 1.
+        pp: 1-D mesh of the pipeline stages, first to last. ``None`` without stages. The other meshes cover this rank's
+            stage.
     """
 
     device_mesh: DeviceMesh
@@ -69,7 +69,7 @@ class Meshes:
     cp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
     _known: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
-    #: Shapes of batches that ``context_parallel_shard`` has compared over ``cp``.
+    #: Batch shapes that ``context_parallel_shard`` has compared over ``cp``.
     batches_seen: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
@@ -86,22 +86,22 @@ class Meshes:
     ) -> Meshes:
         """Arrange all ranks of the job on named axes.
 
-        Collective over the world: call on all ranks. Starts ``torch.distributed`` when it is not running:
-        from torchrun's environment, or as a job of one process when there is none.
+        Collective over the world: call on all ranks. Initializes ``torch.distributed`` if necessary, from torchrun's
+        environment, or as a single-process job without one.
 
         Args:
-            pp: Stages of a pipeline, over whole blocks of neighbouring ranks: each stage is a model of its own.
-            dp_replicate: Copies of the whole sharded model (HSDP's outer axis).
-            dp_shard: Ranks that FSDP2 shards each weight over, ``cp`` and ``ep`` not counted; ``-1`` takes what the
-                other axes leave.
-            cp: Context parallelism. Dense and expert weights are sharded over it too.
-            ep: Expert parallelism: each of its ranks holds other experts. Dense weights are sharded over it too.
+            pp: Pipeline stages, over contiguous blocks of ranks. Each stage is a separate model.
+            dp_replicate: Replicas of the sharded model (HSDP's outer axis).
+            dp_shard: Ranks that FSDP2 shards each weight over, without ``cp`` and ``ep``. ``-1`` infers the size from
+                the world size and the other axes.
+            cp: Context parallelism. Dense and expert weights are also sharded over it.
+            ep: Expert parallelism: each rank has different experts. Dense weights are also sharded over it.
             tp: Tensor parallelism.
-            device_type: ``"cuda"`` or ``"cpu"``; by default the machine's accelerator, else the CPU.
+            device_type: ``"cuda"`` or ``"cpu"``. Default: the machine's accelerator, or the CPU without one.
 
         Raises:
-            MeshError: A size is not a positive integer, or their product is not the world size; no such device; or
-                processes that were not started by torchrun, and would each be a job of their own.
+            MeshError: A size is not a positive integer, or the product is not the world size. Also for an unknown
+                device type, or several processes that torchrun did not start: each would be a separate job.
         """
         device_type = axes.check_device_type(device_type or default_device_type())
         asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
@@ -118,7 +118,7 @@ class Meshes:
 
     @classmethod
     def _of(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
-        """Cut ``cp`` and ``ep`` out of the dense mesh's shard axis; groups of the other axes are shared."""
+        """Split ``cp`` and ``ep`` off the dense mesh's shard axis. The process groups of the other axes are shared."""
         shards = mesh.shape[AXES.index("dp_shard")]
         experts = context = None
         if ep > 1:
@@ -129,7 +129,8 @@ class Meshes:
         found = cls(mesh, experts, context, pp)
         found._report_slow_axes()
         if pp is not None:
-            # A stage may have no use for a group that another one needs, but making one takes all ranks of the job.
+            # A stage may not need a group that a different stage needs, but creating a group requires all ranks of the
+            # job.
             _ = found.weight, found.expert_weight, found.amax, found.expert_amax
             if not is_simulated():
                 own_ranks()
@@ -139,24 +140,23 @@ class Meshes:
     def from_device_mesh(
         cls, mesh: DeviceMesh, *, names: Mapping[str, str | None] | None = None, pp: DeviceMesh | None = None
     ) -> Meshes:
-        """Adopt a mesh that exists already; its axes are found by name, in any order.
+        """Adopt an existing mesh. Its axes are matched by name, in any order.
 
-        Ranks along an axis named as pipeline stages are (``"pp"``), or mapped to ``None``, hold other weights: this
-        object then has the axes of this rank's stage, and the former axis as :attr:`pp`. Axes of size 1 may have any
-        name.
+        Ranks along a pipeline axis (``"pp"``), or along an axis mapped to ``None``, have different weights. The result
+        then has the axes of this rank's stage, and the pipeline axis as :attr:`pp`. Axes of size 1 may have any name.
 
-        Collective over the world when the axes must be reordered, an axis is missing, or ranks are (new process groups
-        are made then): call it on all ranks, each with the mesh that it is part of. Otherwise local.
+        Collective over the world if the axes must be reordered, or if an axis or ranks are missing, because new process
+        groups are created. Call it on all ranks, each with the mesh that contains the rank. Otherwise local.
 
         Args:
             mesh: Its axes are data, context, expert and tensor parallelism, and others.
-            names: The mesh's own names -> those of te_fsdp, for example ``{"data_parallel": "dp_shard"}``; ``"pp"`` for
-                stages of one model, ``None`` for an axis over which ranks hold models that have nothing in common.
-            pp: The stages' 1-D mesh, where ``mesh`` is one of this rank's stage alone: ``whole["pp"]``.
+            names: Maps the mesh's axis names to those of te_fsdp, for example ``{"data_parallel": "dp_shard"}``. Use
+                ``"pp"`` for the stages of one model, ``None`` for an axis whose ranks have unrelated models.
+            pp: The 1-D mesh of the stages if ``mesh`` covers only this rank's stage: ``whole["pp"]``.
 
         Raises:
-            MeshError: Unnamed axes, unknown names, ranks that do not ascend along an axis, axes dp_shard, cp and
-                ep that do not lie within each other in this order, or a ``pp`` that does not lie across ``mesh``.
+            MeshError: Unnamed axes, unknown names, or ranks that do not ascend along an axis. Also for dp_shard, cp and
+                ep that are not nested in this order, or a ``pp`` mesh that does not cross ``mesh`` in this rank.
         """
         if not mesh.mesh_dim_names:
             raise MeshError(
@@ -172,7 +172,7 @@ class Meshes:
         if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls._of(mesh)
         sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in (STAGES, *ALL_AXES)}
-        # Models that have nothing in common, the stages of each, and each stage's ranks.
+        # The order of axes: unrelated models, the stages of each model, and the ranks of each stage.
         order = [found.index(name) for name in (STAGES, *ALL_AXES) if name in found]
         order = [*(axis for axis in range(mesh.ndim) if axis not in order), *order]
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
@@ -187,7 +187,7 @@ class Meshes:
             return cls._of(own, sizes["cp"], sizes["ep"], pp or stages)
 
     def size(self, axis: str) -> int:
-        """Size of an axis; of ``dp_shard`` that of dense parameters, which takes in ``cp`` and ``ep``."""
+        """Return the size of an axis. ``dp_shard`` is that of dense parameters, which includes ``cp`` and ``ep``."""
         if axis in AXES:
             return int(self.device_mesh.shape[AXES.index(axis)])
         if axis not in ALL_AXES:
@@ -197,11 +197,11 @@ class Meshes:
 
     @property
     def nodes(self) -> int:
-        """How many nodes the job has, as torchrun says it (``LOCAL_WORLD_SIZE``); 1 where nobody says it."""
+        """Return the number of nodes according to torchrun's ``LOCAL_WORLD_SIZE``, or 1 if it is not set."""
         return dist.get_world_size() // axes.ranks_of_a_node(dist.get_world_size())
 
     def _report_slow_axes(self) -> None:
-        """Log what sends much between nodes, on the first rank alone."""
+        """Log a warning on the first rank for axes that cause heavy traffic between nodes."""
         if self.nodes == 1 or dist.get_rank() != 0:
             return
         groups = {}
@@ -214,25 +214,25 @@ class Meshes:
 
     @property
     def tp(self) -> DeviceMesh:
-        """1-D mesh of the tensor-parallel axis; at size 1 a mesh of this rank alone, whose local rank is 0."""
+        """Return the 1-D mesh of the tensor-parallel axis. At size 1, a mesh of this rank alone with local rank 0."""
         return self.device_mesh["tp"]
 
     @property
     def tp_or_none(self) -> DeviceMesh | None:
-        """:attr:`tp`, or ``None`` when its size is 1."""
+        """Return :attr:`tp`, or ``None`` when its size is 1."""
         return self.tp if self.size("tp") > 1 else None
 
     @property
     def fsdp(self) -> DeviceMesh | None:
-        """``dp_shard``, or (``dp_replicate``, ``dp_shard``) for HSDP; ``None`` when both have size 1."""
+        """Return the mesh ``dp_shard``, or (``dp_replicate``, ``dp_shard``) for HSDP. ``None`` if both have size 1."""
         mesh = self.fsdp_with_size_one
-        # fully_shard(model, meshes.fsdp), as FSDP2 is called, must not lose the other axes.
+        # fully_shard(model, meshes.fsdp), the call that FSDP2 users write, must not lose the other axes.
         setattr(mesh, _PART_OF, _PartOf(self))
         return mesh if mesh.size() > 1 else None
 
     @property
     def fsdp_with_size_one(self) -> DeviceMesh:
-        """As :attr:`fsdp`, but a 1-D mesh of one rank where that is ``None``: FSDP2 needs a mesh in any case."""
+        """Return :attr:`fsdp`, or a 1-D mesh of one rank where that is ``None``, because FSDP2 requires a mesh."""
         return self._fsdp_of(self.device_mesh)
 
     def _fsdp_of(self, mesh: DeviceMesh) -> DeviceMesh:
@@ -240,10 +240,10 @@ class Meshes:
 
     @property
     def weight(self) -> DeviceMesh | None:
-        """1-D flattening of the axes that cut a weight (``dp_shard`` x ``tp``); ``None`` when nothing is cut.
+        """Return the flattened 1-D mesh of the axes that shard a weight (``dp_shard`` x ``tp``). ``None`` at size 1.
 
-        Collective over the world on first use when both axes are larger than 1 (a process group is made),
-        cached later.
+        Collective over the world on first use when both axes are larger than 1, because a process group is created.
+        Cached later.
         """
         return self._weight_of(self.device_mesh, self.size("dp_shard"), "weight")
 
@@ -255,13 +255,13 @@ class Meshes:
 
     @property
     def ep(self) -> DeviceMesh | None:
-        """1-D mesh of the expert-parallel axis, ``None`` when its size is 1."""
+        """Return the 1-D mesh of the expert-parallel axis. ``None`` when its size is 1."""
         return None if self.expert_mesh is None else self.expert_mesh["ep"]
 
     def cp_parts(self, inner: int) -> tuple[DeviceMesh, DeviceMesh]:
-        """``cp`` as two 1-D meshes: ``inner`` neighbouring ranks (it divides ``cp``), and one rank of each such group.
+        """Split ``cp`` into two 1-D meshes: groups of ``inner`` consecutive ranks, and one rank of each group.
 
-        Collective over the world: process groups are made.
+        Collective over the world, because process groups are created. ``inner`` must divide ``cp``.
         """
         cp = self.size("cp")
         cut = {"dp_shard": self.expert_shards // cp, "cp_outer": cp // inner, "cp_inner": inner}
@@ -270,20 +270,20 @@ class Meshes:
 
     @property
     def expert_fsdp(self) -> DeviceMesh | None:
-        """As :attr:`fsdp`, for expert parameters: without ``ep``."""
+        """Return :attr:`fsdp` for expert parameters, without ``ep``."""
         mesh = self.expert_fsdp_with_size_one
         return mesh if mesh.size() > 1 else None
 
     @property
     def expert_fsdp_with_size_one(self) -> DeviceMesh:
-        """As :attr:`expert_fsdp`, but a 1-D mesh of one rank where that is ``None``."""
+        """Return :attr:`expert_fsdp`, or a 1-D mesh of one rank where that is ``None``."""
         return self._fsdp_of(self.expert_mesh or self.device_mesh)
 
     @property
     def expert_weight(self) -> DeviceMesh | None:
-        """As :attr:`weight`, for expert parameters: the axes that cut one expert's weight, never ``ep``.
+        """Return :attr:`weight` for expert parameters: the axes that shard one expert's weight, never ``ep``.
 
-        Collective over the world on first use when it flattens two axes (a process group is made), cached later.
+        Collective over the world on first use when it flattens two axes (creates a process group). Cached later.
         """
         if self.expert_mesh is None:
             return self.weight
@@ -291,9 +291,10 @@ class Meshes:
 
     @property
     def amax(self) -> DeviceMesh | None:
-        """1-D mesh of the ranks of this stage: delayed scaling's amax of its modules.
+        """Return the 1-D mesh of this stage's ranks, for the amax of delayed scaling.
 
-        ``None`` without stages, where that is the whole job. Collective over the world on first use, cached later.
+        ``None`` without stages, where all ranks of the job are used. Collective over the world on first use, cached
+        later.
         """
         if self.device_mesh.size() == dist.get_world_size():
             return None
@@ -306,16 +307,16 @@ class Meshes:
 
     @property
     def expert_amax(self) -> DeviceMesh | None:
-        """1-D mesh of all ranks that hold the same experts: delayed scaling's amax of their activations.
+        """Return the 1-D mesh of all ranks with the same experts, for the amax of their activations (delayed scaling).
 
-        Without ``ep`` as :attr:`amax`. Collective over the world on first use, cached later.
+        Without ``ep``, same as :attr:`amax`. Collective over the world on first use, cached later.
         """
         if self.expert_mesh is None:
             return self.amax
         return self._amax_of(self.expert_mesh, self.expert_weight, "expert_amax")
 
     def _flattened(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
-        """Several axes as one. Collective over all ranks when a name is asked for first, local afterwards."""
+        """Flatten several axes into one. Collective over all ranks at the first request of a name, local afterwards."""
         if name in self._known:
             return _torch.flatten_mesh(mesh, name)
         with collective_call(f"Meshes.{name}", self.device_mesh):
@@ -325,33 +326,34 @@ class Meshes:
 
     @property
     def data_size(self) -> int:
-        """How many parts the data is dealt out in: ``dp_replicate`` x ``dp_shard`` x ``ep``. Local operation.
+        """Return the number of data shards: ``dp_replicate`` x ``dp_shard`` x ``ep``. Local operation.
 
-        Ranks of ``tp`` see the same data, ranks of ``cp`` parts of the same sequences.
+        Ranks of ``tp`` use the same data. Ranks of ``cp`` use different tokens of the same sequences.
         """
         return self.size("dp_replicate") * self.size("dp_shard") // self.size("cp")
 
     @property
     def data_rank(self) -> int:
-        """Which of the :attr:`data_size` parts of the data is this rank's. Local operation.
+        """Return the index of this rank's data shard among :attr:`data_size`. Local operation.
 
-        As ``DistributedSampler(..., num_replicas=meshes.data_size, rank=meshes.data_rank)`` wants it.
+        Use it as ``DistributedSampler(..., num_replicas=meshes.data_size, rank=meshes.data_rank)``.
         """
         replica, shard = map(self.device_mesh.get_local_rank, ("dp_replicate", "dp_shard"))
         cp, ep = self.size("cp"), self.size("ep")
-        outer, expert = shard // (cp * ep), shard % ep  # along dp_shard lie dp_shard, cp, ep, in this order
+        # The dp_shard axis nests dp_shard, cp and ep in this order.
+        outer, expert = shard // (cp * ep), shard % ep
         return (replica * (self.size("dp_shard") // (cp * ep)) + outer) * ep + expert
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that FSDP2 shards each expert's weight over."""
+        """Return the number of ranks that FSDP2 shards each expert's weight over."""
         return self.size("dp_shard") // self.size("ep")
 
     def experts(self, total: int) -> range:
-        """Global indices of this rank's experts out of ``total``: its ``num_gemms`` is their number. Local operation.
+        """Return the global indices of this rank's experts of ``total``, ``num_gemms`` in number. Local operation.
 
-        Experts are dealt out over ``ep`` as ``torch.chunk`` cuts: all ranks get equally many, but the last ones maybe
-        fewer. Raises ``MeshError`` where a rank would get none.
+        Experts are distributed over ``ep`` as in ``torch.chunk``: all ranks have the same number, except that the last
+        ranks may have fewer. Raises ``MeshError`` if a rank would have none.
         """
         ep = self.size("ep")
         step = -(-total // ep)
@@ -360,7 +362,7 @@ class Meshes:
                 f"Meshes.experts: {total} experts over ep={ep}",
                 expected="at least one expert on every rank",
                 got=[max(0, min(step, total - rank * step)) for rank in range(ep)],
-                why="A GroupedLinear has at least one GEMM",
+                why="A GroupedLinear needs at least one GEMM",
                 fix="choose an ep size that divides the number of experts",
             )
         rank = 0 if self.ep is None else self.ep.get_local_rank()
@@ -368,16 +370,16 @@ class Meshes:
 
     @property
     def device_type(self) -> str:
-        """``"cuda"``, ``"cpu"``, ..."""
+        """Return the device type: ``"cuda"``, ``"cpu"``, ..."""
         return self.device_mesh.device_type
 
     @property
     def device(self) -> torch.device:
-        """This rank's device: the accelerator's current one, or the CPU."""
+        """Return this rank's device: the current accelerator, or the CPU."""
         return device_of(self.device_type)
 
     def te_kwargs(self) -> dict[str, Any]:
-        """Keywords for TE constructors: ``tp_group`` and ``tp_size`` of this mesh."""
+        """Return the arguments for TE constructors: ``tp_group`` and ``tp_size`` of this mesh."""
         tp = self.tp_or_none
         return {"tp_group": tp.get_group() if tp is not None else None, "tp_size": self.size("tp")}
 
@@ -392,19 +394,19 @@ class Meshes:
 
 
 class _PartOf:
-    """The meshes that a slice belongs to. Pickles of DTensors over the slice leave it out."""
+    """Reference from a sliced mesh to its :class:`Meshes`. Pickles of DTensors on the slice omit it."""
 
     def __init__(self, meshes: Meshes) -> None:
         self.meshes = meshes
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return OrderedDict, ()  # a class that torch.load(weights_only=True) accepts
+        return OrderedDict, ()  # an empty object of a class that torch.load(weights_only=True) accepts
 
 
 def as_meshes(given: object, where: str) -> Meshes:
     """Return the :class:`Meshes` for what a user passed as ``meshes``; raise ``MeshError`` otherwise.
 
-    A torch mesh is adopted. :attr:`Meshes.fsdp` stands for the meshes that it is a part of.
+    A torch mesh is adopted. :attr:`Meshes.fsdp` is resolved to the :class:`Meshes` that it belongs to.
     """
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -426,8 +428,8 @@ def as_meshes(given: object, where: str) -> Meshes:
 def _tell_of_other_models(own: DeviceMesh) -> None:
     if dist.get_rank() == int(own.mesh.min()):
         _log.warning(
-            "Meshes: a mesh of %d of %d ranks. Models on the others are taken for models of their own: clip_grad_norm_ "
-            "counts this one alone, and te_fsdp.checkpoint refuses it. If they are stages of one model, give the mesh "
+            "Meshes: a mesh of %d of %d ranks. Models on other ranks are treated as separate models: clip_grad_norm_ "
+            "uses this one alone, and te_fsdp.checkpoint raises. For stages of one model, pass the mesh "
             'with its axis "pp", or from_device_mesh(mesh, pp=whole["pp"])',
             own.size(),
             dist.get_world_size(),
@@ -435,28 +437,28 @@ def _tell_of_other_models(own: DeviceMesh) -> None:
 
 
 def device_of(kind: str) -> torch.device:
-    """This process' device of a kind: the accelerator's current one, or the CPU. Local operation."""
+    """Return this process' device of a type: the current accelerator, or the CPU. Local operation."""
     index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
     return torch.device(kind) if index is None else torch.device(kind, index)
 
 
 def default_device_type() -> str:
-    """The machine's accelerator if torch sees one, else ``"cpu"``."""
+    """Return the type of the machine's accelerator if torch finds one, else ``"cpu"``."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator.type if accelerator is not None else "cpu"
 
 
 def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
-    """Start torch.distributed unless it runs already; one process without torchrun becomes a world of one."""
+    """Initialize torch.distributed if necessary. One process without torchrun becomes a world of size 1."""
     if dist.is_initialized():
         return
     axes.check_started(sizes)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        # Seen with torch 2.13: the connection to a dead rank's address is tried until the time-out.
+        # With torch 2.13, connecting to a dead rank's address is retried until the timeout.
         _log.warning(
-            "Meshes.build: torchrun has started this rank again (%s), with the store of the start before, where dead "
-            "ranks' addresses are. If it hangs here: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
+            "Meshes.build: torchrun has restarted this rank (%s) with the store of the previous start, which contains "
+            "addresses of dead ranks. If it hangs here: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun",
             restarts,
         )
     if device_type != "cpu":

@@ -1,1 +1,1 @@
-"""Parameters and gradients on their way between ranks: what te_fsdp itself sends, beside FSDP2's own collectives."""
+"""Collectives of te_fsdp on parameters and gradients, in addition to FSDP2's own."""

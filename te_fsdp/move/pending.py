@@ -1,19 +1,20 @@
-"""Moves that have begun and are waited for later: one, and those on a stream of their own.
+"""Asynchronous moves: collectives that are started now and waited for later.
 
-What begins while a backward still runs does so in one order on all ranks (:class:`UnitOrder`):
+Moves that start during a backward start in the same order on all ranks (:class:`UnitOrder`):
 
-    first backward    nothing begins early; which units backward leaves, in which order, is seen and agreed on
-    later ones        what belongs to a unit begins when the unit is complete and all units before it have begun
-    their end         what has not begun begins, in the same order
+    first backward    nothing starts early; the ranks agree on the units that backward leaves, and on their order
+    later backwards   a unit's moves start when the unit is complete and all units before it have started
+    end of backward   the remaining moves start in the same order
 
-So every rank calls the same collectives in the same order, whatever it has used: a unit that it has not used, or not
-whole, and those after it, begin at the end. Nothing is waited for in between: a rank that would wait for a unit that
-another one begins at its end might keep that one from getting there.
+Thus every rank issues the same collectives in the same order, whatever units it has used. If a rank has not used a
+unit, or only a part of it, this unit and the later ones start at the end of the backward. No move is waited for before
+the end. Otherwise a rank could wait for a unit that a different rank starts at its end, and keep that rank from
+reaching it.
 
-A unit is complete when each of its parameters (with FSDP2: of its parameter groups) had a gradient in this backward.
-Autograd adds up all uses of a parameter in one graph before that; but checkpoints with ``use_reentrant=True`` run
-backwards in the backward, and a parameter used in several of them gets several gradients. A unit that has seen this in
-the first backward never begins early.
+A unit is complete when each of its parameters (with FSDP2: each parameter group) has received a gradient in this
+backward. Autograd first accumulates all uses of a parameter in one graph. However, activation checkpoints with
+``use_reentrant=True`` run nested backwards: a parameter used in several of them receives several gradients. A unit for
+which this happens in the first backward never starts early.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ U = TypeVar("U")
 
 @dataclass(eq=False)
 class Pending(Generic[T]):
-    """A move that has begun.
+    """A move that has started.
 
     Attributes:
-        finish: Gives the result, once what it is made of has come: casts, divides, unpacks. It issues no collective,
-            but for fp32 sums of an all-reduce (an all-gather).
-        work: The transport's handle; ``None``: the stream that it was started on waits already.
-        stream: What the result's memory belongs to; ``None`` where the device has no streams.
-        event: After which the result is there; ``None``: when ``work`` says so.
+        finish: Returns the result from the received data: casts, divides, unpacks. It issues no collective, except for
+            the all-gather of an fp32-summed all-reduce.
+        work: The transport's handle. ``None`` if the stream that started the move already waits.
+        stream: The stream that owns the result's memory. ``None`` if the device has no streams.
+        event: Recorded after the result is available. ``None`` if ``work`` reports completion.
     """
 
     finish: Callable[[], T]
@@ -58,9 +59,9 @@ class Pending(Generic[T]):
 
     @torch.no_grad()
     def wait(self) -> T:
-        """The result. The current stream waits for it (without streams: the caller).
+        """Return the result. The current stream waits for it (without streams: the caller).
 
-        Local operation, but for :attr:`finish`.
+        Local operation, except for :attr:`finish`.
         """
         if self.work is not None:
             self.work.wait()
@@ -73,12 +74,12 @@ class Pending(Generic[T]):
         return result
 
     def then(self, finish: Callable[[T], U]) -> Pending[U]:
-        """The same move, with more to do in the end."""
+        """Return the same move with a further final function."""
         return Pending(lambda: finish(self.wait()))
 
 
 def all_of(moves: Sequence[Pending[Any]]) -> Pending[None]:
-    """Several that are waited for together, in this order."""
+    """Combine several moves into one that waits for each in this order."""
 
     def finish() -> None:
         for move in moves:
@@ -88,14 +89,14 @@ def all_of(moves: Sequence[Pending[Any]]) -> Pending[None]:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream that work on ``device`` goes to now; ``None`` for the CPU."""
+    """Return the current stream on ``device``; ``None`` for the CPU."""
     return None if device.type == "cpu" else torch.get_device_module(device.type).current_stream(device)
 
 
 class SideStream:
-    """A stream beside the one that computes, on which whole moves run, with what is packed and unpacked for them.
+    """A stream next to the compute stream that runs complete moves, including packing and unpacking.
 
-    On the CPU there are no streams: transports work in the background, and what they bring is unpacked by the wait.
+    The CPU has no streams: transports work in the background, and the wait unpacks the received data.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class SideStream:
 
     @contextlib.contextmanager
     def after_current(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[None]:
-        """Work on it, after all that the current stream has been given, and after events that are not ``None``."""
+        """Run on the side stream after all work on the current stream, and after the events that are not ``None``."""
         if device.type == "cpu":
             yield
             return
@@ -119,9 +120,9 @@ class SideStream:
     def begun(
         self, begin: Callable[[], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
     ) -> Pending[T]:
-        """Begin something within :meth:`after_current`. Collective as that.
+        """Start a move within :meth:`after_current`. Collective if the move is.
 
-        ``touched`` are other streams' tensors that it reads and writes: their memory is not given away before.
+        ``touched`` are tensors of other streams that the move uses: their memory is not reused before it ends.
         """
         pending = begin()
         if self._stream is None:
@@ -134,33 +135,33 @@ class SideStream:
 
 
 def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.ProcessGroup:
-    """A process group of the ranks of one axis, for these moves alone.
+    """Create a process group of the ranks of one axis for these moves alone.
 
-    Two that ranks may begin in different orders must not share one: FSDP2's own and these, when ranks use different
-    units. Collective over the world: makes process groups, those of all stages of a pipeline on each rank, since torch
-    names groups by counting them.
+    Moves that ranks may start in different orders must not share a group: FSDP2's own and these, when ranks use
+    different units. Collective over the world. Every rank creates the groups of all pipeline stages, since torch names
+    groups by counting them.
 
     Args:
         root: The mesh of the job, or of this rank's stage.
-        axis: Of that mesh.
-        backend: ``None``: the default one of the job.
+        axis: The axis of that mesh.
+        backend: ``None`` for the default backend of the job.
     """
     at = (root.mesh_dim_names or ()).index(axis)
     stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)
     rows = stages.movedim(at + 1, -1).reshape(-1, root.size(at)).tolist()
     group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is one of them
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
     return group
 
 
 class UnitOrder:
-    """The order in which backwards leave units, as long as the same parameters are trained.
+    """The order in which backwards leave units while the set of trained parameters stays the same.
 
     Args:
-        units: Their names, in the order that decides between units which backward leaves at once.
+        units: Unit names. This order decides between units that backward leaves at the same time.
 
     Attributes:
-        agreed: The units that may begin early, in order; ``None`` before the ranks have agreed.
+        agreed: The units that may start early, in order. ``None`` before the ranks have agreed.
     """
 
     def __init__(self, units: Sequence[str]) -> None:
@@ -172,14 +173,14 @@ class UnitOrder:
         self._again: set[str] = set()
 
     def begin(self, expected: Iterable[str]) -> None:
-        """A backward begins; ``expected`` are, for each gradient that completes a unit, the unit."""
+        """Start a backward. ``expected`` contains the unit of each gradient that is needed to complete a unit."""
         self._missing = Counter(expected)
         self._seen.clear()
         self._complete.clear()
         self._again.clear()
 
     def arrived(self, unit: str, key: Hashable) -> None:
-        """A gradient of a unit arrives; ``key`` tells it from the unit's others, and is known if it comes again."""
+        """Record a gradient of a unit. ``key`` identifies the gradient, so that a repeated one is detected."""
         if key in self._seen:
             self._again.add(unit)
             return
@@ -189,19 +190,19 @@ class UnitOrder:
             self._complete.append(unit)
 
     def is_complete(self, unit: str) -> bool:
-        """Whether all gradients of a unit have arrived in this backward."""
+        """Return whether all gradients of a unit have arrived in this backward."""
         return unit in self._complete
 
     def next(self, begun: int) -> str | None:
-        """The unit that may begin now, where so many have begun; ``None`` if none may."""
+        """Return the next unit that may start, given the number of started units. ``None`` if no unit may start."""
         agreed = self.agreed or ()
         return agreed[begun] if begun < len(agreed) and self.is_complete(agreed[begun]) else None
 
     def agree(self, meshes: Meshes) -> None:
-        """Settle the order at the end of a first backward. Units that a rank has not used come last.
+        """Fix the order at the end of a first backward. Units that a rank has not used come last.
 
-        Collective over all ranks that hold this model (not the world, in which other stages of a pipeline have other
-        units): one all-reduce of two integers for each unit and axis.
+        Collective over all ranks of this model (not the world, because other pipeline stages have different units): one
+        all-reduce of two integers for each unit and axis.
         """
         never = len(self._units)
         mine = [

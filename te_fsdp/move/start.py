@@ -1,18 +1,19 @@
-"""One collective, begun: all that te_fsdp sends of parameters and gradients goes through :func:`start`.
+"""The start of one collective on parameters or gradients (:func:`start`).
 
-What the ranks of a group hold, and what they shall hold, say which collective that is, in DTensor's words:
+The current and the requested DTensor placements of a group's ranks determine the collective:
 
-    source     target     collective      what for
+    source     target     collective      use
     Partial    Replicate  all-reduce      gradients of parameters that are not sharded, over data parallel
     Partial    Shard      reduce-scatter  HFSDP: gradients, over dp_replicate; FSDP2's units, over dp_shard
     Shard      Replicate  all-gather      HFSDP: new weights, over dp_replicate
-    Replicate  Shard      none            each rank takes its rows (``OptimizerShard.of``)
+    Replicate  Shard      none            each rank slices its rows (``OptimizerShard.of``)
 
-Those that add in fp32 what is sent in another dtype use an all-to-all. :func:`broadcast` makes replicas equal. Another
-transport (copies into fixed slots, say) takes the place of a row.
+A sum in fp32 of values sent in a lower precision uses an all-to-all. :func:`broadcast` makes replicas equal. A custom
+transport (for example copies into fixed slots) replaces a row.
 
-One :class:`GradComm` per model says in which dtype its gradients cross the wire, rounded right before a collective, and
-in which they are added up: FSDP2's (:mod:`te_fsdp.sharding.comm_units`), those that are not sharded, the outer axis.
+Each model has one :class:`GradComm`. It defines the dtype in which gradients are sent (rounded right before the
+collective) and the dtype in which they are summed. It applies to FSDP2's gradients
+(:mod:`te_fsdp.sharding.comm_units`), gradients of replicated parameters, and gradients over the outer axis.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Buffer:
-    """Where tensors lie in one piece of memory, one after the other.
+    """Layout of tensors in one contiguous buffer.
 
     Attributes:
-        sizes: Elements of each.
-        align: Each begins at a multiple of so many elements, so that kernels may read several at once.
-        more: Elements behind the last one, for flags.
+        sizes: Number of elements of each tensor.
+        align: Each tensor starts at a multiple of this number of elements, so that kernels can use vectorized reads.
+        more: Extra elements after the last tensor, for flags.
     """
 
     sizes: tuple[int, ...]
@@ -53,16 +54,16 @@ class Buffer:
 
     @functools.cached_property
     def rooms(self) -> tuple[int, ...]:
-        """Elements that each takes."""
+        """Return the padded size of each tensor in elements."""
         return tuple([-(-size // self.align) * self.align for size in self.sizes])
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Return the size of the buffer in elements."""
         return sum(self.rooms) + self.more
 
     def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """Views of each tensor's elements, in the last dim of ``memory``. Local operation."""
+        """Return views of each tensor's elements in the last dim of ``memory``. Local operation."""
         starts = itertools.accumulate(self.rooms, initial=0)
         return [memory[..., at : at + size] for at, size in zip(starts, self.sizes, strict=False)]
 
@@ -73,18 +74,18 @@ class Buffer:
         device: torch.device,
         more: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The tensors in new memory, 1-D, by one kernel; those of another dtype are cast. Local operation.
+        """Pack tensors into a new 1-D buffer with one kernel. Tensors of a different dtype are cast. Local operation.
 
         Args:
-            tensors: Of at most so many elements as :attr:`sizes` says; what is missing is filled with zeros, ``None``
-                wholly.
-            dtype: Of the memory.
-            device: Where.
-            more: What lies behind them, of :attr:`more` elements.
+            tensors: Each has at most the number of elements in :attr:`sizes`. The rest is filled with zeros, completely
+                for ``None``.
+            dtype: Dtype of the buffer.
+            device: Device of the buffer.
+            more: Contents of the :attr:`more` extra elements.
         """
         held = [0 if tensor is None else tensor.numel() for tensor in tensors]
         gaps = [room - numel for room, numel in zip(self.rooms, held, strict=True)]
-        # One for all: they are views of it.
+        # One zero tensor for all padding: the padding tensors are views of it.
         zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
         found = [zeros[:0]]
         for tensor, gap in zip(tensors, gaps, strict=True):
@@ -99,12 +100,12 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Rows:
-    """How a tensor is cut over ranks along one dim: as ``torch.chunk`` cuts, the last ranks have fewer rows or none.
+    """Sharding of a tensor along one dim as in ``torch.chunk``: the last ranks may have fewer rows or none.
 
     Attributes:
-        shape: Of the whole tensor.
-        dim: The dim that is cut.
-        ranks: Over how many.
+        shape: Shape of the unsharded tensor.
+        dim: The sharded dim.
+        ranks: Number of ranks.
     """
 
     shape: torch.Size
@@ -113,24 +114,25 @@ class Rows:
 
     @functools.cached_property
     def step(self) -> int:
-        """Rows of each rank, but for the last ones."""
+        """Return the number of rows per rank; the last ranks may have fewer."""
         return -(-self.shape[self.dim] // self.ranks)
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements that each rank sends or receives: its rows, padded to :attr:`step`."""
+        """Return the number of elements that each rank sends or receives, padded to :attr:`step` rows."""
         rows = self.shape[self.dim]
         return self.step * (math.prod(self.shape) // rows) if rows else 0
 
     @functools.cached_property
     def is_even(self) -> bool:
-        """Whether all ranks have the same number of rows."""
+        """Return whether all ranks have the same number of rows."""
         return self.shape[self.dim] == self.step * self.ranks
 
     def pairs(self, whole: torch.Tensor, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Views of the same rows in a whole tensor and in ``flat``, of shape (ranks, :attr:`numel`). Local operation.
+        """Return pairs of views of the same rows in ``whole`` and in ``flat``, of shape (ranks, :attr:`numel`).
 
-        One pair where all ranks have equally many rows, else one for each rank that has some, without what pads them.
+        One pair if all ranks have the same number of rows, else one per non-empty rank, without padding. Local
+        operation.
         """
         if self.is_even:
             rows = whole.unflatten(self.dim, (self.ranks, self.step)).movedim(self.dim, 0)
@@ -139,7 +141,7 @@ class Rows:
         return [(rows, flat[rank, : rows.numel()].view(rows.shape)) for rank, rows in cut]
 
 
-#: Dtypes that gradients may be sent in; every transport adds these.
+#: Communication dtypes of gradients, which every transport can sum.
 COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Key in the ``__dict__`` of a sharded model.
@@ -148,12 +150,12 @@ _KEY = "_te_fsdp_grad_comm"
 
 @dataclass
 class GradComm:
-    """What one model's gradient reductions look up each time they run.
+    """Communication settings of one model's gradient reductions, read at each reduction.
 
     Attributes:
-        dtype: On the wire; ``None``: the dtype of the buffer that is reduced (main_grads_dtype).
-        fp32_sum: Add in fp32 what crossed the wire in another dtype, instead of in the wire's dtype.
-        look: Is shown each buffer right before its reduction, with the name of its unit (``None``: of no unit).
+        dtype: Dtype of communication. ``None``: the dtype of the reduced buffer (main_grads_dtype).
+        fp32_sum: Sum received values in fp32 instead of in the communication dtype.
+        look: Called with each buffer right before its reduction and the name of its unit (``None`` without a unit).
     """
 
     dtype: torch.dtype | None = None
@@ -161,27 +163,27 @@ class GradComm:
     look: Callable[[str | None, torch.Tensor], None] | None = None
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
-        """Wire dtype of a buffer of ``dtype``. Local operation."""
+        """Return the communication dtype of a buffer of ``dtype``. Local operation."""
         return dtype if self.dtype is None else self.dtype
 
 
 def set_comm(model: nn.Module, comm: GradComm) -> None:
-    """Make ``comm`` what :func:`grad_comm` changes for ``model``. Local operation."""
+    """Set the :class:`GradComm` that :func:`grad_comm` changes for ``model``. Local operation."""
     model.__dict__[_KEY] = comm
 
 
 def comm_of(model: nn.Module) -> GradComm | None:
-    """The model's :class:`GradComm`; ``None`` where it was sharded without a precision policy. Local operation."""
+    """Return the model's :class:`GradComm`, or ``None`` if it has no precision policy. Local operation."""
     return model.__dict__.get(_KEY)
 
 
 @contextlib.contextmanager
 def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Let gradients be sent in another dtype for a while, for example in bf16 for all but the last steps.
+    """Send gradients in a different dtype inside the context, for example bf16 in all but the last training steps.
 
-    Holds for every reduction that runs inside, of the outer axis at an optimizer step too. Contexts nest; leaving one,
-    also by an exception, restores what held before. What gradients accumulate in does not change. Local operation; all
-    ranks must use the same dtype, as the wire connects them.
+    Applies to every reduction inside the context, including those of the outer axis at an optimizer step. Contexts can
+    be nested. On exit, also after an exception, the previous setting is restored. The accumulation dtype of gradients
+    does not change. Local operation. All ranks must use the same dtype.
 
     Args:
         model: The model that :func:`te_fsdp.fully_shard` was called on, with a precision policy.
@@ -189,7 +191,7 @@ def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
 
     Raises:
         OrderError: The model has no precision policy.
-        PrecisionError: Another dtype.
+        PrecisionError: The dtype is not supported.
     """
     comm = comm_of(model)
     if comm is None:
@@ -204,7 +206,7 @@ def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             "grad_comm: wrong dtype",
             expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
             got=dtype,
-            fix="gradients travel in floating-point dtypes that every transport can add",
+            fix="use a floating-point dtype that every transport can sum",
         )
     before, comm.dtype = comm.dtype, dtype
     try:
@@ -213,7 +215,7 @@ def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
         comm.dtype = before
 
 
-#: Elements of a tensor that is worth a collective of its own: packing it would cost more than it saves.
+#: Elements of a tensor that gets its own collective: packing it would cost more than it saves.
 LARGE = 1 << 20
 
 
@@ -228,20 +230,20 @@ def start(
     into: torch.Tensor | None = None,
     async_op: bool = True,
 ) -> Pending[torch.Tensor]:
-    """Begin to move a tensor. Collective over ``group``: see the table above, with fp32 sums :class:`GradComm`.
+    """Start to move a tensor. Collective over ``group``: see the table above, and :class:`GradComm` for fp32 sums.
 
     Args:
-        buffer: Contiguous, of the same number of elements on all ranks; it must not change before the end. That of an
-            all-reduce is given away: its memory may become the result's.
-        source: What the ranks hold: ``Partial("sum")`` or ``Partial("avg")``, or ``Shard``.
-        target: What they shall hold: ``Replicate``, or ``Shard``: each its part.
+        buffer: Contiguous, with the same number of elements on all ranks. It must not change before the end. An
+            all-reduce takes ownership: its memory may become the result's.
+        source: Placement of the ranks' data: ``Partial("sum")``, ``Partial("avg")`` or ``Shard``.
+        target: Requested placement: ``Replicate`` or ``Shard``.
         group: The ranks.
-        comm: The model's; ``None``: gradients are sent in the buffer's dtype.
-        into: 1-D, where the result goes; not for an all-reduce. Gradients may be of another dtype than ``buffer``.
-        async_op: Whether nothing waits before :meth:`Pending.wait`; otherwise the current stream does right away.
+        comm: The model's settings. ``None``: gradients are sent in the buffer's dtype.
+        into: 1-D output, not for an all-reduce. For gradients, its dtype may differ from the dtype of ``buffer``.
+        async_op: If true, only :meth:`Pending.wait` waits. Otherwise the current stream waits right away.
 
     Returns:
-        The result: ``into``, or as ``buffer``.
+        The result: ``into``, or a tensor like ``buffer``.
     """
     if isinstance(source, Partial):
         op = dist.ReduceOp.AVG if source.reduce_op == "avg" else dist.ReduceOp.SUM
@@ -252,7 +254,7 @@ def start(
     assert isinstance(source, Shard) and isinstance(target, Replicate) and into is not None
     gather = _first_of(dist, "all_gather_single", "all_gather_into_tensor")
     work = gather(into, buffer, group=group, async_op=async_op)
-    # The buffer is kept by the function until the transport has read it.
+    # The closure keeps the buffer alive until the transport has read it.
     return Pending(lambda sent=buffer: into, work, current_stream(buffer.device))
 
 
@@ -300,19 +302,19 @@ def reduce_scatter(
     op: Any = dist.ReduceOp.AVG,
     async_op: bool = False,
 ) -> Pending[torch.Tensor]:
-    """Begin to add up over a group by way of the wire's dtype; each rank keeps its part.
+    """Start a reduction over a group in the communication dtype. Each rank receives its shard of the sum.
 
-    Collective over ``group``: one reduce-scatter, or one all-to-all for fp32 sums of another wire dtype; of several
-    sources as many reduce-scatters at once, or as many all-to-alls.
+    Collective over ``group``: one reduce-scatter, or one all-to-all for fp32 sums of a different communication dtype.
+    With several sources, one such collective per source, grouped into one operation.
 
     Args:
-        output: 1-D, this rank's part, in any floating-point dtype.
-        source: 1-D, ``group.size()`` parts one after the other; already in the wire's dtype, or in any other. Several,
-            of one dtype, have their parts in ``output`` one after the other; not with ``async_op``.
-        group: Who adds.
-        comm: The model's; ``None``: the source's own dtype.
+        output: 1-D, this rank's shard, in any floating-point dtype.
+        source: 1-D, ``group.size()`` concatenated shards, in the communication dtype or in any other. For several
+            sources of one dtype, ``output`` contains their shards in sequence; not with ``async_op``.
+        group: The ranks.
+        comm: The model's settings. ``None``: the source's own dtype.
         op: ``AVG``, ``SUM``, or NCCL's premultiplied sum (not with fp32 sums).
-        async_op: As for :func:`start`.
+        async_op: See :func:`start`.
     """
     sources = [source] if isinstance(source, torch.Tensor) else list(source)
     assert len(sources) == 1 or not async_op
@@ -327,7 +329,7 @@ def reduce_scatter(
         sent = sources[0].to(wire)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=async_op)
-        # What is sent is kept until then.
+        # Keeps the sent buffers alive until then.
         pending = Pending(lambda sent=sent: _add_in_fp32(received, group, op, output), work, stream)
     else:
         sources, op, after = _halved(sources, wire, group.size(), op)
@@ -339,7 +341,7 @@ def reduce_scatter(
             scatter = _first_of(dist, "reduce_scatter_single", "reduce_scatter_tensor")
             work = scatter(received, parts[0], op=op, group=group, async_op=async_op)
 
-        def cast(sent: list[torch.Tensor] = parts) -> torch.Tensor:  # kept until then
+        def cast(sent: list[torch.Tensor] = parts) -> torch.Tensor:  # the default argument keeps them alive
             if received is not output:
                 output.copy_(received)
             return output if after == 1 else output.div_(after)
@@ -347,21 +349,21 @@ def reduce_scatter(
         pending = Pending(cast, work, stream)
     if async_op:
         return pending
-    pending.wait()  # what is sent is freed
+    pending.wait()  # frees the sent buffers
     return Pending(lambda: output, None, stream)
 
 
 def _add_in_fp32(
     received: torch.Tensor, group: dist.ProcessGroup, op: Any, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum, in fp32 and in the order of the ranks, of what each rank has sent of this rank's part."""
+    """Return the fp32 sum of what all ranks sent for this rank's shard, added in rank order."""
     parts, average = received.view(group.size(), -1), op == dist.ReduceOp.AVG
     if not average and op != dist.ReduceOp.SUM:
         raise PrecisionError(
             "fp32 sum of gradients",
             expected="ReduceOp.SUM or ReduceOp.AVG",
             got=op,
-            why="A premultiplied sum is computed inside the transport",
+            why="The transport computes a premultiplied sum itself, in the communication dtype",
             fix="call set_force_sum_reduction_for_comms(True) on units with a gradient divide factor",
         )
     direct = into if into is not None and into.dtype == torch.float32 else None
@@ -372,9 +374,9 @@ def _add_in_fp32(
 def _halved(
     sources: list[torch.Tensor], wire: torch.dtype, ranks: int, op: Any
 ) -> tuple[list[torch.Tensor], Any, float]:
-    """What to send, by which operation, and what to divide the result by: as they are, but for averages in fp16.
+    """Return the buffers to send, the operation, and the divisor of the result. Only averages in fp16 are changed.
 
-    These overflow early, and are divided by about the root of ranks each time.
+    They overflow early, so they are divided by about the square root of the number of ranks before and after.
     """
     if wire != torch.float16 or op != dist.ReduceOp.AVG:
         return sources, op, 1
@@ -387,7 +389,7 @@ def _halved(
 def _reduce_scatter_all(
     outputs: list[torch.Tensor], sources: list[torch.Tensor], op: Any, group: dist.ProcessGroup
 ) -> Any:
-    """Several as one operation, queued on the current stream: what torch's own context manager for it calls."""
+    """Queue several collectives as one operation on the current stream, as torch's own context manager does."""
     options = dist.ReduceScatterOptions()
     options.reduceOp, options.asyncOp = op, False
     named = _first_of(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
@@ -395,7 +397,7 @@ def _reduce_scatter_all(
 
 
 def _first_of(owner: Any, name: str, older: str) -> Any:
-    """A collective by its name, or by the one that older versions of torch have (before 2.13 for single tensors)."""
+    """Return a collective by its name, or by its name in older versions of torch (before 2.13 for single tensors)."""
     return getattr(owner, name, None) or getattr(owner, older)
 
 
@@ -403,10 +405,10 @@ def _first_of(owner: Any, name: str, older: str) -> Any:
 def gather_all(
     tensors: Sequence[tuple[torch.Tensor, torch.Tensor]], group: dist.ProcessGroup
 ) -> Pending[None]:
-    """Begin several all-gathers as one operation, for which a transport has one launch. Collective over ``group``.
+    """Start several all-gathers as one operation with a single launch of the transport. Collective over ``group``.
 
     Args:
-        tensors: What this rank sends, and where that of all ranks goes, both 1-D; the first may lie in the second.
+        tensors: Pairs of this rank's shard and the output for all ranks, both 1-D. The shard may be part of the output.
         group: The ranks.
     """
     gather = _first_of(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
@@ -416,13 +418,13 @@ def gather_all(
 
 @torch.no_grad()
 def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Make tensors those of the group's first rank, in place.
+    """Copy the tensors of the group's first rank to all ranks, in place.
 
     Collective over ``group``: one broadcast per dtype, and one for each contiguous tensor of more than :data:`LARGE`
     elements.
 
     Args:
-        tensors: In the same order, and of the same shapes, on all ranks.
+        tensors: In the same order and with the same shapes on all ranks.
         group: The ranks.
     """
     small: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -136,7 +136,7 @@ def test_what_does_not_divide_is_refused():
         shard_boxes((9, 4), ParameterRule(0, PLAIN), Coordinates(tp_size=2), name="up.weight")
     assert str(caught.value) == (
         "up.weight: dim 0 of shape (9, 4), layout plain: expected every block divisible by tp size 2, got block "
-        "sizes [9]. Fix: choose a dimension or a tp size that divides."
+        "sizes [9]. Fix: choose a dimension that is divisible by the tp size, or a different tp size."
     )
 
 

@@ -42,9 +42,9 @@ def test_message():
     with pytest.raises(MeshError) as caught:
         expert_ranges([1, 2], "up")
     assert str(caught.value) == (
-        "up: experts over ep=2: expected 3 experts dealt out as [2, 1], at least one on each rank, got num_gemms of "
-        "the ranks [1, 2]. Which expert a weight belongs to follows from how many the ranks before hold. Fix: build it "
-        "with num_gemms=len(meshes.experts(total))."
+        "up: experts over ep=2: expected 3 experts distributed as [2, 1], at least one on each rank, got num_gemms of "
+        "the ranks [1, 2]. The number of experts on the ranks before determines which expert a weight belongs to. "
+        "Fix: build it with num_gemms=len(meshes.experts(total))."
     )
 
 

@@ -148,12 +148,12 @@ BUILD_ERRORS = {
     "too many": (
         {"dp_shard": 3, "tp": 2},
         "Meshes.build: dp_replicate(1) * dp_shard(3) * tp(2) = 6: expected a product equal to WORLD_SIZE = 8, got 6. "
-        "Fix: dp_shard=4, or dp_shard=-1 to use what is left.",
+        "Fix: dp_shard=4, or dp_shard=-1 to infer it.",
     ),
     "too few": (
         {"dp_replicate": 2, "dp_shard": 2},
         "Meshes.build: dp_replicate(2) * dp_shard(2) * tp(1) = 4: expected a product equal to WORLD_SIZE = 8, got 4. "
-        "Fix: dp_shard=4, or dp_shard=-1 to use what is left.",
+        "Fix: dp_shard=4, or dp_shard=-1 to infer it.",
     ),
     "no dp_shard fits": (
         {"dp_shard": 2, "tp": 3},
@@ -174,37 +174,37 @@ BUILD_ERRORS = {
         {"tp": 0},
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(0): expected positive sizes, at most one of them -1, "
         "got (1, -1, 0)."
-        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+        " Fix: give every axis a size of 1 or more; only one may be -1 (the default of dp_shard).",
     ),
     "negative": (
         {"tp": -2},
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(-2): expected positive sizes, at most one of them -1, "
         "got (1, -1, -2)."
-        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+        " Fix: give every axis a size of 1 or more; only one may be -1 (the default of dp_shard).",
     ),
     "two free": (
         {"tp": -1},
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(-1): expected positive sizes, at most one of them -1, "
         "got (1, -1, -1)."
-        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+        " Fix: give every axis a size of 1 or more; only one may be -1 (the default of dp_shard).",
     ),
     "no number": (
         {"tp": "2"},
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2): expected positive sizes, at most one of them -1, "
         "got (1, -1, '2')."
-        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+        " Fix: give every axis a size of 1 or more; only one may be -1 (the default of dp_shard).",
     ),
     "a float": (
         {"dp_shard": 4.0, "tp": 2},
         "Meshes.build: dp_replicate(1) * dp_shard(4.0) * tp(2): expected positive sizes, at most one of them -1, "
         "got (1, 4.0, 2)."
-        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+        " Fix: give every axis a size of 1 or more; only one may be -1 (the default of dp_shard).",
     ),
     "a bool": (
         {"tp": True},
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(True): expected positive sizes, at most one of them -1, "
         "got (1, -1, True)."
-        " Fix: give every axis a size of 1 or more; one alone may be -1, which dp_shard is by default.",
+        " Fix: give every axis a size of 1 or more; only one may be -1 (the default of dp_shard).",
     ),
     "context and expert parallel": (
         {"cp": 2, "ep": 2, "tp": 4},
@@ -214,7 +214,7 @@ BUILD_ERRORS = {
     "dp_shard counts neither cp nor ep": (
         {"dp_shard": 8, "ep": 4},
         "Meshes.build: dp_replicate(1) * dp_shard(8) * ep(4) * tp(1) = 32: expected a product equal to WORLD_SIZE = 8, "
-        "got 32. Fix: dp_shard=2, or dp_shard=-1 to use what is left.",
+        "got 32. Fix: dp_shard=2, or dp_shard=-1 to infer it.",
     ),
 }
 
@@ -242,9 +242,9 @@ def test_build_refuses(fake_world, mistake):
             (2, 2),
             ("data", "tp"),
             "Meshes.from_device_mesh: axis 'data' of size 2: expected axes out of ('dp_replicate', 'dp_shard', 'cp', "
-            "'ep', 'tp'), got ('data', 'tp'). te_fsdp binds axes by name: over an axis that it leaves out, no gradient "
-            "is reduced. Fix: names={'data': 'dp_shard'} for what it means, or names={'data': None} if ranks along it "
-            "hold other weights, as stages of a pipeline do.",
+            "'ep', 'tp'), got ('data', 'tp'). te_fsdp binds axes by name: gradients are not reduced "
+            "over an axis that it ignores. Fix: names={'data': 'dp_shard'} for its meaning, or names={'data': None} if "
+            "ranks along it have different weights, as pipeline stages do.",
         ),
         (
             (2, 2),
@@ -270,8 +270,8 @@ def test_from_device_mesh_refuses(fake_world, shape, names, text):
     [
         ({"dat": "dp_shard"}, ["names: axis 'dat'", "one of ('data', 'outer', 'tp')", "Fix: 'data'"]),
         ({"data": "dp"}, ["names['data']", "got 'dp'", "Fix: names={'data': 'dp_shard'}"]),
-        ({"data": "tp", "outer": None}, ["two axes that are 'tp'", "('data', 'outer', 'tp')"]),
-        ({"data": "dp_shard", "outer": "dp_shard"}, ["two axes that are 'dp_shard'", "Fix: flatten"]),
+        ({"data": "tp", "outer": None}, ["two axes named 'tp'", "('data', 'outer', 'tp')"]),
+        ({"data": "dp_shard", "outer": "dp_shard"}, ["two axes named 'dp_shard'", "Fix: flatten"]),
         ({"data": "dp_shard"}, ["axis 'outer' of size 2", "names={'outer': 'dp_replicate'}"]),
         ({}, ["axis 'data' of size 2"]),
         ({"data": "dp_shard", "outer": 3}, ["names['outer']", "got 3"]),
@@ -347,9 +347,11 @@ def test_stages_from_one_call(fake_world, rank):
     whole = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
     same = Meshes.from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])
     assert ranks(same.pp) == ranks(meshes.pp) and ranks(same.weight) == ranks(meshes.weight)
-    with pytest.raises(MeshError, match="Meshes.from_device_mesh: pp: expected beside a mesh of one stage"):
+    with pytest.raises(
+        MeshError, match="Meshes.from_device_mesh: pp: expected for the mesh of one stage, a pp mesh"
+    ):
         Meshes.from_device_mesh(whole, pp=whole["pp"])
-    with pytest.raises(MeshError, match="of which this one, [06], alone is in it"):
+    with pytest.raises(MeshError, match="shares only this rank, [06], with it"):
         Meshes.from_device_mesh(whole["dp_shard", "tp"], pp=whole["tp"])
 
 
@@ -378,7 +380,7 @@ def test_ranks_that_do_not_ascend(fake_world, order):
         Meshes.from_device_mesh(mesh)
     assert str(caught.value) == (
         f"Meshes.from_device_mesh: mesh: expected ranks that ascend along every axis, got {order}. Process groups "
-        "number their ranks in ascending order, so that shards would change places. Fix: build the mesh from ascending "
+        "number their ranks in ascending order, so shards would be swapped. Fix: build the mesh from ascending "
         "ranks, as init_device_mesh does."
     )
     with pytest.raises(MeshError, match=r"set_device_mesh\(Linear\): tp_mesh: expected ranks that ascend"):

@@ -48,7 +48,7 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
     assert result.stdout.strip() == (
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2) = 2 * ?: expected a product equal to WORLD_SIZE = 1, "
         "got 2, which does not divide 1. Fix: sizes whose product is WORLD_SIZE; or start the script with torchrun "
-        "--nproc-per-node N, where it runs alone now."
+        "--nproc-per-node N, because it runs as a single process now."
     )
 
 
@@ -65,7 +65,7 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
             {},
             "Fix: start the script with torchrun (srun torchrun ..., docs/nodes.md)",
         ),
-        ({"WORLD_SIZE": "4"}, {}, "got WORLD_SIZE=4. Each process would train a model of its own"),
+        ({"WORLD_SIZE": "4"}, {}, "got WORLD_SIZE=4. Each process would train a separate model"),
         ({"WORLD_SIZE": "4"}, {"dp_shard": 1}, ""),
         ({"SLURM_STEP_NUM_TASKS": "1"}, {}, ""),
         ({"WORLD_SIZE": "4", "RANK": "0"}, {}, ""),
@@ -99,7 +99,7 @@ def test_several_processes_without_torchrun(monkeypatch, environment, sizes, tex
         (
             {"LOCAL_RANK": "0"},
             0,
-            "torchrun --nproc-per-node 1, or all devices of the node in CUDA_VISIBLE_DEVICES",
+            "torchrun --nproc-per-node 1, or set CUDA_VISIBLE_DEVICES to all devices",
         ),
     ],
 )

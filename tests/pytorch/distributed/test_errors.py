@@ -17,7 +17,7 @@ CASES = [
         "MeshError",
         [
             "GroupedLinear: experts over ep=2",
-            "3 experts dealt out as [2, 1]",
+            "3 experts distributed as [2, 1]",
             "got num_gemms of the ranks [1, 2]",
         ],
     ),

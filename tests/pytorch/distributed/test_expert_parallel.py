@@ -235,7 +235,7 @@ def test_torch_fully_shard_refuses(pool, how, kind, text):
     [
         ("width", "MeshError", "expert module(s) 0 over ep=2: expected on rank 1 of ep as on the first"),
         ("one fails", "PlacementError", "0 (GroupedLinear): delay_wgrad_compute=True is not supported"),
-        ("weight mesh", "MeshError", "expert_weight_mesh: expected one rank of ep_mesh at most"),
+        ("weight mesh", "MeshError", "expert_weight_mesh: expected at most one rank of ep_mesh"),
         ("nobody", "PlacementError", "experts 'encoder'"),
     ],
 )
