@@ -1,1 +1,1 @@
-"""Facts and fixes per quantization format: amax groups, all-gather hooks, alignment of shards."""
+"""Support of the quantization formats: amax groups, all-gather hooks, alignment of shards."""

@@ -1,21 +1,20 @@
-"""Whether a quantized weight can be trained here: how FSDP2 may cut it, and what TE and the device support.
+"""Checks that a quantized weight can be trained on this mesh and device.
 
-A block format has one scale per block of values (MXFP8 32, NVFP4 16, float8-block 128 x 128), so that a shard must
-hold whole blocks. FSDP2 cuts a dim of length L over n ranks into pieces of ceil(L / n), and its reduce-scatter
-cuts gradients just so (``torch._chunk_cat``): the sizes of the pieces cannot be chosen. Three cases follow.
+A block format has one scale per block of values (MXFP8 32, NVFP4 16, float8-block 128 x 128), so a shard must consist
+of full blocks. FSDP2 shards a dim of length L over n ranks into chunks of ceil(L / n), and its reduce-scatter shards
+gradients the same way (``torch._chunk_cat``). The chunk sizes cannot be chosen. There are three cases:
 
-- Rows divisible by ``n * block``: FSDP2 cuts rows, as it does by default.
-- Otherwise, columns divisible by ``n * block``: FSDP2 is told to cut columns (``shard_placement_fn``).
-- Otherwise no cut is offered. A short last piece helps next to nobody: together the pieces lack fewer than ``n`` rows,
-  so that whole blocks can be missing only where ``n`` exceeds the block. Rows that are no multiple of the block have
-  no MXFP8 or NVFP4 form in TE at all; float8-block has one, with a short last block, which is taken along dims that
-  neither FSDP2 nor tp cuts.
+- Rows divisible by ``n * block``: FSDP2 shards rows, its default.
+- Otherwise, columns divisible by ``n * block``: FSDP2 shards columns (``shard_placement_fn``).
+- Otherwise the weight cannot be sharded. A short last chunk rarely helps: the chunks together lack fewer than ``n``
+  rows, so full blocks are missing only if ``n`` exceeds the block size. TE does not support MXFP8 or NVFP4 for rows
+  that are not a multiple of the block. float8-block has a short last block, which is accepted along dims that neither
+  FSDP2 nor tp shards.
 
-Float8 has one scale per weight. Its pieces may have any size, none included.
+Float8 has one scale per weight. Its shards may have any size, including 0.
 
-All of this is arithmetic on shapes: every rank finds the same, and raises the same, without communication. What TE or
-the device cannot do with a recipe is found before a step is spent on it, with the reason; ``docs/support.md`` lists the
-combinations.
+The checks use shapes only, so every rank raises the same error without communication. Combinations that TE or the
+device does not support raise before the first step, with the reason. ``docs/support.md`` lists them.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """Sizes of the axes that cut weights, and of the one that copies them."""
+    """Sizes of the axes that shard weights, and of the axis that replicates them."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -50,25 +49,25 @@ class Grid:
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight that TE holds quantized."""
+    """A weight that TE stores quantized."""
 
     label: str  #: Full name, for messages
     shape: tuple[int, ...]  #: tp-local
     format: Format
-    rule: ParameterRule  #: How tp cuts it, and how its rows are stacked
-    block: int  #: Rows and columns that one scale spans, the larger of two formats in a hybrid
+    rule: ParameterRule  #: How tp shards the weight, and how its rows are stacked
+    block: int  #: Rows and columns per scale, the larger of both formats for a hybrid
     tp: int = 1  #: Size of the tp axis
 
     @staticmethod
     def made_by(quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int) -> Weight:
-        """One that a quantizer of TE's makes, of a weight or of an expert of one."""
+        """Return the description of a weight, or of one expert's weight, for a TE quantizer."""
         formats = [_te.format_of_quantizer(part) for part in _te.quantizers_of_parts(quantizer)]
-        largest = max(row.block or 1 for row in FORMATS.values())  # of formats that are not known
+        largest = max(row.block or 1 for row in FORMATS.values())  # upper bound for unknown formats
         block = max(row.block or largest for row in formats)
         return Weight(label, shape, _te.format_of_quantizer(quantizer), rule, block, tp)
 
     def over(self, tp: int) -> Weight | None:
-        """The same original weight as another tp size cuts it; ``None`` if that does not divide."""
+        """Return the same original weight for a different tp size, or ``None`` if it does not divide the weight."""
         dim, shape = self.rule.shard_dim, self.shape
         if dim is not None:
             size = shape[dim] * self.tp
@@ -83,17 +82,17 @@ def plan_cuts(
     grid: Grid,
     stays_whole: Callable[[nn.Module, str], bool],
 ) -> dict[int, dict[str, int]]:
-    """The dim that FSDP2 shall cut of each weight that is or will be quantized, checked before anything changes.
+    """Return the dim that FSDP2 must shard for each weight that is or will be quantized.
 
-    Local operation; every rank sees the same shapes and raises the same. ``weights`` are label, owner, name and rule of
-    each weight that TE may hold quantized, tp-local, not yet cut; ``stays_whole``: whether data parallelism leaves a
-    module's own parameter whole.
+    Local operation, before any change. Every rank sees the same shapes and raises the same. ``weights`` contains label,
+    owner, name and rule of each tp-local weight that TE may quantize. ``stays_whole`` returns whether data parallelism
+    replicates a module's own parameter.
 
     Returns:
-        Per ``id`` of an owner: dim by name; high-precision weights, and those that stay whole, are left out.
+        Per ``id`` of an owner: dim by name, without high-precision and replicated weights.
 
     Raises:
-        PlacementError: No cut fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
+        PlacementError: No dim fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
     """
     found = {}
     for label, module, name, rule in weights:
@@ -110,7 +109,7 @@ def plan_cuts(
 
 
 def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
-    """Whether all shards of a weight that FSDP2 cuts along ``dim`` over ``fsdp_size`` ranks fit its format."""
+    """Return whether all shards of a weight fit its format if FSDP2 shards ``dim`` over ``fsdp_size`` ranks."""
     if weight.format.has_one_scale:
         return dim == 0 or weight.shape[dim] % fsdp_size == 0
     if dim and fsdp_size > 1 and weight.format.block is None:
@@ -118,21 +117,21 @@ def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
     block, parts = weight.block, weight.rule.layout.blocks
     sizes, units = (weight.shape[0], math.prod(weight.shape[1:])), [block, block]
     units[dim] *= fsdp_size
-    if weight.format.short_blocks:  # a short last block is fine along a dim that nobody cuts
+    if weight.format.short_blocks:  # a short last block is accepted along a dim that is not sharded
         tp_dim = weight.rule.shard_dim if weight.tp > 1 else None
         units = [1 if d != tp_dim and unit == block else unit for d, unit in enumerate(units)]
-    # No scale may span two of the tensors that are stacked in one weight: in the original they lie apart.
+    # No scale may span two of the tensors stacked in one weight: in the original they are not adjacent.
     stacked = len(parts) == 1 or all(sizes[0] * part // sum(parts) % block == 0 for part in parts)
     return stacked and all(size % unit == 0 for size, unit in zip(sizes, units, strict=True))
 
 
 def fitting_dim(weight: Weight, fsdp_size: int) -> int | None:
-    """The dim that FSDP2 shall cut: rows if they fit, else columns if those do, else ``None``."""
+    """Return the dim that FSDP2 must shard: rows if they fit, else columns if those do, else ``None``."""
     return next((dim for dim in (0, 1) if fits(weight, fsdp_size, dim)), None)
 
 
 def check_fit(weight: Weight, grid: Grid, everyone: Sequence[Weight] = (), *, dim: int | None = None) -> int:
-    """The dim along which FSDP2 can cut a weight: ``dim`` where that is settled, else the better of 0 and 1.
+    """Return the dim that FSDP2 can shard: ``dim`` if it is given, else the better of 0 and 1.
 
     Local operation; the same answer on every rank. A mesh that is proposed fits all weights of ``everyone``.
 
@@ -200,7 +199,7 @@ def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors, the largest first."""
+    """Return all divisors, the largest first."""
     return [d for d in range(number, 0, -1) if number % d == 0]
 
 

@@ -1,4 +1,4 @@
-"""FSDP2's all-gather hooks of TE's quantized tensors, made right for tensor parallelism and axes of size 1.
+"""Corrections to the all-gather hooks of TE's quantized tensors.
 
 Faults of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15), each mended by a wrapper that leaves tensors of
 modules without a te_fsdp binding alone:
@@ -79,15 +79,15 @@ def note_gathered(old: torch.Tensor | None, new: torch.Tensor, binding: Binding)
 def release_of(
     gathered: torch.Tensor | None, shard: DTensor | None, binding: Binding
 ) -> Callable[[], None] | None:
-    """What frees that which a gathered weight holds besides the buffers that FSDP2 frees. Local operation.
+    """Return a function that frees the derived buffers of a gathered weight. Local operation.
 
-    TE derives transposes and padded scales from gathered bytes; they would stay until the next gather. Buffers that
-    were put together along columns are te_fsdp's own.
+    TE derives transposes and padded scales from gathered bytes. FSDP2 does not free them, so they would stay until the
+    next all-gather. Buffers that were joined along columns belong to te_fsdp.
 
-    FSDP2 will put ``shard`` in the place of ``gathered``.
+    ``shard`` replaces ``gathered``.
 
     Returns:
-        To be called at the end of every forward and backward; ``None`` if this is no gathered quantized weight.
+        To be called at the end of every forward and backward. ``None`` if this is not a gathered quantized weight.
     """
     local = None if gathered is None else _torch.local_of(gathered)
     if local is None or GATHERED not in local.__dict__:
@@ -107,12 +107,12 @@ def _release_columns(local: torch.Tensor, row: Format) -> None:
 
 
 def _fsdp_placements(shard: DTensor, binding: Binding) -> tuple[Placement, ...]:
-    """Placements that FSDP2 added: all but tp's, which is that of the last axis."""
+    """Return the placements that FSDP2 added: all except tp's, which belongs to the last axis."""
     return shard.placements[:-1] if binding.tp_mesh is not None else shard.placements
 
 
 def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) -> None:
-    """Raise if FSDP2 has cut a weight, quantized now or later, so that its shards do not fit the format.
+    """Raise if FSDP2's shards of a weight, quantized now or later, do not fit the format.
 
     Local operation on global shapes: every rank raises the same, before anything is communicated. ``shard`` is what
     FSDP2 installs.
@@ -123,8 +123,8 @@ def check_cut(module: nn.Module, binding: Binding, name: str, shard: DTensor) ->
     """
     if is_replicated(module, name):
         raise PlacementError(
-            f"{binding.label(name)}: cut by FSDP2, though te_fsdp.fsdp_no_shard was called for it",
-            why="torch's fully_shard does not know the mark",
+            f"{binding.label(name)}: sharded by FSDP2, although te_fsdp.fsdp_no_shard was called for it",
+            why="torch's fully_shard does not support this mark",
             fix="use te_fsdp.fully_shard; or pass it to torch's in ignored_params, and reduce its gradients",
         )
     rule, quantizer = binding.rules.get(name), _te.weight_quantizer(module, name)
@@ -161,11 +161,11 @@ def patch_new_zeros(local: torch.Tensor) -> None:
 
 
 def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options: Any) -> torch.Tensor:
-    """``reference().new_zeros(size)`` with whole scale buffers."""
+    """Return ``reference().new_zeros(size)`` with padded scale buffers."""
     local = reference()
     assert local is not None
     block = _te.format_of(local).block  # type: ignore[union-attr]
-    if options or any(length % block for length in size):  # the cut is refused in the next moment
+    if options or any(length % block for length in size):  # FSDP2's sharding raises right after this
         return type(local).new_zeros(local, size, **options)
     quantizer = _te.quantizer_of(local).copy()
     quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
@@ -193,7 +193,7 @@ class _Shard(NamedTuple):
 
 
 class _Packed(NamedTuple):
-    """What packed tensors of a shard hold that is cut along its columns."""
+    """Layout of packed tensors of a shard along columns."""
 
     shape: tuple[int, int]  #: Of the shard
     places: Places
@@ -271,7 +271,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _look_at(
     shard: torch.Tensor, module: nn.Module, binding: Binding, now: tuple[int, int, torch.Size]
 ) -> _Shard:
-    """What is to be known of a shard in its first gather. Collective as :func:`agree_on_weight_mesh`."""
+    """Build and cache the gather metadata of a shard. Collective as :func:`agree_on_weight_mesh`."""
     agree_on_weight_mesh(binding, module, shard)
     attach_group(shard, binding)
     _fsdp2_patches.keep_no_flat_shards(module, shard)
@@ -294,7 +294,7 @@ def _arrange(
     mesh: DeviceMesh,
     orig_size: torch.Size,
 ) -> tuple[tuple[torch.Tensor, ...], _Arranged]:
-    """The buffers that TE would gather, where FSDP2 cannot gather them as they are."""
+    """Return the buffers that TE would gather, converted where FSDP2 cannot gather them directly."""
     ranks = mesh.size()
     if ranks == 1:
         nothing = torch.empty(0, dtype=torch.uint8, device=inputs[0].device)
@@ -314,7 +314,7 @@ def _arrange(
 def _pack_columns(
     local: torch.Tensor, inputs: tuple[torch.Tensor, ...], ranks: int
 ) -> tuple[tuple[torch.Tensor, ...], _Packed]:
-    """Packed tensors of the buffers that TE would gather of a shard (M, K / ranks), without their padding."""
+    """Return packed tensors of the unpadded buffers that TE would gather of a shard (M, K / ranks)."""
     rows, columns = local.shape
     known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
     found = [known[i.data_ptr()] for i in inputs]  # views of buffers that begin where these begin
@@ -331,7 +331,7 @@ def _pack_columns(
 
 
 def _join_columns(outputs: tuple[torch.Tensor, ...], packed: _Packed) -> tuple[torch.Tensor, ...]:
-    """The buffers of the whole weight, new tensors, in the order and shapes in which TE expects its own."""
+    """Return the buffers of the unsharded weight, new tensors, in TE's order and shapes."""
     rows, columns = packed.shape
     ranks = outputs[0].numel() // (rows * columns)
     flats = bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
@@ -359,7 +359,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         target = None if out is None else _torch.local_of(out)
         buffers, own, inner = all_gather_outputs, metadata, None
         if isinstance(metadata, _Arranged):
-            # FSDP2 shall not free the shard's memory.
+            # FSDP2 must not free the shard's memory.
             buffers, own, inner = metadata.buffers, metadata.metadata, ()
             if metadata.rows:
                 # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.

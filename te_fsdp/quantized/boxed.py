@@ -142,11 +142,11 @@ class QuantizedSlice(torch.Tensor):
         return made
 
     def __init__(self, *unused: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing: :meth:`__new__` has set everything."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
-        """Run every other function on the values."""
+        """Run every other function on the dequantized values."""
         plain = [one.values() if isinstance(one, QuantizedSlice) else one for one in args]
         return func(*plain, **(kwargs or {}))
 

@@ -1,16 +1,16 @@
-"""A quantized weight of all experts, as FSDP2, optimizers and TE's grouped kernels each want it.
+"""A quantized weight that contains all experts of a layer.
 
-``GroupedWeight`` is one of TE's quantized tensors to everybody outside: (experts, out, in), quantized and dequantized
-as a whole. Inside it is TE's ``GroupedTensor``: flat buffers of all experts, of which each expert's own quantized
-tensor is a view, with a scale of its own in per-tensor formats. FSDP2 cuts it between experts where these divide. A
-gather puts the flat buffers of the shards one after the other, which is the whole weight's ``GroupedTensor`` already.
-Where experts do not divide, FSDP2 cuts all of them into whole blocks of rows or columns, if there are as many, and
-their bytes are packed (:mod:`te_fsdp.quantized.components`); else a shard has more experts than another, or none. No
-block and no scale is ever cut.
+FSDP2 and optimizers see ``GroupedWeight`` as an ordinary TE quantized tensor: (experts, out, in), quantized and
+dequantized as a unit. Internally it is TE's ``GroupedTensor``: flat buffers of all experts. Each expert's quantized
+tensor is a view of them, with its own scale in per-tensor formats. FSDP2 shards the weight between experts if their
+number is divisible. An all-gather then concatenates the flat buffers of the shards, which is the layout of the
+unsharded ``GroupedTensor``. Otherwise FSDP2 shards every expert into full blocks of rows or columns, if there are
+enough, and their bytes are packed (:mod:`te_fsdp.quantized.components`). Otherwise the shards have different numbers of
+experts, or none. Blocks and scales are never split.
 
-An ordinary contiguous (experts, out, in) tensor has the same bytes as TE's grouped tensor of it: the experts one
-after the other in flat buffers. Nothing is copied between the two: FSDP2 frees and refills the memory of the gathered
-weight, and the grouped tensor that TE has saved for backward sees it.
+A contiguous (experts, out, in) tensor has the same bytes as TE's grouped tensor of it: the experts follow each
+other in flat buffers. Conversions copy nothing. FSDP2 frees and refills the memory of the gathered weight, and the
+grouped tensor that TE has saved for backward uses the same memory.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ Piece: TypeAlias = tuple[torch.Size, torch.dtype]
 
 
 class GroupedGather(NamedTuple):
-    """Metadata of a gather: names of the buffers that are sent, shape of the whole weight, and how they are packed.
+    """Metadata of an all-gather: names of the sent buffers, unsharded shape, and the packing.
 
-    ``pieces``: all in one, for a shard axis of size 1. ``places``: where the buffers lie in packed tensors of the
-    shard's own shape, which FSDP2 asks of uneven shards, and of shards cut along ``dim`` other than the first.
+    ``pieces``: one flat tensor, for a shard axis of size 1. ``places``: the offsets of the buffers in packed tensors of
+    the shard's own shape. FSDP2 requires them for uneven shards, and for shards along a ``dim`` other than the first.
     """
 
     names: list[str]
@@ -55,23 +55,23 @@ class GroupedGather(NamedTuple):
 
 @functools.cache
 def grouped_weight_class() -> type[torch.Tensor]:
-    """The class; made when first asked for, since TE is not imported before."""
+    """Return the class. It is created at the first call, because TE is not imported before."""
     return type("GroupedWeight", (_Behaviour, _te.te().QuantizedTensor), {"__module__": __name__})
 
 
 class _Behaviour:
-    """What ``GroupedWeight`` adds to TE's ``QuantizedTensor``."""
+    """Methods that ``GroupedWeight`` adds to TE's ``QuantizedTensor``."""
 
     grouped: Any  #: The ``GroupedTensor``; ``None`` without experts
-    experts: list[Any]  #: Each expert's quantized tensor, views of ``grouped``
-    owns_buffers: bool  #: Of a gathered weight: whether its buffers were copied out of what FSDP2 gathered
+    experts: list[Any]  #: Each expert's quantized tensor, a view of ``grouped``
+    owns_buffers: bool  #: Whether the buffers of a gathered weight are copies of the gathered memory
     _quantizer: Any
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
 
     def dequantize(self, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """High-precision (experts, out, in)."""
+        """Return the high-precision (experts, out, in) tensor."""
         dtype = self.dtype if dtype is None else dtype
         if not self.experts:
             return torch.empty(self.shape, dtype=dtype, device=self.device)
@@ -90,32 +90,32 @@ class _Behaviour:
         return self
 
     def mark_experts(self) -> None:
-        """Let the experts' quantizations reduce as the mark says: TE gives some of them quantizers of their own."""
+        """Set the mark on the experts' quantizers: TE creates separate quantizers for some of them."""
         group = marked_group(self)  # type: ignore[bad-argument-type]
         if group is not None:
             for expert in self.experts:
                 mark(expert, group)
 
     def derive_transposes(self) -> None:
-        """Make the transposes of float8 weights anew from their bytes, where they are kept. Local operation."""
+        """Recompute the cached transposes of float8 weights from their bytes. Local operation."""
         for expert in self.experts:
             _te.derive_transpose(expert)  # it lies in one buffer with those of the other experts
 
     def get_metadata(self) -> dict[str, Any]:
-        """The flat buffers by their names in ``GroupedTensor``, those that there are."""
+        """Return the existing flat buffers by their names in ``GroupedTensor``."""
         return dict(_buffers(self.grouped))
 
     def get_usages(self) -> dict[str, bool]:
-        """Directions that the buffers serve."""
+        """Return the directions that the buffers provide."""
         return self._quantizer.get_usages()
 
     def as_grouped(self) -> Any:
-        """A ``GroupedTensor`` of its own over the same buffers, for one forward and its backward."""
+        """Return a separate ``GroupedTensor`` over the same buffers, for one forward and its backward."""
         with torch.inference_mode(False):  # where a wrapper of outside cannot be detached
             return self.grouped.detach()
 
     def detach(self) -> Any:
-        """Another tensor object with the same buffers."""
+        """Return a new tensor object with the same buffers."""
         new = _make(self.grouped, self.experts, tuple(self.shape), self.dtype, self.device, self._quantizer)
         new.owns_buffers = self.owns_buffers
         return new
@@ -124,7 +124,7 @@ class _Behaviour:
         return self.cloned()
 
     def cloned(self) -> Any:
-        """A copy with buffers of its own."""
+        """Return a copy with its own buffers."""
         new = empty_experts(tuple(self.shape), self._quantizer.copy(), self.dtype, self.device)
         for name, buffer in _buffers(self.grouped):
             getattr(new.grouped, name).copy_(buffer)
@@ -132,7 +132,7 @@ class _Behaviour:
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        """Operations that leave the tensor whole keep it quantized; others see its high-precision values."""
+        """Keep the weight quantized in operations on the full tensor. Dequantize it for all others."""
         kwargs = kwargs or {}
         aten, this = torch.ops.aten, args[0]
         if isinstance(this, cls):
@@ -158,7 +158,7 @@ class _Behaviour:
     # --- FSDP2
 
     def release(self) -> None:
-        """Free buffers of a gathered weight that are not FSDP2's own. Called when its shard takes its place."""
+        """Free buffers of a gathered weight that FSDP2 does not own. Called when its shard replaces it."""
         for _, buffer in _buffers(self.grouped) if self.owns_buffers else ():
             buffer.untyped_storage().resize_(0)
 
@@ -233,7 +233,7 @@ class _Behaviour:
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> Any:
-        """The whole weight of packed tensors, in buffers of its own."""
+        """Return the unsharded weight built from packed tensors, with its own buffers."""
         if out is None:
             whole = empty_experts(metadata.shape, self._quantizer.copy(), dtype, self.device)
             whole.owns_buffers = True
@@ -279,13 +279,13 @@ def empty_experts(shape: Sequence[int], quantizer: Any, dtype: torch.dtype, devi
             dtype=dtype,
         )
         for _, buffer in _buffers(grouped):
-            buffer.zero_()  # also the padding of scales, which no kernel writes
+            buffer.zero_()  # includes the padding of scales, which no kernel writes
         experts = grouped.quantized_tensors
     return _make(grouped, experts, tuple(shape), dtype, device, quantizer)
 
 
 def _adopt(grouped: Any) -> Any:
-    """``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` that TE has made."""
+    """Return a ``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` created by TE."""
     own = grouped.detach()
     own.quantizer = own.quantizer.copy()  # the module sets up its own anew
     experts = own.split_into_quantized_tensors()
@@ -293,13 +293,13 @@ def _adopt(grouped: Any) -> Any:
 
 
 def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
-    """Name and buffer of a ``GroupedTensor``'s, those that there are."""
+    """Return name and tensor of the existing buffers of a ``GroupedTensor``."""
     found = [] if grouped is None else [(name, getattr(grouped, name)) for name in GROUPED_BUFFERS]
     return [(name, buffer) for name, buffer in found if buffer is not None]
 
 
 def _kind(weight: Any) -> tuple[Any, ...]:
-    """Quantizer, and names and sizes of buffers: where these are the same, bytes can be copied."""
+    """Return quantizer, names and sizes of buffers. Bytes can be copied between weights with equal results."""
     sizes = [(name, buffer.numel(), buffer.dtype) for name, buffer in _buffers(weight.grouped)]
     return type(_te.quantizer_of(weight)), sizes
 
@@ -307,7 +307,7 @@ def _kind(weight: Any) -> tuple[Any, ...]:
 def _from_buffers(
     found: dict[str, torch.Tensor], shape: tuple[int, ...], quantizer: Any, dtype: torch.dtype
 ) -> Any:
-    """``GroupedWeight`` around flat buffers."""
+    """Return a ``GroupedWeight`` around flat buffers."""
     experts, numel = shape[0], math.prod(shape[1:])
     fields = {GROUPED_BUFFERS[name]: buffer for name, buffer in found.items()}
     offsets = {}
@@ -345,7 +345,7 @@ def _make(
 
 
 class _AsGrouped(torch.autograd.Function):
-    """Ordinary tensor -> grouped tensor over its memory; gradients pass as they are."""
+    """Convert a tensor to a grouped tensor over its memory. Gradients pass unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ class _AsGrouped(torch.autograd.Function):
 
 
 def as_grouped(tensor: torch.Tensor) -> torch.Tensor:
-    """``GroupedTensor`` over the memory of a contiguous (experts, out, in) or (experts, out). Local operation."""
+    """Return a ``GroupedTensor`` over the memory of a contiguous (experts, out, in) or (experts, out). Local."""
     if torch.is_grad_enabled() and tensor.requires_grad:
         return _AsGrouped.apply(tensor)
     return _wrap(tensor)
@@ -376,9 +376,9 @@ def _wrap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The ordinary parameter over the memory of a ``GroupedTensor`` one, with its Python attributes. Local operation.
+    """Return the ordinary parameter over the memory of a ``GroupedTensor`` one, with its attributes. Local operation.
 
-    Others are returned as they are.
+    Other parameters are returned unchanged.
     """
     if not isinstance(parameter, _te.te().tensor.GroupedTensor):
         return parameter
@@ -413,14 +413,14 @@ def grouped_cut(
 
 
 def pack_flat(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-    """All buffers in one flat uint8 tensor, and what :func:`unpack_flat` needs. Local operation."""
+    """Pack all buffers into one flat uint8 tensor. Return it with the metadata for :func:`unpack_flat`. Local."""
     pieces = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
     parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
     return _flat_buffer(pieces).pack(parts, torch.uint8, inputs[0].device), pieces
 
 
 def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Tensor, ...]:
-    """Views of the buffers that :func:`pack_flat` laid out. Local operation."""
+    """Return views of the buffers that :func:`pack_flat` packed. Local operation."""
     found = zip(_flat_buffer(pieces).pieces(flat.view(-1)), pieces, strict=True)
     return tuple(part.view(dtype).view(shape) for part, (shape, dtype) in found)
 

@@ -109,7 +109,7 @@ def restore_quantized(stashed: list[Stashed]) -> None:
 
 
 def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, binding: Binding) -> None:
-    """Overwrite a fresh shard with its rows of the tp-local weight. Local operation.
+    """Overwrite a new shard with its rows of the tp-local weight. Local operation.
 
     Quantizing dequantized values gives the same values, but not always the same bytes: MXFP8 rounds the amax of a
     block up to a power of two, and the dequantized amax may lie below one that the original exceeded; its columnwise
@@ -155,7 +155,7 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, lab
 
 
 def attach_group(local: torch.Tensor, binding: Binding) -> None:
-    """Tell a quantized local shard over which ranks its quantizations must reduce the amax.
+    """Set the group over which quantizations of a local shard reduce the amax.
 
     Local operation. Nothing to do for formats whose scales are local to a block. Without a weight mesh nothing cuts
     the weight, and a group that TE has put there is dropped.
@@ -197,7 +197,7 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
 
 
 def _experts_group(binding: Binding) -> str | None:
-    """Name of the group whose ranks hold pieces of the same experts: that of tp, and FSDP2's if it cuts within them."""
+    """Return the name of the group whose ranks have shards of the same experts (tp, FSDP2's if it splits experts)."""
     rule = binding.rules.get("weight")
     mesh = binding.tp_mesh if rule is not None and rule.shard_dim is not None else None
     if binding.cut_within and binding.weight_mesh is not None:
@@ -264,7 +264,7 @@ def quantize_whole(
 
 
 def _group_of_whole(parameter: torch.Tensor | None, binding: Binding | None) -> Any | None:
-    """The process group of the ranks that hold pieces of a parameter; ``None`` where one rank holds it all."""
+    """Return the process group of the ranks that have shards of a parameter, or ``None`` for a single rank."""
     if binding is not None and binding.weight_mesh is not None:
         return binding.weight_mesh.get_group()
     if not isinstance(parameter, DTensor):
@@ -365,7 +365,7 @@ def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:
 
 
 def _fsdp_axes(binding: Binding, name: str, parameter: DTensor) -> list[int]:
-    """Mesh axes along which FSDP2 cuts the weight."""
+    """Return the mesh axes along which FSDP2 shards the weight."""
     own = binding.whole_mesh(name)
     first = parameter.placements[: parameter.device_mesh.ndim - (0 if own is None else own.ndim)]
     return [axis for axis, placement in enumerate(first) if _torch.shard_dim_of(placement) is not None]

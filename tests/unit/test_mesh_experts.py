@@ -147,5 +147,5 @@ def test_experts_of_a_rank(fake_world):
         build(ep=4).experts(6)
     assert str(caught.value) == (
         "Meshes.experts: 6 experts over ep=4: expected at least one expert on every rank, got [2, 2, 2, 0]. A "
-        "GroupedLinear has at least one GEMM. Fix: choose an ep size that divides the number of experts."
+        "GroupedLinear needs at least one GEMM. Fix: choose an ep size that divides the number of experts."
     )
