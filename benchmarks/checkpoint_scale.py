@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint import index, reading, writing
-from te_fsdp.checkpoint.contents import empty_manifest
-from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint import index, planner, reading
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX
-from te_fsdp.checkpoint.sums import without_collector
+from te_fsdp.checkpoint.reader import empty_manifest
+from te_fsdp.checkpoint.shard_files import without_collector
+from te_fsdp.checkpoint.tensor_entries import Entry, Piece
 
 #: Experts' weights have a leading dim, over which ranks of expert parallelism share them.
 EXPERTS, EXPERT_RANKS = 256, 64
@@ -160,24 +160,24 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
     messages, seconds, places = [], 0.0, []
     for rank in range(measured):
         own = entries(shapes, rank, measured)
-        spent, message = timed(lambda own=own: pickle.dumps(writing.held(own)))
+        spent, message = timed(lambda own=own: pickle.dumps(planner.pieces_held_by_rank(own)))
         messages.append(message)
         seconds += spent
         count = sum(len(entry.pieces) for entry in own.values())
         places.append(np.stack([np.arange(count), np.arange(count) << 20, np.full(count, 1 << 20)], axis=1))
     with without_collector():
         unpickled, seen = timed(lambda: [pickle.loads(message) for message in messages])
-        together, parts = timed(lambda: writing.divide(seen))
+        together, parts = timed(lambda: planner.assign_writers(seen))
         replies, answers = timed(lambda: [pickle.dumps(part) for part in parts[1:]])
     tensors = parts[0].tensors or {}
-    files = [writing.file_of(rank) for rank in range(measured)]
+    files = [planner.file_of(rank) for rank in range(measured)]
     told, places = timed(lambda: pickle.loads(pickle.dumps(places)))
     encoded, found_bytes = timed(lambda: index.encode(tensors, files, places, MARK))
     loaded, _ = timed(lambda: index.unpickle_metadata(found_bytes.metadata))
     stored = sum(len(tensor.boxes) for tensor in tensors.values())
     own = entries(shapes, 0, measured)
-    signature = writing.signature_of(own)
-    again = min(timed(lambda: writing.signature_of(own) == signature)[0] for _ in range(3))
+    signature = planner.signature_of(own)
+    again = min(timed(lambda: planner.signature_of(own) == signature)[0] for _ in range(3))
     found: dict[str, Any] = {"measured on ranks": measured, "manifest bytes": manifest_bytes(shapes)}
     for ranks in all_ranks:
         # Steps are written once, by some rank; but each rank tells of them.
@@ -235,7 +235,7 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
     """Bytes of the index of all ranks, and what it takes to read it."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
-        files = [writing.file_of(rank) for rank in range(ranks)]
+        files = [planner.file_of(rank) for rank in range(ranks)]
         tensors = (
             (key, shape, torch.float32, rows) for key, shape, rows in all_pieces(MODELS[model](), ranks)
         )

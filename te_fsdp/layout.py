@@ -65,8 +65,8 @@ from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
 
-from te_fsdp.axes import AXES
 from te_fsdp.errors import MeshError, PlacementError
+from te_fsdp.mesh_checks import AXES
 
 
 @dataclass(frozen=True)

@@ -31,11 +31,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _torch, axes
-from te_fsdp.agree import own_ranks
-from te_fsdp.all_ranks import collective_call, is_simulated
-from te_fsdp.axes import ALL_AXES, AXES, STAGES
+from te_fsdp import mesh_checks
+from te_fsdp.collectives.agreement import rank_messenger
+from te_fsdp.collectives.rendezvous import collective_call, is_simulated
 from te_fsdp.errors import MeshError
+from te_fsdp.mesh_checks import ALL_AXES, AXES, STAGES
+from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +71,7 @@ class Meshes:
     pp: DeviceMesh | None = None
     _known: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     #: Batch shapes that ``context_parallel_shard`` has compared over ``cp``.
-    batches_seen: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    seen_batches: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
     @classmethod
     def build(
@@ -103,10 +104,10 @@ class Meshes:
             MeshError: A size is not a positive integer, or the product is not the world size. Also for an unknown
                 device type, or several processes that torchrun did not start: each would be a separate job.
         """
-        device_type = axes.check_device_type(device_type or default_device_type())
+        device_type = mesh_checks.check_device_type(device_type or default_device_type())
         asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
         _start_distributed(device_type, asked)
-        sizes = axes.fill_sizes(asked, dist.get_world_size())
+        sizes = mesh_checks.fill_sizes(asked, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
         with collective_call("Meshes.build"):
@@ -133,7 +134,7 @@ class Meshes:
             # job.
             _ = found.weight, found.expert_weight, found.amax, found.expert_amax
             if not is_simulated():
-                own_ranks()
+                rank_messenger()
         return found
 
     @classmethod
@@ -165,9 +166,9 @@ class Meshes:
                 got=f"shape {tuple(mesh.shape)} without mesh_dim_names",
                 fix='init_device_mesh(..., mesh_dim_names=("dp_shard", "tp"))',
             )
-        found = axes.own_names(mesh, names)
-        axes.check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
-        axes.check_stages(mesh, found, pp)
+        found = mesh_checks.internal_axis_names(mesh, names)
+        mesh_checks.check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
+        mesh_checks.check_stages(mesh, found, pp)
         whole = mesh.size() == dist.get_world_size()
         if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls._of(mesh)
@@ -179,11 +180,11 @@ class Meshes:
         shape = (sizes[STAGES], sizes["dp_replicate"], shards, sizes["tp"])
         ranks = mesh.mesh.permute(order).reshape(-1, *shape)
         for stage in ranks.flatten(0, 1):
-            axes.check_nested(stage, mesh)
+            mesh_checks.check_nested(stage, mesh)
         with collective_call("Meshes.from_device_mesh"):
-            own, stages = axes.mesh_of_stage(mesh.device_type, ranks)
+            own, stages = mesh_checks.mesh_of_stage(mesh.device_type, ranks)
             if own.size() < dist.get_world_size() and pp is stages is None and not names:
-                _tell_of_other_models(own)
+                _warn_about_other_models(own)
             return cls._of(own, sizes["cp"], sizes["ep"], pp or stages)
 
     def size(self, axis: str) -> int:
@@ -198,7 +199,7 @@ class Meshes:
     @property
     def nodes(self) -> int:
         """Return the number of nodes according to torchrun's ``LOCAL_WORLD_SIZE``, or 1 if it is not set."""
-        return dist.get_world_size() // axes.ranks_of_a_node(dist.get_world_size())
+        return dist.get_world_size() // mesh_checks.ranks_of_a_node(dist.get_world_size())
 
     def _report_slow_axes(self) -> None:
         """Log a warning on the first rank for axes that cause heavy traffic between nodes."""
@@ -209,7 +210,7 @@ class Meshes:
             for position, axis in enumerate(mesh.mesh_dim_names or ()):
                 if mesh.size(position) > 1 and (mesh is self.device_mesh or axis == "ep"):
                     groups[axis] = mesh.mesh.movedim(position, -1).flatten(0, -2)
-        for text in axes.slow_axes(groups, axes.ranks_of_a_node(dist.get_world_size())):
+        for text in mesh_checks.slow_axes(groups, mesh_checks.ranks_of_a_node(dist.get_world_size())):
             _log.warning("Meshes: %s", text)
 
     @property
@@ -425,7 +426,7 @@ def as_meshes(given: object, where: str) -> Meshes:
     )
 
 
-def _tell_of_other_models(own: DeviceMesh) -> None:
+def _warn_about_other_models(own: DeviceMesh) -> None:
     if dist.get_rank() == int(own.mesh.min()):
         _log.warning(
             "Meshes: a mesh of %d of %d ranks. Models on other ranks are treated as separate models: clip_grad_norm_ "
@@ -452,7 +453,7 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
     """Initialize torch.distributed if necessary. One process without torchrun becomes a world of size 1."""
     if dist.is_initialized():
         return
-    axes.check_started(sizes)
+    mesh_checks.check_started(sizes)
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         # With torch 2.13, connecting to a dead rank's address is retried until the timeout.
@@ -462,7 +463,7 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
             restarts,
         )
     if device_type != "cpu":
-        torch.get_device_module(device_type).set_device(axes.own_device(device_type))
+        torch.get_device_module(device_type).set_device(mesh_checks.own_device(device_type))
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)

@@ -16,10 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te, _te_modules
-from te_fsdp.agree import all_agree, gather, gather_if_any, rank, world_size
-from te_fsdp.checkpoint.contents import cut_by_tp
-from te_fsdp.checkpoint.entries import GROUPED
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -34,23 +30,27 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
     tied_names,
 )
+from te_fsdp.checkpoint.reader import cut_by_tp
+from te_fsdp.checkpoint.tensor_entries import GROUPED
+from te_fsdp.collectives.agreement import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import (
     Difference,
-    deciding,
     differences,
+    distinguishing_settings,
+    format_differences,
     from_json,
-    in_words,
     own_differences,
     own_settings,
     semantics_of,
     to_json,
 )
+from te_fsdp.upstream import te as _te, te_modules as _te_modules
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.checkpoint.source import Source
+    from te_fsdp.checkpoint.load_source import Source
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
 SETTINGS = "settings"
@@ -125,7 +125,7 @@ class Differences:
         for text in dict.fromkeys(text for text, _ in self.optimizer):
             names = [n for one, n in self.optimizer if one == text and n not in (WHOLE_OPTIMIZER, GROUPS)]
             lines.append(f"{text} ({shorten(sorted(names))})" if names else text)
-        return lines + in_words(one for one in self.settings.values() if one.effect != "note")
+        return lines + format_differences(one for one in self.settings.values() if one.effect != "note")
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.optimizer or self.settings)
@@ -189,9 +189,11 @@ def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module,
         recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
         if all(recipes) and recipes[0] != recipes[1]:
             seen.append(Difference("recipes", *recipes, "note"))
-    elif values := deciding(here):
+    elif values := distinguishing_settings(here):
         # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
-        asks = not recorded and deciding({name: one for name, one in here.items() if one.library == "te"})
+        asks = not recorded and distinguishing_settings(
+            {name: one for name, one in here.items() if one.library == "te"}
+        )
         seen.append(Difference(SETTINGS, "none", values, "strict" if asks else "note"))
     found.settings |= {one.name: one for one in seen}
 

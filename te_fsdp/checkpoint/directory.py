@@ -1,6 +1,6 @@
 """Directories of checkpoints: visible only when whole, written by one job at a time, not removed while they are read.
 
-A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.paths`), and
+A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.storage`), and
 renames it at the end; an old checkpoint is renamed before its files are removed. What a killed job leaves behind is
 hidden, never taken for a checkpoint, and removed by a later save. All this holds for what is converted, too.
 
@@ -27,7 +27,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from te_fsdp.checkpoint import paths
+from te_fsdp.checkpoint import storage
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -38,8 +38,8 @@ from te_fsdp.checkpoint.manifest import (
     save_number,
     unreadable,
 )
-from te_fsdp.checkpoint.paths import LOCK, Owner, RemotePath, is_remote, place_of
-from te_fsdp.checkpoint.sums import sync, telling_why
+from te_fsdp.checkpoint.shard_files import explain_os_errors, sync
+from te_fsdp.checkpoint.storage import LOCK, Owner, RemotePath, is_remote, resolve_path
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
@@ -60,10 +60,10 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
     """
     if is_remote(target):
         return _begin_folder(target, is_file)
-    with telling_why(target):
+    with explain_os_errors(target):
         if not target.parent.exists():  # else what is wrong with it shows below
             target.parent.mkdir(parents=True, exist_ok=True)
-        owner = paths.take(target)
+        owner = storage.acquire_lock(target)
         temporary = _hidden_name(target, _SAVING, owner)
         try:
             for left in target.parent.glob(".*.te_fsdp-*"):
@@ -78,7 +78,7 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
 
 
 def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
-    return path.with_name(f".{paths.short_name(path.name)}{mark}.{owner}")
+    return path.with_name(f".{storage.short_name(path.name)}{mark}.{owner}")
 
 
 def commit(temporary: Path, target: Path) -> None:
@@ -105,7 +105,7 @@ def commit(temporary: Path, target: Path) -> None:
         _check_free(target, owner)  # this process was held up since the first look
         raise
     sync(target.parent)
-    paths.release(target, owner)
+    storage.release_lock(target, owner)
 
 
 def discard(temporary: Path) -> None:
@@ -122,13 +122,13 @@ def discard(temporary: Path) -> None:
             return
     remove(temporary)
     if found := _HIDDEN.fullmatch(temporary.name):  # there are no locks on object storage
-        paths.release(temporary.with_name(found[1]), Owner.parse(found[3]))
+        storage.release_lock(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
 def _check_free(target: Path, owner: Owner) -> None:
     if os.path.lexists(target) and (not target.is_dir() or target.is_symlink() or any(target.iterdir())):
         raise _exists(target)
-    paths.check(target, owner)
+    storage.check_lock(target, owner)
 
 
 def _exists(target: Any) -> CheckpointError:
@@ -147,22 +147,22 @@ def _remove_left(left: Path, target: Path) -> None:
         return
     name, mark, text = found.groups()
     if mark == LOCK and text is None:
-        return paths.release_dead(left)
+        return storage.release_stale_lock(left)
     with suppress(OSError):  # somebody else has removed it
-        last = 0.0 if (name, mark) == (paths.short_name(target.name), _SAVING) else left.stat().st_mtime
+        last = 0.0 if (name, mark) == (storage.short_name(target.name), _SAVING) else left.stat().st_mtime
         owner = Owner.parse(text or "")
-        if not _has_gone(owner, last):
+        if not _is_owner_dead(owner, last):
             return
         # Clocks of machines may differ by days: a save that goes on holds its lock, and shows signs of life there.
         lives = (
-            owner.is_alive() is None and mark == _SAVING and paths.gives_signs(left.with_name(name), owner)
+            owner.is_alive() is None and mark == _SAVING and storage.gives_signs(left.with_name(name), owner)
         )
         if not lives:
             _log.info("%s was left by a job that was killed", left)
             remove(left)
 
 
-def _has_gone(owner: Owner, last: float) -> bool:
+def _is_owner_dead(owner: Owner, last: float) -> bool:
     """Whether an owner is dead or, where nobody can tell, has written nothing for a day."""
     alive = owner.is_alive()
     return time.time() - last > _ABANDONED if alive is None else not alive
@@ -177,7 +177,7 @@ def new_directory(
     ``needed`` are the bytes that will be written, for messages. A checkpoint has a manifest, without which nothing
     appears whole on object storage. CheckpointError: as :func:`begin`.
     """
-    with telling_why(target, needed):
+    with explain_os_errors(target, needed):
         has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
         temporary = begin(target, is_file=has_no_manifest)
         try:
@@ -202,17 +202,17 @@ def in_place_of(target: Path) -> Iterator[Path]:
             fix="choose another path",
         )
     beside = target.with_name(f"{target.name}.new")
-    with telling_why(target):
-        owner = paths.take(target)
+    with explain_os_errors(target):
+        owner = storage.acquire_lock(target)
         try:
             yield beside / target.name
-            paths.check(target, owner)
+            storage.check_lock(target, owner)
             os.rename(target, old := _hidden_name(beside / target.name, _REMOVING, Owner.new()))
             os.rename(beside / target.name, target)
             sync(target.parent)
             remove(old)
         finally:
-            paths.release(target, owner)
+            storage.release_lock(target, owner)
             with suppress(OSError):  # it is not empty, or was never made
                 beside.rmdir()
 
@@ -249,7 +249,7 @@ def _begin_folder(target: RemotePath, is_file: bool) -> Any:
         for folder in () if (place / FILE_NAME).exists() else place.iterdir():
             owner = _owner_of_folder(folder)
             # One save runs at a time: another one of this process has failed, and could not clean up.
-            if owner and (owner.is_here or _has_gone(owner, folder.touched() or math.inf)):
+            if owner and (owner.is_here or _is_owner_dead(owner, folder.touched() or math.inf)):
                 _log.info("%s was left by a job that was killed", folder)
                 remove(cast(Any, folder))
     folder = target / f"{_DATA}{Owner.new()}"
@@ -270,7 +270,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     the clock: a rolled-back run finds its own last one. What is not whole (no readable manifest, files missing or of
     the wrong size) is passed over with a warning. ``None`` where nothing is.
     """
-    place = place_of(directory)
+    place = resolve_path(directory)
     while True:
         seen = visible(place) or [place] * has_manifest(place)
         whole = None
@@ -363,7 +363,7 @@ def visible(directory: Path) -> list[Path]:
 def open_checkpoint(path: Path) -> Manifest:
     """Manifest of a checkpoint whose files are there, in the sizes that were written; else CheckpointError. Local."""
     if not has_manifest(path):
-        raise _nothing_there(path)
+        raise _why_no_checkpoint(path)
     manifest = read_manifest(path)
     damaged(path, problems_shown(path, manifest))
     return manifest
@@ -386,7 +386,7 @@ def damaged(path: Path, problems: list[str]) -> None:
         )
 
 
-def _nothing_there(path: Path) -> CheckpointError:
+def _why_no_checkpoint(path: Path) -> CheckpointError:
     """Why a path is no checkpoint, with the checkpoints that are near it."""
     if (path / DCP_METADATA).is_file():
         return CheckpointError(

@@ -3,7 +3,8 @@
 DCP's is one pickle with several objects for each stored piece, of which a reader must have all: of 405B parameters on
 16,384 ranks a minute and many GB on every rank that loads. So a save writes beside it, for te_fsdp's own readers::
 
-    te_fsdp.index:  block, block, ..., head, table     the table is that of files of tensors: te_fsdp.checkpoint.sums
+    te_fsdp.index:  block, block, ..., head, table     the table is that of files of tensors:
+    te_fsdp.checkpoint.shard_files
     head:           JSON: the names of the files, and the tensors of each block: key, shape, dtype, number of pieces
     block:          whole tensors, of at least 65,536 pieces together; zlib. A row of int64 for each piece: file, first
                     byte, bytes, where it begins in each dim, its size in each dim; stored by columns, each number as
@@ -39,10 +40,8 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
-from te_fsdp import _torch
-from te_fsdp.checkpoint.entries import references
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
-from te_fsdp.checkpoint.sums import (
+from te_fsdp.checkpoint.shard_files import (
     DamagedFileError,
     SummedFile,
     crc32,
@@ -51,8 +50,10 @@ from te_fsdp.checkpoint.sums import (
     view_of,
     without_collector,
 )
+from te_fsdp.checkpoint.tensor_entries import references
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.unpickling import check_numbers
+from te_fsdp.upstream import torch_dtensor as _torch
 
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
 FIXED = 3

@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from te_fsdp import _te, _te_modules, _torch
-from te_fsdp.agree import all_agree, gather, rank
-from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import (
     SETTINGS,
     WHOLE_OPTIMIZER,
@@ -24,10 +21,10 @@ from te_fsdp.checkpoint.compare import (
     compare,
     take_own_part,
 )
-from te_fsdp.checkpoint.entries import Entry, decode, for_rank, tensor_slots, whole_entry
+from te_fsdp.checkpoint.load_source import Source, open_source
 from te_fsdp.checkpoint.model_state import (
     ModelState,
-    Owned,
+    OwnedTensor,
     delayed_modules,
     make_delayed,
     mesh_sizes,
@@ -44,15 +41,18 @@ from te_fsdp.checkpoint.named import (
     parts_of,
 )
 from te_fsdp.checkpoint.optimizer_state import prepare_loading, restore_groups
-from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
-from te_fsdp.checkpoint.source import Source, open_source
-from te_fsdp.checkpoint.sums import without_collector
+from te_fsdp.checkpoint.shard_files import without_collector
+from te_fsdp.checkpoint.storage import absolute
+from te_fsdp.checkpoint.tensor_entries import Entry, decode, for_rank, tensor_slots, whole_entry
+from te_fsdp.collectives.agreement import all_agree, gather, rank
+from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_flags, shorten
+from te_fsdp.features.main_weights import optimizers_with_stale_main_weights, set_main_weight
 from te_fsdp.layout import slices
-from te_fsdp.modules.semantics import in_words
-from te_fsdp.quantized.components import finish_writing
-from te_fsdp.sharding.main_weights import keeping_main_weights, set_main_weight
+from te_fsdp.modules.semantics import format_differences
+from te_fsdp.quantized.components import drop_derived_state
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -204,7 +204,7 @@ class Filling:
         self.saved_optimizer: dict[str, Any] | None = self.manifest.optimizer if taken else None
         self.left_states = differing | (state.members.keys() - set(self.names))
         self.mains: set[str] = set()  #: Parameters whose main weight is loaded
-        self.others = keeping_main_weights(
+        self.others = optimizers_with_stale_main_weights(
             (o.parameter for o in state.owned.values()), [*optimizers.values()]
         )
 
@@ -241,7 +241,7 @@ class Filling:
         for owned in copied:
             local: Any = owned.local
             if _te.is_quantized(local):  # what it has derived from the bytes that were replaced
-                local.derive_transposes() if owned.is_grouped else finish_writing(local)
+                local.derive_transposes() if owned.is_grouped else drop_derived_state(local)
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
         for one, manifest in self._given():
@@ -262,7 +262,7 @@ class Filling:
     def result(self) -> Loaded:
         """:meth:`run`, and what a load gives back; what was not simply copied also goes to the log."""
         extra = self.run()
-        harmless = in_words(one for one in self.found.settings.values() if one.effect == "note")
+        harmless = format_differences(one for one in self.found.settings.values() if one.effect == "note")
         taken = {*self.names}
         if self.saved_optimizer is not None:
             taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
@@ -346,7 +346,7 @@ class Filling:
         for name, recipe in self.manifest.delayed.items():
             if name in differing:
                 continue
-            own = _torch.locals_of(p for p in modules[name]._parameters.values() if p is not None)
+            own = _torch.local_tensors_of(p for p in modules[name]._parameters.values() if p is not None)
             delayed = [_te.has_delayed_scale(local) for local in own if _te.is_quantized(local)]
             if delayed and not any(delayed):
                 foreign.append(name)
@@ -372,7 +372,7 @@ class Filling:
             )
         return taken, slots
 
-    def _restart_delayed(self, loaded: dict[str, Any], copied: list[Owned]) -> None:
+    def _restart_delayed(self, loaded: dict[str, Any], copied: list[OwnedTensor]) -> None:
         """Delayed-scaling state that was not loaded: of a fresh module, but with the scales of the loaded weights."""
         keep, restarted = loaded.keys() | self.found.names(), []
         for name, (_, states) in delayed_modules(self.model).items():
@@ -389,7 +389,7 @@ class Filling:
         for owned in copied:
             is_loaded, local = owned.key.rpartition(".")[0] in loaded, owned.local
             if not is_loaded and _te.is_quantized(local) and _te.has_delayed_scale(local):
-                _te_modules.follow_scale(owned.module, owned.name, local)
+                _te_modules.sync_delayed_scale(owned.module, owned.name, local)
 
     def _convert(self, conversions: dict[str, list[Conversion]], delayed: Collection[str]) -> None:
         """Convert and store weights, one at a time, as often on all ranks. Collective over the world."""
@@ -405,7 +405,7 @@ class Filling:
                 conversion.store(value, keep_delayed_scale=owned.key.rpartition(".")[0] in delayed)
                 self._refresh_main_weights(owned, value)
 
-    def _refresh_main_weights(self, owned: Owned, value: torch.Tensor | None) -> None:
+    def _refresh_main_weights(self, owned: OwnedTensor, value: torch.Tensor | None) -> None:
         """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
         for optimizer in self.optimizers.values() if owned.fqn not in self.mains else ():
             # The quantized weight has less than what was read: the main weight is made of the latter.

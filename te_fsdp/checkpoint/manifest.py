@@ -21,17 +21,17 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import torch
 
-from te_fsdp.checkpoint.paths import listing
-from te_fsdp.checkpoint.sums import (
+from te_fsdp.checkpoint.shard_files import (
     DamagedFileError,
     Listed,
     Tick,
     crc32,
+    no_progress,
     open_checked,
-    silent,
     synced,
     without_collector,
 )
+from te_fsdp.checkpoint.storage import listing
 from te_fsdp.errors import CheckpointError
 
 FILE_NAME = "te_fsdp.json"
@@ -129,7 +129,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    """A value of ``extra`` or an option of an optimizer, see :mod:`te_fsdp.checkpoint.entries`."""
+    """A value of ``extra`` or an option of an optimizer, see :mod:`te_fsdp.checkpoint.tensor_entries`."""
     if type(value) is list:
         return [_encoded]
     if type(value) is dict:
@@ -358,7 +358,7 @@ def check_files(
     names: Iterable[str] | None = None,
     *,
     checksums: bool = False,
-    tick: Tick = silent,
+    tick: Tick = no_progress,
 ) -> list[str]:
     """What is wrong with listed files, in words: missing, of another size or, with ``checksums``, changed. Local."""
     problems, folder = [], manifest.at(directory)

@@ -2,7 +2,7 @@
 
 Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
 quantized weight, ``delayed.<module>:<tensor>`` of delayed scaling's state. The parameters of a layer's experts are one
-tensor, see :mod:`te_fsdp.checkpoint.entries`.
+tensor, see :mod:`te_fsdp.checkpoint.tensor_entries`.
 
 A stage of a pipeline is a model of its own, whose tensors have the names that they have in the whole model.
 """
@@ -18,27 +18,27 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_modules, _torch
-from te_fsdp.agree import maximum, world_size
-from te_fsdp.checkpoint.entries import (
+from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.checkpoint.tensor_entries import (
     GROUPED,
     Entry,
     ExpertPlace,
     Piece,
     add_entry,
+    as_grouped_entry,
     cut_entry,
-    lifted,
     stacked_name,
     whole_entry,
 )
-from te_fsdp.checkpoint.manifest import dtype_name
+from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
-from te_fsdp.parameters import ShardInfo, binding_of, shard_info
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
-from te_fsdp.quantized.grouped_weight import empty_experts, plain_of
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
+from te_fsdp.records import ShardInfo, binding_of, shard_info
+from te_fsdp.sharded_model import get_sharded_model
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -71,7 +71,7 @@ class Stages(nn.Module):
             yield from part.named_modules(memo, prefix, remove_duplicate)
 
 
-def as_one(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
+def combine_stages(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
     """Return a model, or several stages, as one module; CheckpointError for others."""
     if isinstance(model, nn.Module):
         return model
@@ -89,7 +89,7 @@ def as_one(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
 
 def meshes_of(model: nn.Module) -> list[Meshes]:
     """The meshes of a model, or of models within it. Local operation."""
-    return [state.meshes for state in map(sharding_state, model.modules()) if state is not None]
+    return [state.meshes for state in map(get_sharded_model, model.modules()) if state is not None]
 
 
 def stage_of(model: nn.Module) -> Stage | None:
@@ -121,7 +121,7 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
 # --- parameters and buffers
 
 
-class Part(NamedTuple):
+class OwnedPart(NamedTuple):
     """What this rank holds of a weight that is not divided further: a parameter's, or one expert's."""
 
     place: ExpertPlace | None  #: In the tensor of all experts, ``None`` for a tensor by itself
@@ -131,7 +131,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Owned:
+class OwnedTensor:
     """A parameter, or a persistent buffer, with its owner."""
 
     fqn: str  #: Name in the model, without what wrappers add
@@ -147,13 +147,13 @@ class Owned:
 
     def entry(self, local: torch.Tensor) -> Entry:
         """Entry of the files' tensor: views of a plain tensor of the local shape."""
-        return lifted(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
+        return as_grouped_entry(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's local tensor. Of TE's ``GroupedTensor`` the ordinary tensor over its memory."""
         local = _torch.local_of(self.parameter)
-        plain = plain_of(local) if self.is_grouped else local  # type: ignore[bad-argument-type]
+        plain = as_plain_parameter(local) if self.is_grouped else local  # type: ignore[bad-argument-type]
         return local if plain is local else plain.detach()
 
     @cached_property
@@ -169,46 +169,46 @@ class Owned:
             return False
         return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
 
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[OwnedPart]:
         """What this rank holds, one expert's weight at a time where it holds those of several. Local operation."""
         info = self.info
         if not self.is_grouped:
-            return [Part(self.expert, None, info.boxes, info.original_shape)]
+            return [OwnedPart(self.expert, None, info.boxes, info.original_shape)]
         total, *original = info.original_shape
         found = []
         for box in info.boxes:
             one = Box(box.original[1:], box.local[1:], box.sizes[1:])
             for index in range(box.sizes[0]):
                 place = ExpertPlace(box.original[0] + index, total)
-                found.append(Part(place, box.local[0] + index, (one,), tuple(original)))
+                found.append(OwnedPart(place, box.local[0] + index, (one,), tuple(original)))
         return found
 
 
-def come_to_rest(model: nn.Module) -> None:
+def wait_and_reshard(model: nn.Module) -> None:
     """Reshard FSDP2 units, and wait for new weights on their way. Local operation."""
     for module in model.modules():
         if _torch.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
 
 
-def owned_parameters(model: nn.Module) -> list[Owned]:
-    """Every parameter once, under its first name; :func:`come_to_rest` first. Local operation."""
-    come_to_rest(model)
+def owned_parameters(model: nn.Module) -> list[OwnedTensor]:
+    """Every parameter once, under its first name; :func:`wait_and_reshard` first. Local operation."""
+    wait_and_reshard(model)
     return owned_tensors(model, "_parameters")
 
 
-def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[Owned]:
+def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[OwnedTensor]:
     """Every parameter, or persistent buffer, once, under its first name. Local operation."""
-    found: dict[int, Owned] = {}
+    found: dict[int, OwnedTensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in getattr(module, kind).items():
             if tensor is None or id(tensor) in found:
                 continue
             fqn = _torch.without_wrappers(f"{prefix}.{name}")
             if kind == "_parameters":
-                found[id(tensor)] = Owned(fqn, module, name, tensor, _place_of(module, name))
+                found[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _place_of(module, name))
             elif _torch.is_persistent(module, name):
-                found[id(tensor)] = Owned(fqn, module, name, tensor)
+                found[id(tensor)] = OwnedTensor(fqn, module, name, tensor)
     return list(found.values())
 
 
@@ -263,9 +263,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 class ModelState:
     """What a model contributes to a checkpoint, or takes from one."""
 
-    owned: dict[int, Owned]  #: Parameters by their ``id``, as optimizers know them
+    owned: dict[int, OwnedTensor]  #: Parameters by their ``id``, as optimizers know them
     #: Parameters by the files' tensor that they are, or are part of. What follows goes by these names.
-    members: dict[str, list[Owned]] = field(default_factory=dict)
+    members: dict[str, list[OwnedTensor]] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``parameters``
     buffers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``buffers``
     entries: dict[str, Entry] = field(default_factory=dict)  #: Tensors by key
@@ -305,7 +305,9 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
     return state
 
 
-def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_cut_blocks: bool) -> None:
+def _add_parameter(
+    state: ModelState, owned: OwnedTensor, layout: Layout | None, may_cut_blocks: bool
+) -> None:
     local, name, shape = owned.local, owned.key, owned.info.original_shape
     is_grouped = owned.expert is not None or owned.is_grouped
     described: dict[str, Any] = {
@@ -340,7 +342,7 @@ def _add_parameter(state: ModelState, owned: Owned, layout: Layout | None, may_c
         )
 
 
-def _describe_quantized(owned: Owned) -> dict[str, Any]:
+def _describe_quantized(owned: OwnedTensor) -> dict[str, Any]:
     """The manifest's ``format`` and ``components`` of a quantized parameter; raises if these do not give its values."""
     one: Any = owned.local
     if owned.is_grouped:
@@ -356,7 +358,7 @@ def _describe_quantized(owned: Owned) -> dict[str, Any]:
     return {"format": described, "components": names}
 
 
-def _quantized_entries(owned: Owned) -> dict[str, Entry]:
+def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
     """Entries of a quantized parameter's components: views of its buffers. PlacementError where blocks are cut."""
     entries: dict[str, Entry] = {}
     local: Any = owned.local
@@ -366,7 +368,7 @@ def _quantized_entries(owned: Owned) -> dict[str, Entry]:
             if component.block is not None:
                 rectangles = component.boxes(part.boxes, owned.fqn, part.original)
                 entry = cut_entry(component.tensor, component.shape(part.original), rectangles)
-            add_entry(entries, f"model.{owned.key}:{component.name}", lifted(entry, part.place))
+            add_entry(entries, f"model.{owned.key}:{component.name}", as_grouped_entry(entry, part.place))
     return entries
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import nn
 
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
-from te_fsdp.checkpoint.model_state import as_one
+from te_fsdp.checkpoint.model_state import combine_stages
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
     check_scaled_state,
@@ -22,13 +22,13 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
 )
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.parameters import require_optimizer
-from te_fsdp.sharding.main_weights import check_optimizer, unwrapped
+from te_fsdp.features.main_weights import check_optimizer, unwrapped
+from te_fsdp.records import require_optimizer
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from te_fsdp.checkpoint.model_state import Owned
+    from te_fsdp.checkpoint.model_state import OwnedTensor
 
 #: Optimizers by name; ``""`` is the name of one that was given without a name.
 Parts: TypeAlias = "dict[str, Optimizer]"
@@ -58,9 +58,9 @@ class Models(nn.Module):
 def joined_model(given: Any) -> nn.Module:
     """Return a model, models by name, or a rank's stages as one module; CheckpointError for others."""
     if not isinstance(given, Mapping):
-        return as_one(given)
+        return combine_stages(given)
     _check_names(given, "model")
-    return Models({name: as_one(model) for name, model in given.items()})
+    return Models({name: combine_stages(model) for name, model in given.items()})
 
 
 def anchor_of(model: nn.Module) -> nn.Module:
@@ -100,7 +100,7 @@ def class_of(parts: Parts) -> str:
     )
 
 
-def joined_state(model: nn.Module, parts: Parts, owned: dict[int, Owned]) -> OptimizerState:
+def joined_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor]) -> OptimizerState:
     """Return what all optimizers contribute to a checkpoint; CheckpointError for a parameter of two. Local."""
     joined, holders = OptimizerState({"state": {}}, {}), dict[str, str]()
     for name, one in parts.items():
@@ -148,7 +148,11 @@ def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def compare_optimizers(
-    found: Differences, model: nn.Module, parts: Parts, saved: dict[str, Any] | None, owned: dict[int, Owned]
+    found: Differences,
+    model: nn.Module,
+    parts: Parts,
+    saved: dict[str, Any] | None,
+    owned: dict[int, OwnedTensor],
 ) -> None:
     """Add the differences between saved optimizers and these. Local operation; changes nothing."""
     for one in parts.values():

@@ -13,26 +13,26 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te, _torch
 from te_fsdp.checkpoint.compare import GROUPS, WHOLE_OPTIMIZER, Differences
-from te_fsdp.checkpoint.entries import (
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name
+from te_fsdp.checkpoint.model_state import OwnedTensor
+from te_fsdp.checkpoint.tensor_entries import (
     Entry,
     add_entry,
+    as_grouped_entry,
     cut_entry,
     decode,
     encode,
     join_experts,
-    lifted,
     of_all_experts,
     per_expert,
     whole_entry,
 )
-from te_fsdp.checkpoint.manifest import Manifest, dtype_name
-from te_fsdp.checkpoint.model_state import Owned
 from te_fsdp.errors import CheckpointError
+from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in, rows_of_state
+from te_fsdp.features.main_weights import initialize_fused_adam
 from te_fsdp.layout import cut_boxes
-from te_fsdp.sharding.main_parameters import MAIN, is_low, optimizer_shard_in, rows_of_state
-from te_fsdp.sharding.main_weights import initialize_fused_adam
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -52,7 +52,7 @@ class OptimizerState:
     #: of these may have no state.
     experts: dict[str, States] = field(default_factory=dict)
 
-    def complete(self, experts: dict[str, States], members: dict[str, list[Owned]]) -> None:
+    def complete(self, experts: dict[str, States], members: dict[str, list[OwnedTensor]]) -> None:
         """Take :func:`join_ranks_experts`; what an expert here (:class:`ModelState`) lacks becomes zeros. Local."""
         self.described["state"] |= experts
         for name, states in experts.items():
@@ -62,7 +62,7 @@ class OptimizerState:
                 dtype, device = getattr(torch, described["dtype"]), owned.local.device
                 if described["scalar"]:
                     number = torch.zeros(described["shape"][1:], dtype=dtype, device="cpu")
-                    entry = lifted(whole_entry(number), owned.expert)
+                    entry = as_grouped_entry(whole_entry(number), owned.expert)
                 else:
                     entry = owned.entry(torch.zeros(owned.info.local_shape, dtype=dtype, device=device))
                 add_entry(self.entries, f"optimizer.state.{name}.{key}", entry)
@@ -77,7 +77,7 @@ def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
     return {name: joined[name] for name in sorted(joined)}
 
 
-def optimizer_state(optimizer: Optimizer, owned: dict[int, Owned]) -> OptimizerState:
+def optimizer_state(optimizer: Optimizer, owned: dict[int, OwnedTensor]) -> OptimizerState:
     """Entries and description of an optimizer's state, given the model's parameters. Local operation.
 
     CheckpointError for state without a place in the original parameter.
@@ -105,7 +105,7 @@ def optimizer_state(optimizer: Optimizer, owned: dict[int, Owned]) -> OptimizerS
                 described = of_all_experts(described, one.expert, one.info.original_shape)
                 join_experts(found.experts.setdefault(one.key, {}), {key: described}, one.key)
             if entry is not None:
-                add_entry(found.entries, label, lifted(entry, one.expert))
+                add_entry(found.entries, label, as_grouped_entry(entry, one.expert))
     found.described = {"class": type(optimizer).__name__, "state": states}
     return found
 
@@ -137,7 +137,7 @@ def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[st
     return groups
 
 
-def describe_state(key: str, value: Any, owned: Owned) -> tuple[dict[str, Any], Entry | None]:
+def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, Any], Entry | None]:
     """Description and entry of a state value of a parameter, for its own tensor. Local operation.
 
     ``key`` is the file key. A plain value goes into the manifest, and has no entry. CheckpointError for one without a
@@ -186,7 +186,7 @@ def check_scaled_state(optimizer: Optimizer) -> None:
 
 
 def compare_optimizer(
-    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, Owned]
+    found: Differences, optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor]
 ) -> None:
     """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
     name = type(optimizer).__name__
@@ -208,14 +208,14 @@ def compare_optimizer(
             _compare_states(found, optimizer, states, one)
 
 
-def _own_states(saved: dict[str, Any], owned: Owned) -> States:
+def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
     """What was saved of one parameter's state."""
     states = saved["state"].get(owned.key, {})
     own = {key: per_expert(described, owned.expert) for key, described in states.items()}
     return {key: described for key, described in own.items() if described is not None}
 
 
-def _compare_states(found: Differences, optimizer: Optimizer, states: States, owned: Owned) -> None:
+def _compare_states(found: Differences, optimizer: Optimizer, states: States, owned: OwnedTensor) -> None:
     """State tensors whose kind, shape or dtype would not fit, or fits after a conversion."""
     name, shapes = owned.key, ((), (1,), owned.info.original_shape)
     expected = _expected_dtypes(optimizer, owned.parameter, states)
@@ -253,17 +253,17 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
             expected[MAIN] = "int16"
         if is_cut:
             expected.pop(MAIN, None)
-            expected |= {MAIN: "float32"} if is_low(parameter) else {}
+            expected |= {MAIN: "float32"} if is_low_precision(parameter) else {}
         return expected
     present = optimizer.state.get(parameter, {})
-    if is_cut and not is_low(parameter):
+    if is_cut and not is_low_precision(parameter):
         saved = {key: described for key, described in saved.items() if key != MAIN}
     # What torch makes only when it is needed (amsgrad, momentum) may come with the checkpoint.
     return {k: dtype_name(v.dtype) if isinstance(v := present.get(k), torch.Tensor) else None for k in saved}
 
 
 def prepare_loading(
-    optimizer: Optimizer, manifest: Manifest, owned: dict[int, Owned], leave: set[str]
+    optimizer: Optimizer, manifest: Manifest, owned: dict[int, OwnedTensor], leave: set[str]
 ) -> tuple[dict[str, Entry], set[str]]:
     """Make the state of an optimizer that was compared as saved: allocate what is missing, drop what was not there.
 
@@ -290,11 +290,13 @@ def prepare_loading(
             label = f"optimizer.state.{one.key}.{key}"
             entry = describe_state(label, value, one)[1]
             if entry is not None:
-                add_entry(entries, label, lifted(entry, states[key].get("at")))
+                add_entry(entries, label, as_grouped_entry(entry, states[key].get("at")))
     return entries, mains
 
 
-def _fresh_state(optimizer: Optimizer, owned: Owned, states: States, weight_dtype: str) -> dict[str, Any]:
+def _fresh_state(
+    optimizer: Optimizer, owned: OwnedTensor, states: States, weight_dtype: str
+) -> dict[str, Any]:
     """Give a parameter, whose weight was saved in a dtype, the described state, with memory still to be filled."""
     parameter, whole = owned.parameter, owned.info.original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
@@ -342,7 +344,7 @@ def _slot(
 
 
 def restore_groups(
-    optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, Owned], loaded: set[str]
+    optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor], loaded: set[str]
 ) -> list[int]:
     """Give every group its saved options; what is neither saved nor a default of the optimizer is removed.
 

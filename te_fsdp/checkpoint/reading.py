@@ -22,24 +22,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from te_fsdp import _te
-from te_fsdp.agree import Ranks, digest
 from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.background import HostMemory, background, threads_here
+from te_fsdp.checkpoint.async_save import HostMemory, background, threads_here
 from te_fsdp.checkpoint.directory import damaged
-from te_fsdp.checkpoint.entries import Entry, Piece, per_expert
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
-from te_fsdp.checkpoint.model_state import Owned, Part
-from te_fsdp.checkpoint.sums import CheckedFile, DamagedFileError, elements_of, open_checked
+from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
+from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, elements_of, open_checked
+from te_fsdp.checkpoint.tensor_entries import Entry, Piece, per_expert
+from te_fsdp.collectives.agreement import RankMessenger, digest
 from te_fsdp.errors import CheckpointError
+from te_fsdp.features.main_params import MAIN
 from te_fsdp.layout import Box, slices
-from te_fsdp.quantized.components import covering, dequantize_box, finish_writing, needed_components
+from te_fsdp.quantized.components import covering, dequantize_box, drop_derived_state, needed_components
 from te_fsdp.quantized.shards import quantize_whole
-from te_fsdp.sharding.main_parameters import MAIN
+from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
-    from te_fsdp._te_formats import Block
+    from te_fsdp.upstream.te_formats import Block
 
 #: A part of a tensor of the files: its key, where it begins, its shape.
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -89,7 +89,7 @@ class Staged:
 # --- from the files of a DCP directory
 
 
-class _Part(NamedTuple):
+class _PieceOverlap(NamedTuple):
     """What of a stored piece a rectangle takes: its shape, and where it begins in either."""
 
     place: Rectangle
@@ -99,7 +99,7 @@ class _Part(NamedTuple):
 
 
 #: A stored piece, and what is wanted of it.
-_Wanted = tuple[torch_files.Piece, list[_Part]]
+_Wanted = tuple[torch_files.Piece, list[_PieceOverlap]]
 
 
 def read_stored(
@@ -170,7 +170,7 @@ def pieces_to_read(
 
 def _overlapping(
     rows: Rows, place: Rectangle
-) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _Part]]:
+) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _PieceOverlap]]:
     """The stored pieces that a rectangle takes something of: where each lies, its shape, and what of it."""
     _, offsets, sizes = place
     dims = len(offsets)
@@ -185,7 +185,7 @@ def _overlapping(
         if all(count > 0 for count in own):
             in_piece = tuple(a - b for a, b in zip(low, begins, strict=True))
             in_place = tuple(a - b for a, b in zip(low, offsets, strict=True))
-            yield (number, first, length), shape, _Part(place, own, in_piece, in_place)
+            yield (number, first, length), shape, _PieceOverlap(place, own, in_piece, in_place)
 
 
 def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
@@ -222,23 +222,25 @@ def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tenso
 
 
 @dataclass
-class Share:
+class ReadShare:
     """What one rank reads of what it and others want, and what it gets from them, over our own gloo group."""
 
-    ranks: Ranks  #: The world
+    ranks: RankMessenger  #: The world
     members: list[int]  #: Ranks that want the same, in ascending order
     parts: list[dict[Rectangle, torch.dtype]]  #: What each of them reads for all
     me: int  #: This rank's number among them
     own: list[Rectangle]  #: What this rank reads: its part, and what it alone wants
 
     @classmethod
-    def of(cls, ranks: Ranks, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]) -> Share:
+    def of(
+        cls, ranks: RankMessenger, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]
+    ) -> ReadShare:
         """Find who wants the same as this rank. Collective over the ranks: a round of small messages.
 
         The parts have about as many bytes, each in the order of the whole: neighbours lie side by side in the files.
         """
         common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
-        members = ranks.round(lambda: digest(repr([*common])), _alike)
+        members = ranks.round(lambda: digest(repr([*common])), _ranks_with_same_reads)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
         ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in common.items())]
         for (place, dtype), end in zip(common.items(), ends, strict=True):
@@ -285,7 +287,7 @@ def _bytes(values: torch.Tensor) -> torch.Tensor:
     return values.view(-1).view(torch.uint8)
 
 
-def _alike(seen: list[int]) -> list[list[int]]:
+def _ranks_with_same_reads(seen: list[int]) -> list[list[int]]:
     """For each rank those with its number, at most so many that each still reads much of it."""
     alike: dict[int, list[int]] = {}
     found = []
@@ -309,14 +311,14 @@ class Conversion:
     weight, dequantized. Of these a rank reads the blocks that cover its rectangles, which may cut through blocks.
     """
 
-    owned: Owned
+    owned: OwnedTensor
     source: str  #: Where the values come from, in words
     key: str  #: File key of the values, or what those of components begin with
     needed: dict[str, Block]  #: Components that give the values, with their blocks; "": the values themselves
     format: str = ""  #: Of the components
 
     @classmethod
-    def of(cls, owned: Owned, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
+    def of(cls, owned: OwnedTensor, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
         """Of a parameter, as saved with or without optimizer state; CheckpointError for components without values."""
         main = states.get(MAIN, {})
         has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
@@ -344,7 +346,7 @@ class Conversion:
             weight[box.local_slices()] = read[""]
         return value
 
-    def _boxes(self) -> Iterator[tuple[Part, Box, dict[str, Rectangle]]]:
+    def _boxes(self) -> Iterator[tuple[OwnedPart, Box, dict[str, Rectangle]]]:
         """What this rank holds, of one expert's weight each, and of each component the blocks that cover it."""
         for part in self.owned.parts():
             for box in part.boxes:
@@ -368,6 +370,6 @@ class Conversion:
                 local.copy_(value)
                 return
             quantize_whole(module, self.owned.name, local, value, keep_delayed_scale=keep_delayed_scale)
-        finish_writing(local)
+        drop_derived_state(local)
         if _te.keeps_high_precision_value(module):
             _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())

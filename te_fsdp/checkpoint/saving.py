@@ -18,16 +18,11 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import _te, _torch
-from te_fsdp.agree import Ranks, own_ranks, rank, world_size
-from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint import directory as directories
-from te_fsdp.checkpoint.background import SaveHandle, background, bytes_bar
+from te_fsdp.checkpoint.async_save import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
-from te_fsdp.checkpoint.entries import Entry, encode_extra, join_ranks, views_of
 from te_fsdp.checkpoint.manifest import Manifest, write_manifest
 from te_fsdp.checkpoint.model_state import (
-    come_to_rest,
     delayed_state,
     mesh_sizes,
     model_state,
@@ -35,6 +30,7 @@ from te_fsdp.checkpoint.model_state import (
     share_newest_amax,
     stage_of,
     tied_names,
+    wait_and_reshard,
 )
 from te_fsdp.checkpoint.named import (
     Parts,
@@ -50,10 +46,8 @@ from te_fsdp.checkpoint.optimizer_state import (
     States,
     join_ranks_experts,
 )
-from te_fsdp.checkpoint.paths import absolute, listing
-from te_fsdp.checkpoint.sums import Listed, telling_why, without_collector
-from te_fsdp.checkpoint.writing import (
-    Plan,
+from te_fsdp.checkpoint.planner import (
+    WritePlan,
     Writing,
     as_failed_save,
     check_replicas,
@@ -62,12 +56,18 @@ from te_fsdp.checkpoint.writing import (
     signature_of,
     tensors_of,
 )
+from te_fsdp.checkpoint.shard_files import Listed, explain_os_errors, without_collector
+from te_fsdp.checkpoint.storage import absolute, listing
+from te_fsdp.checkpoint.tensor_entries import Entry, encode_extra, join_ranks, views_of
+from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
+from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, TeFsdpError, require_flags, shorten
+from te_fsdp.features.main_params import main_parameters_of
+from te_fsdp.gradient_sync import refuse_pending_gradients
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
-from te_fsdp.parameters import binding_of
-from te_fsdp.sharding.main_parameters import main_parameters_of
-from te_fsdp.sharding.reductions import refuse_pending_gradients
+from te_fsdp.records import binding_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -126,7 +126,7 @@ def save(
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
         background().wait()
-        writing = _prepare(own_ranks(), handle.path, model, optimizer, extra, keep_last, shared)
+        writing = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
         handle.bytes = writing.bytes
         complete = partial(_complete, handle, writing, keep_last, progress, began)
         if asynchronous:
@@ -141,17 +141,17 @@ def save(
 
 
 @dataclass
-class _Known:
+class _SaveCache:
     """What a save has found out about a model and its optimizer, for the next: no tensors, which may go meanwhile."""
 
     fields: dict[str, Any]  #: Of the manifest, but for the optimizer's groups
     names: dict[int, str]  #: Of the files' tensors, by the ``id`` of the parameters in the optimizer's groups
     digests: dict[str, bytes]  #: Of what must be the same on all ranks
-    #: From :func:`_look`; ``None``: unknown, so that the next save describes everything anew
+    #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything anew
     look: list[Any] | None
-    #: Which of the tensors that :func:`_look` gives is stored, and shape, strides and offset of a part of it
+    #: Which of the tensors that :func:`_fingerprint` gives is stored, and shape, strides and offset of a part of it
     views: list[tuple[int, tuple[Any, ...] | None]]
-    plan: Plan | None = None
+    plan: WritePlan | None = None
 
 
 class _Collected:
@@ -162,14 +162,14 @@ class _Collected:
 
     whole: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
 
-    def __init__(self, model: nn.Module, optimizers: Parts, extra: Any, before: _Known | None) -> None:
+    def __init__(self, model: nn.Module, optimizers: Parts, extra: Any, before: _SaveCache | None) -> None:
         self.optimizers, self.stage = optimizers, stage_of(model)
         refuse_pending_gradients(model)
         check_whole_job(model, self.stage)
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
         self.others = _stored({**self.delayed_entries, **extra_entries})
-        look, self.leaves = _look(model, optimizers, self.others) or (None, [])
+        look, self.leaves = _fingerprint(model, optimizers, self.others) or (None, [])
         self.is_known = before is not None and look is not None and before.look == look
         if before is not None and self.is_known:
             self.known = before
@@ -178,7 +178,7 @@ class _Collected:
         self.groups = joined_groups(optimizers, self.known.names)
         self.semantics = record(model)
 
-    def _describe_anew(self, model: nn.Module, look: list[Any] | None, before: _Known | None) -> None:
+    def _describe_anew(self, model: nn.Module, look: list[Any] | None, before: _SaveCache | None) -> None:
         """Describe model and optimizer; the plan of the save before is taken if this rank holds the same."""
         self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
         if self.optimizers:
@@ -195,7 +195,7 @@ class _Collected:
         digests["optimizer"] = _digest(self.optimized.described["state"])
         names = {id(o.parameter): o.key for o in self.state.owned.values()}
         views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
-        self.known = _Known(fields, names, digests, None if views is None else look, views or [])
+        self.known = _SaveCache(fields, names, digests, None if views is None else look, views or [])
         # Of all ranks these tell what every rank's experts lack, which is added later.
         self.signature = rank(), world_size(), signature_of(self.entries())
         if before is not None and before.plan is not None and before.plan.signature == self.signature:
@@ -248,7 +248,7 @@ def _digest(part: Any) -> bytes:
     return hashlib.blake2b(repr(part).encode(), digest_size=8).digest()
 
 
-def _look(
+def _fingerprint(
     model: nn.Module, optimizers: Parts, others: dict[str, Entry]
 ) -> tuple[list[Any], list[torch.Tensor]] | None:
     """All that the description of a model and its optimizer follows from, to be compared; and their local tensors.
@@ -258,7 +258,7 @@ def _look(
     ``None`` where more matters: quantized weights, grouped ones of experts, state that is cut further than the weights,
     optimizers by name.
     """
-    come_to_rest(model)
+    wait_and_reshard(model)
     if optimizers.keys() - {""}:
         return None
     optimizer = optimizers.get("")
@@ -285,7 +285,7 @@ def _look(
         look += [[*map(id, optimizer.state)], [*map(tuple, kept)]]
         look.append([None if type(value) in tensor_types else repr(value) for value in values])
     tensors = [*parameters.values(), *buffers.values(), *states]
-    leaves = _torch.locals_of(tensors)
+    leaves = _torch.local_tensors_of(tensors)
     if not {*map(type, leaves)} <= {torch.Tensor, torch.nn.Parameter}:
         return None
     look += [[*map(id, tensors)], [*map(id, leaves)], _torch.specs_of(tensors)]
@@ -297,7 +297,7 @@ def _look(
 
 @without_collector()  # which would take half of the call's time where tensors are many
 def _prepare(
-    ranks: Ranks,
+    ranks: RankMessenger,
     target: Path,
     given: Any,
     optimizer: Any,
@@ -308,12 +308,12 @@ def _prepare(
     """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks."""
     model, optimizers = joined_model(given), parts_of(optimizer)
     found, begun = list[_Collected](), list[Path]()
-    before: _Known | None = background().plans.get(anchor_of(model))
+    before: _SaveCache | None = background().plans.get(anchor_of(model))
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
         before = None  # the save that its plan was made for has failed
 
-    def mine(before: _Known | None) -> _Seen:
-        background().raise_unasked()
+    def mine(before: _SaveCache | None) -> _Seen:
+        background().raise_unretrieved()
         if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
             expected = "None (keep all) or a whole number from 1"
             raise CheckpointError("save: keep_last", expected=expected, got=repr(keep_last))
@@ -350,7 +350,9 @@ def _prepare(
         raise
 
 
-def _describe(ranks: Ranks, collected: _Collected, experts: dict[str, States], save_id: str) -> Manifest:
+def _describe(
+    ranks: RankMessenger, collected: _Collected, experts: dict[str, States], save_id: str
+) -> Manifest:
     """The manifest without files; completes what ``experts``, of all ranks, lack here. Collective over the ranks."""
     if experts:  # allocates
 
@@ -380,7 +382,7 @@ def _complete(
 
     def mine() -> tuple[Any, Listed]:
         bar = bytes_bar(f"saving {target.name}", handle.bytes, progress)
-        with telling_why(target, handle.bytes), bar as tick:
+        with explain_os_errors(target, handle.bytes), bar as tick:
             return writing.write(tick)
 
     def commit(written: list[tuple[Any, Listed]]) -> list[None]:
@@ -393,7 +395,7 @@ def _complete(
                 expected="a directory that all ranks share",
                 fix="save onto a file system that all nodes mount",
             )
-        with telling_why(target):
+        with explain_os_errors(target):
             manifest.number = directories.next_number(target.parent)
             writing.finish(written)
             write_manifest(writing.path, manifest)

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
-from te_fsdp._te_formats import Quantized, read_extra_state, unreadable_state
-from te_fsdp.checkpoint.contents import (
+from te_fsdp.checkpoint.index import read_metadata
+from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy, Stored
+from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
+from te_fsdp.checkpoint.reader import (
     DCP_KIND,
     MANIFEST_KEY,
     Choices,
@@ -27,16 +29,21 @@ from te_fsdp.checkpoint.contents import (
     stack_experts,
     with_other_experts,
 )
-from te_fsdp.checkpoint.entries import encode
-from te_fsdp.checkpoint.index import read_metadata
-from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy, Stored
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
-from te_fsdp.checkpoint.sums import frame_of
-from te_fsdp.checkpoint.torch_files import Opened, Piece, Window, open_dcp, stored, with_leaves
+from te_fsdp.checkpoint.shard_files import frame_of
+from te_fsdp.checkpoint.tensor_entries import encode
+from te_fsdp.checkpoint.torch_files import DcpContents, Piece, Window, open_dcp, stored, with_leaves
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
-from te_fsdp.modules.extra_state import DELAYED, DamagedEntryError, bytes_of, condition_of, marks_of, unpack
+from te_fsdp.modules.extra_state import (
+    DELAYED,
+    DamagedEntryError,
+    bytes_of,
+    describe_load_condition,
+    marks_of,
+    unpack,
+)
 from te_fsdp.quantized.components import components_from
 from te_fsdp.unpickling import UnknownNameError
+from te_fsdp.upstream.te_formats import Quantized, read_extra_state, unreadable_state
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -53,7 +60,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
     return _from_tree(path, "torch.save", tree, choices)
 
 
-def open_dcp_contents(path: Path, choices: Choices, opened: Opened | None = None) -> Contents:
+def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None = None) -> Contents:
     """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before; CheckpointError: none, or ours."""
     if opened is None:
         metadata = read_metadata(path)
@@ -258,7 +265,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         _check_uncut(key, marks_of(condition) if len(value) == 1 else (-1,), condition)
         value = next(iter(value.values()))
     if isinstance(value, Lazy) and len(value.shape) > 1:
-        _check_uncut(key, tuple(value.shape[1:]), condition_of(tuple(value.shape[1:])))
+        _check_uncut(key, tuple(value.shape[1:]), describe_load_condition(tuple(value.shape[1:])))
     if choices.extra_state == "drop":
         return
     if isinstance(value, CheckpointError):

@@ -29,17 +29,17 @@ import torch
 from torch import serialization
 from torch.distributed.checkpoint.metadata import Metadata
 
-from te_fsdp import _torch
-from te_fsdp._te_formats import TENSORS, Quantized, with_record
-from te_fsdp._torch_boxed import ORIGINAL_ORDER
+from te_fsdp.boxed_dtensor import ORIGINAL_ORDER
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
-from te_fsdp.checkpoint.lazy import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
+from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Record, Stored, as_bytes, read_bytes
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, unreadable
-from te_fsdp.checkpoint.paths import listing
-from te_fsdp.checkpoint.sums import crc32, view_of
+from te_fsdp.checkpoint.shard_files import crc32, view_of
+from te_fsdp.checkpoint.storage import listing
 from te_fsdp.errors import CheckpointError
 from te_fsdp.unpickling import TableUnpickler, UnknownNameError
+from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.te_formats import TENSORS, Quantized, with_record
 
 #: Stands behind the data of a member of a zip file; its checksum follows, once more.
 _BEHIND = b"PK\x07\x08"
@@ -89,7 +89,7 @@ _STATE_DICTS: dict[str, Any] = {
 # ------------------------------------------------------------------------------------------------------- reading
 
 
-class _Part:
+class _FilePart:
     """A part of an open file as a file, for ``zipfile``."""
 
     def __init__(self, stream: IO[bytes], offset: int, length: int) -> None:
@@ -157,7 +157,7 @@ class Window:
         records: dict[str, Record] = {}
         with unreadable(self.label, "file of torch.save", _DAMAGED), self.file.open("rb") as stream:
             length = self.file.stat().st_size - self.offset if self.length < 0 else self.length
-            part = _Part(stream, self.offset, length)
+            part = _FilePart(stream, self.offset, length)
             with zipfile.ZipFile(part) as archive:  # type: ignore[arg-type]
                 members = archive.infolist()
             for member in members:
@@ -312,7 +312,7 @@ class Piece(Lazy):
 
 
 @dataclass
-class Opened:
+class DcpContents:
     """Contents of a plain DCP directory, by key."""
 
     index: Index
@@ -322,7 +322,7 @@ class Opened:
     windows: list[Window]  #: Every file of ``torch.save`` in the directory's files
 
 
-def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
+def open_dcp(path: Path, metadata: Metadata | None = None) -> DcpContents:
     """The contents of a plain DCP directory, whose metadata may have been read before; CheckpointError: damaged."""
     metadata = metadata or read_metadata(path)
     file_of = files_in(path)
@@ -358,7 +358,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> Opened:
         properties = getattr(metadata.state_dict_metadata[key], "properties", None)
         if isinstance(tensor, Chunked) and getattr(properties, "memory_format", None) is ORIGINAL_ORDER:
             tensor.in_original_order = True
-    return Opened(found, tensors, others, paths, [*chain.from_iterable(windows.values())])
+    return DcpContents(found, tensors, others, paths, [*chain.from_iterable(windows.values())])
 
 
 def tensors_of(path: Path, index: Index) -> dict[str, Lazy]:

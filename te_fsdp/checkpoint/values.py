@@ -20,8 +20,8 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
 from te_fsdp.errors import CheckpointError
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 #: Key of the single-key object.
 VALUE = "te_fsdp.value"

@@ -16,12 +16,10 @@ from typing import Annotated, Any, Literal, get_args
 import torch
 from tyro.conf import Positional, arg
 
-from te_fsdp.checkpoint.background import bytes_bar
-from te_fsdp.checkpoint.contents import CHECKPOINT, DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.async_save import bytes_bar
 from te_fsdp.checkpoint.directory import damaged, in_place_of
-from te_fsdp.checkpoint.entries import decode
+from te_fsdp.checkpoint.load_source import problems_of
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
-from te_fsdp.checkpoint.paths import place_of
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
     compare_contents,
@@ -40,10 +38,12 @@ from te_fsdp.checkpoint.portable.huggingface import (
     write_huggingface,
 )
 from te_fsdp.checkpoint.portable.huggingface_config import config_contents
-from te_fsdp.checkpoint.source import problems_of
+from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.storage import resolve_path
+from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError
-from te_fsdp.modules.semantics import folded
+from te_fsdp.modules.semantics import fold_names
 
 _Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
 _Key = Annotated[
@@ -139,7 +139,7 @@ def convert(
 
     Canonical names and rows: what the unsharded module's state_dict() holds.
     """
-    place = Target(place_of(target), to, _bytes(max_shard_size), force)
+    place = Target(resolve_path(target), to, _bytes(max_shard_size), force)
     kind = place.settle(None)
     contents = open_any(source, Choices(key, extra_state, optimizer_class))
     if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
@@ -181,7 +181,7 @@ def export(
     """
     if like is None and te != _AS_USUAL:
         raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
-    place = Target(place_of(target), None, _bytes(max_shard_size), force, like)
+    place = Target(resolve_path(target), None, _bytes(max_shard_size), force, like)
     place.settle("safetensors")
     told = config_contents(like) if like is not None else {}
     word = dtype or told.get("dtype", told.get("torch_dtype"))  # its name since transformers 5, and before
@@ -394,7 +394,7 @@ def _semantics(recorded: dict[str, Any], pattern: str) -> list[str]:
     lines = [f"settings of {sum(map(len, modules.values()))} modules:"] if modules else []
     for index, names in modules.items():
         one = recorded["kinds"][index]
-        lines.append(f"  {one['library']}.{one['kind']} ({folded(names)}): {_pairs(one['settings'])}")
+        lines.append(f"  {one['library']}.{one['kind']} ({fold_names(names)}): {_pairs(one['settings'])}")
     return lines
 
 

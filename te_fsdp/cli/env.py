@@ -40,7 +40,7 @@ def show(
 
 def _rows_of_patches() -> Iterable[dict[str, Any]]:
     """Rows of the two tables of patches, each with the library that it belongs to."""
-    from te_fsdp import _patches
+    from te_fsdp.upstream import patches as _patches
 
     for library, rows in (("TransformerEngine", _patches.PATCHES.values()), ("torch", _patches.FSDP2)):
         yield from ({"library": library, **dataclasses.asdict(row)} for row in rows)

@@ -246,8 +246,8 @@ def say_te() -> int:
     import te_fsdp.emulation
 
     emulated = te_fsdp.emulation.install_from_env()
-    from te_fsdp import _te
-    from te_fsdp._te_formats import FORMATS
+    from te_fsdp.upstream import te as _te
+    from te_fsdp.upstream.te_formats import FORMATS
 
     te = _te.te()
     recipes: dict[str, str] = {}
@@ -266,10 +266,10 @@ def say_te() -> int:
 
 
 def _attention() -> dict[str, Any]:
-    from te_fsdp import _te_modules
+    from te_fsdp.upstream import te_modules as _te_modules
 
     try:
-        return {**_te_modules.choice(**_ATTENTION), "shape": _ATTENTION}
+        return {**_te_modules.attention_backend_for(**_ATTENTION), "shape": _ATTENTION}
     except Exception as error:  # TE asks the device for what an emulation or another version may lack
         return {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"], "shape": _ATTENTION}
 

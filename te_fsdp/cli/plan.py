@@ -16,7 +16,7 @@ from te_fsdp import planning
 from te_fsdp.cli import bytes_of, print_json, print_lines, print_table
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import LINK_RATIO, Candidate, Job, Machine, Plan, Sizes, StepTime, plan
-from te_fsdp.sharding.precision import MixedPrecisionPolicy
+from te_fsdp.precision import MixedPrecisionPolicy
 
 _Dtype = Literal["model", "float32", "bfloat16", "float16"]
 _ARCHITECTURE = "9.0"

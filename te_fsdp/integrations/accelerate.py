@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 
 import te_fsdp
 from te_fsdp import checkpoint
-from te_fsdp.agree import world_size
+from te_fsdp.collectives.agreement import world_size
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError
+from te_fsdp.features.main_weights import rebind_optimizer_params
 from te_fsdp.integrations import check_keywords, needs, refused, shard
 from te_fsdp.mesh import Meshes, as_meshes
-from te_fsdp.sharding.main_weights import following
-from te_fsdp.sharding.state import sharding_state, state_of
+from te_fsdp.sharded_model import get_sharded_model, sharded_model_of
 
 with needs("accelerate"):
     import accelerate
@@ -117,13 +117,15 @@ class TeFsdpAccelerator(_Accelerator):
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
         for optimizer in optimizers:
             te_fsdp.check_optimizer(nn.ModuleList([*models, *self._models]), optimizer)
-        for model in (model for model in models if not sharding_state(model)):
+        for model in (model for model in models if not get_sharded_model(model)):
             own = {id(parameter) for parameter in model.parameters()}
             with contextlib.ExitStack() as stack:
                 for optimizer in optimizers:
                     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
                         fix = "build it from the parameters of one model, right before"
-                        stack.enter_context(following(model, optimizer, "Accelerator.prepare", fix))
+                        stack.enter_context(
+                            rebind_optimizer_params(model, optimizer, "Accelerator.prepare", fix)
+                        )
                 shard(model, self.meshes, self._seed, self._sharding)
         return super().prepare(*args, device_placement=device_placement)
 
@@ -131,7 +133,7 @@ class TeFsdpAccelerator(_Accelerator):
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Shard a model, or leave it as it is for ``evaluation_mode=True``. Collective over the world."""
-        if not evaluation_mode and not sharding_state(model):
+        if not evaluation_mode and not get_sharded_model(model):
             shard(model, self.meshes, self._seed, self._sharding)
         # In this mode accelerate wraps nothing.
         return super().prepare_model(model, device_placement=bool(evaluation_mode), evaluation_mode=True)
@@ -139,7 +141,7 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """As accelerate's, for an optimizer over the models that were prepared; ``OrderError``: over others."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
-            states = [state_of(p) for group in optimizer.param_groups for p in group["params"]]
+            states = [sharded_model_of(p) for group in optimizer.param_groups for p in group["params"]]
             models = {id(state): state.model for state in states if state is not None}
             te_fsdp.check_optimizer(nn.ModuleList(models.values()), optimizer)
         return super().prepare_optimizer(optimizer, device_placement=False)

@@ -25,13 +25,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 import te_fsdp
-from te_fsdp import _te, checkpoint
-from te_fsdp.agree import from_rank_0
+from te_fsdp import checkpoint
 from te_fsdp.checkpoint.directory import open_checkpoint
+from te_fsdp.collectives.agreement import from_rank_0
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
 from te_fsdp.integrations import check_keywords, needs, refused, shard
 from te_fsdp.mesh import Meshes
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharded_model import get_sharded_model
+from te_fsdp.upstream import te as _te
 
 __all__ = ["TeFsdpStrategy"]
 
@@ -276,7 +277,9 @@ class TeFsdpStrategy(_ModelParallelStrategy):
 
 def _sorted(state: dict[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
     """The one sharded model, the optimizer and the rest of what is saved or loaded."""
-    models = [name for name, value in state.items() if isinstance(value, nn.Module) and sharding_state(value)]
+    models = [
+        name for name, value in state.items() if isinstance(value, nn.Module) and get_sharded_model(value)
+    ]
     optimizers = [name for name, value in state.items() if isinstance(value, Optimizer)]
     if len(models) != 1 or len(optimizers) > 1:
         raise CheckpointError(

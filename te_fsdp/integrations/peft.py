@@ -29,13 +29,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.integrations import needs, refused
-from te_fsdp.parameters import binding_of, shard_info
-from te_fsdp.quantized.components import finish_writing
+from te_fsdp.quantized.components import drop_derived_state
 from te_fsdp.quantized.shards import quantize_whole
-from te_fsdp.sharding.state import required_state
+from te_fsdp.records import binding_of, shard_info
+from te_fsdp.sharded_model import require_sharded_model
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 with needs("peft"):
     import peft
@@ -292,7 +292,7 @@ def merge(model: nn.Module) -> None:
     Raises:
         OrderError: The model is not sharded, has no adapters, or trains such a weight; nothing was changed.
     """
-    state = required_state(model, "merge")
+    state = require_sharded_model(model, "merge")
     layers = _layers(model)
     trained = [name for name, layer in layers if layer.base_layer.weight.requires_grad]
     if trained or not layers:
@@ -325,6 +325,6 @@ def _merge(layer: LoraLinear) -> None:
         _torch.local_of(layer.lora_B[name].weight).zero_()
     if quantized:
         quantize_whole(base, "weight", local, value)
-        finish_writing(local)
+        drop_derived_state(local)
     else:
         local.copy_(value)

@@ -24,7 +24,7 @@ import te_fsdp
 from te_fsdp import checkpoint
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError
 from te_fsdp.integrations import needs
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharded_model import get_sharded_model
 
 with needs("torchtitan"):
     from torchtitan.components.checkpointer.base import BaseCheckpointManager
@@ -76,7 +76,7 @@ class TeModel(_BaseModel):
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """:func:`te_fsdp.materialize`; ``OrderError``: before ``parallelize``. Collective over the world."""
-        if sharding_state(self) is None:
+        if get_sharded_model(self) is None:
             raise OrderError(
                 "TeModel.init_weights before parallelize",
                 why="Each rank initialises its own shards",

@@ -22,7 +22,7 @@ from torch import nn
 
 import te_fsdp
 from te_fsdp import checkpoint
-from te_fsdp.agree import rank
+from te_fsdp.collectives.agreement import rank
 from te_fsdp.integrations import needs
 from te_fsdp.integrations.accelerate import TeFsdpAccelerator
 from te_fsdp.mesh import Meshes

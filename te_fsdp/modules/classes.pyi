@@ -1,4 +1,4 @@
-"""For type checkers: te_fsdp's classes of TransformerEngine's modules, which :mod:`te_fsdp.modules.apply` makes.
+"""For type checkers: te_fsdp's classes of TransformerEngine's modules, which :mod:`te_fsdp.bind_device_mesh` makes.
 
 TE is not typed, so that its signatures stand here (TE 2.20; older versions lack a few arguments), with ``tp_mesh`` and
 ``weight_mesh``. ``tests/unit/test_types.py`` compares them with the installed TE.
@@ -12,8 +12,8 @@ import transformer_engine.pytorch as te  # type: ignore[import-not-found, import
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_fsdp.modules.base import MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.grouped import GroupedModule
+from te_fsdp.modules.mixin import MeshModule, OpMeshModule, ResettableModule
 
 class Linear(ResettableModule, te.Linear):
     """TransformerEngine's ``Linear`` that can be bound to meshes."""

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _te_modules, _torch
-from te_fsdp.agree import rank
-from te_fsdp.all_ranks import collective_call
+from te_fsdp.collectives.agreement import rank
+from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError, meant, require_flags
 from te_fsdp.modules.inputs import check_same_batch
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -84,19 +84,19 @@ def set_context_parallel(
         # Attention of both kinds; a layer would only pass the call on to these.
         if _te.kind_of(module) in ("MultiheadAttention", "DotProductAttention"):
             module.set_context_parallel_group(group, ranks, stream, comm_type)  # type: ignore[not-callable]
-    _watch_calls(model)
+    _hook_attention_calls(model)
 
 
-def _watch_calls(model: nn.Module) -> None:
+def _hook_attention_calls(model: nn.Module) -> None:
     """Check what each call of attention over ``cp`` decides, from now on. Local operation."""
     for module in _attentions(model).values():
         if _WATCHED not in module.__dict__:
             module.__dict__[_WATCHED] = True
-            module.register_forward_pre_hook(_torch.untraced(_check_call), with_kwargs=True)
+            module.register_forward_pre_hook(_torch.disable_compile(_check_call), with_kwargs=True)
 
 
 def check_attention(model: nn.Module, meshes: Meshes) -> None:
-    """Refuse what :func:`tell_attention` could not make right. Local operation.
+    """Refuse what :func:`set_attention_cp_group` could not make right. Local operation.
 
     Also attention that was told of other ranks than those of ``meshes.cp`` (``MeshError``), or of which only some was.
     """
@@ -118,12 +118,12 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
             _check_attention(name, module, "p2p", None)
 
 
-def tell_attention(model: nn.Module, meshes: Meshes) -> None:
+def set_attention_cp_group(model: nn.Module, meshes: Meshes) -> None:
     """``fully_shard``'s part with ``cp``: "p2p" where the user has not chosen, after :func:`check_attention`. Local."""
     ranks = [_ranks_of(module) for module in _attentions(model).values()]
     if None in ranks:
         set_context_parallel(model, meshes)
-    _watch_calls(model)
+    _hook_attention_calls(model)
     if not ranks and rank() == 0:
         _log.warning(
             "fully_shard: cp=%d, and no attention of TransformerEngine in the model: attention of your own sees its "

@@ -37,9 +37,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from te_fsdp import _te, _te_modules, _torch, _torch_boxed
+from te_fsdp import boxed_dtensor
 from te_fsdp.errors import CheckpointError
-from te_fsdp.parameters import binding_of, name_of, shard_info
+from te_fsdp.records import binding_of, name_of, shard_info
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -55,7 +56,7 @@ class DamagedEntryError(ValueError):
     """An entry whose bytes are not as they were packed."""
 
 
-def condition_of(marks: tuple[int, ...]) -> str:
+def describe_load_condition(marks: tuple[int, ...]) -> str:
     """The words of marks: on what mesh weights can be loaded that plain DCP cannot reshard."""
     if len(marks) == 1:
         return f"rows stacked for tp={marks[0]}, other tp sizes need te_fsdp.checkpoint"
@@ -137,7 +138,7 @@ def bytes_of(entry: torch.Tensor) -> bytes:
 
 
 def marks_of(condition: str) -> tuple[int, ...]:
-    """The marks that :func:`condition_of` puts into words; older state dicts have the words as a key."""
+    """The marks that :func:`describe_load_condition` puts into words; older state dicts have the words as a key."""
     return tuple(int(tp or shards) for tp, shards in _NUMBERS.findall(condition)) or (-1,)
 
 
@@ -147,7 +148,7 @@ def _rows(marks: tuple[int, ...]) -> int:
 
 
 def _text(marks: tuple[int, ...]) -> bytes:
-    return _MAGIC + (condition_of(marks) if marks else "state of delayed scaling").encode() + b"\n"
+    return _MAGIC + (describe_load_condition(marks) if marks else "state of delayed scaling").encode() + b"\n"
 
 
 #: Key of delayed scaling's state in an entry.
@@ -192,7 +193,7 @@ class _Entry(torch.Tensor):
         return _AnySize(super().size()) if dim is None else super().size(dim)
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
-        return _torch_boxed.byte_item(fqn) if self.numel() else _torch_boxed.tensor_item(fqn, tensor)
+        return boxed_dtensor.byte_item(fqn) if self.numel() else boxed_dtensor.tensor_item(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
         return []  # tensors of other entries have no state
@@ -224,7 +225,7 @@ class _NotForDcp(_Entry):
         )
 
 
-def guard(module: nn.Module, stock: Any) -> Any:
+def encode_extra_state(module: nn.Module, stock: Any) -> Any:
     """What a bound module's ``get_extra_state`` returns, of what TE's own has returned: a tensor on the CPU. Local.
 
     Raises ``PrecisionError`` for delayed scaling inside a custom recipe, whose state has no fixed shape.
@@ -244,7 +245,7 @@ def guard(module: nn.Module, stock: Any) -> Any:
     return pack((), described).as_subclass(kind)
 
 
-def unguard(module: nn.Module, state: Any) -> Any:
+def decode_extra_state(module: nn.Module, state: Any) -> Any:
     """What of a loaded value TE's own ``set_extra_state`` gets; delayed scaling's state is taken back here. Local.
 
     Raises ``CheckpointError`` for a value that was saved under a condition that does not hold here, or under none where
@@ -289,8 +290,8 @@ def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
         return
     raise CheckpointError(
         f"{name_of(module)}: weights of a plain state dict",
-        expected=condition_of(condition) if condition else "no condition",
-        got=condition_of(saved) if saved else "no condition (an unsharded module)",
+        expected=describe_load_condition(condition) if condition else "no condition",
+        got=describe_load_condition(saved) if saved else "no condition (an unsharded module)",
         why="Its rows or blocks lie otherwise than here, and would be scrambled",
         fix="save and load with te_fsdp.checkpoint, which fits any mesh",
     )

@@ -17,7 +17,7 @@ _UNTOLD = "<"
 _DEEPEST, _MOST = 3, 16
 
 
-def text_of(function: Any, depth: int = 0) -> str:
+def describe_function(function: Any, depth: int = 0) -> str:
     """A function in words: ``relu``, ``partial(gelu, approximate='tanh')``, ``Scaled(factor=2.0)``. Local operation.
 
     A lambda, as every function that closes over values, has a digest of its bytecode and constants
@@ -28,7 +28,7 @@ def text_of(function: Any, depth: int = 0) -> str:
         return "<...>"
     if isinstance(function, functools.partial):
         arguments = [_shown(one, depth) for one in function.args]
-        parts = [text_of(function.func, depth + 1), *arguments, *_named(function.keywords, depth)]
+        parts = [describe_function(function.func, depth + 1), *arguments, *_named(function.keywords, depth)]
         text = f"partial({', '.join(parts)})"
     elif inspect.ismethod(function) or _is_apply(function):
         owner = function.__self__
@@ -64,8 +64,8 @@ def _object(value: Any, depth: int) -> str:
     return f"{type(value).__name__}({', '.join(told)})"
 
 
-def is_told(text: Any) -> bool:
-    """Whether a value is all there is to know: no text of :func:`text_of` that has a digest, or nothing."""
+def is_fully_described(text: Any) -> bool:
+    """Whether a value is all there is to know: no text of :func:`describe_function` that has a digest, or nothing."""
     return not (isinstance(text, str) and text.startswith(_UNTOLD))
 
 
@@ -80,7 +80,7 @@ def _shown(value: Any, depth: int) -> str:
         return f"[{', '.join(_shown(one, depth + 1) for one in value)}]"
     # A module's own settings tell what it computes.
     is_function = callable(value) and not hasattr(value, "named_modules")
-    return text_of(value, depth + 1) if is_function else f"<{type(value).__name__}>"
+    return describe_function(value, depth + 1) if is_function else f"<{type(value).__name__}>"
 
 
 def _digest(function: Any, depth: int) -> str:

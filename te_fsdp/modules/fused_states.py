@@ -1,6 +1,7 @@
 """Optimizer states of TE's ``FusedAdam``, in the class of their parameters.
 
-``torch.optim`` makes states by ``zeros_like``, which keeps the class (:mod:`te_fsdp._torch_boxed`). ``FusedAdam`` wraps
+``torch.optim`` makes states by ``zeros_like``, which keeps the class (:mod:`te_fsdp.boxed_dtensor`). ``FusedAdam``
+wraps
 local tensors by ``DTensor.from_local``, once for its states and again for its state dicts.
 """
 
@@ -13,14 +14,14 @@ from typing import Any
 
 import torch
 
-from te_fsdp._patches import install
-from te_fsdp._torch_boxed import boxed_like
+from te_fsdp.boxed_dtensor import boxed_like
+from te_fsdp.upstream.patches import apply_patch
 
 
 def patch_fused_adam() -> None:
     """Wrap what makes states of ``FusedAdam``; later calls do nothing. Local operation."""
-    install("states", _wrap_initialize)
-    install("states of dicts", _wrap_state_dict)
+    apply_patch("states", _wrap_initialize)
+    apply_patch("states of dicts", _wrap_state_dict)
 
 
 def _wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:

@@ -20,15 +20,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
-from te_fsdp._te_modules import GroupedReads, grouped_path_problem, rename_parameters
-from te_fsdp.agree import gather
+from te_fsdp.collectives.agreement import gather
 from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
-from te_fsdp.modules.base import ResettableModule
-from te_fsdp.parameters import Binding, binding_of, inherit, name_of
+from te_fsdp.modules.mixin import ResettableModule
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
-from te_fsdp.quantized.grouped_weight import as_grouped, grouped_cut, plain_of
+from te_fsdp.quantized.grouped_weight import as_grouped, as_plain_parameter, grouped_shard_dim
+from te_fsdp.records import ModuleBinding, binding_of, inherit, name_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_modules import GroupedWeightAccess, grouped_path_problem, rename_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -193,7 +193,7 @@ def adopt_single(module: Any, adopted: dict[int, tuple[Any, Any]]) -> None:
         first = module._parameters[parts[0]] if parameter is None else parameter
         _, new = adopted.get(id(first), (None, None))
         if new is None and parameter is not None:
-            new = plain_of(parameter)
+            new = as_plain_parameter(parameter)
         elif new is None:
             local = torch.empty((module.num_gemms, *first.shape), dtype=first.dtype, device="meta")
             new = torch.nn.Parameter(local, requires_grad=first.requires_grad)
@@ -230,11 +230,11 @@ def single_cuts(
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:
             return weight is None or fits(weight, grid.dp_shard, dim - 1)
 
-        found[name] = grouped_cut((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
+        found[name] = grouped_shard_dim((module.num_gemms, *shape), grid.dp_shard, counts, fits_within)
     return found
 
 
-class GroupedModule(GroupedReads, ResettableModule):
+class GroupedModule(GroupedWeightAccess, ResettableModule):
     """Mixin of ``GroupedLinear``: experts under global names, and what TE reads, and makes, of single parameters.
 
     Under expert parallelism parameters are registered under global indices (:mod:`te_fsdp.layout`). TE's own code
@@ -264,10 +264,10 @@ class GroupedModule(GroupedReads, ResettableModule):
             name = registered if name not in parameters and registered in parameters else name
         super().__setattr__(name, value)
 
-    def _take_over(self, binding: Binding, name: str, old: torch.Tensor | None, value: Any) -> None:
+    def _take_over(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """Check the mesh of an expert's parameter as well. Not of those that FSDP2 installs in turn: once for each."""
         if binding.experts is not None and expert_index(name) is not None and isinstance(value, DTensor):
-            _check_apart(binding, name, value)
+            _check_expert_shards(binding, name, value)
         super()._take_over(binding, name, old, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -278,7 +278,7 @@ class GroupedModule(GroupedReads, ResettableModule):
         binding = binding_of(self)
         if binding is not None:
             if binding.experts is not None:
-                if binding.under_fsdp and not binding.divided and torch.is_grad_enabled():
+                if binding.is_managed_by_fsdp and not binding.divided and torch.is_grad_enabled():
                     _check_divided(self, binding)
                 _find_amax_group(binding)
             check_recipe(self, binding)
@@ -303,7 +303,7 @@ def _experts_of(module: GroupedModule) -> ExpertRange | None:
     return None if binding is None else binding.experts
 
 
-def _check_apart(binding: Binding, name: str, parameter: DTensor) -> None:
+def _check_expert_shards(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise ``PlacementError`` if FSDP2 cuts an expert over ranks that hold others: given the dense mesh, or none."""
     assert binding.ep_mesh is not None
     both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep_mesh.mesh.flatten().tolist())
@@ -318,7 +318,7 @@ def _check_apart(binding: Binding, name: str, parameter: DTensor) -> None:
         )
 
 
-def _find_amax_group(binding: Binding) -> None:
+def _find_amax_group(binding: ModuleBinding) -> None:
     """Over whom TE's delayed scaling reduces in this forward: the ranks that share the module's experts."""
     recipe = _te.active_recipe()
     if binding.amax_group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
@@ -330,7 +330,7 @@ def _find_amax_group(binding: Binding) -> None:
         binding.amax_group = cast("ProcessGroup", alone)
 
 
-def _check_divided(module: torch.nn.Module, binding: Binding) -> None:
+def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
     """FSDP2 must have been told by what to divide: it would divide by the ranks that share the expert.
 
     The loss of each rank is a mean over its own tokens, and the gradient of an expert sums over tokens of all ranks of

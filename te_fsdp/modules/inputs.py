@@ -33,12 +33,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_fsdp import _te, _torch
-from te_fsdp.agree import are_equal, digest, gather, rank
-from te_fsdp.all_ranks import collective_call, is_capturing, is_simulated
+from te_fsdp.collectives.agreement import are_equal, digest, gather, rank
+from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, shorten
-from te_fsdp.modules.initialize import checksum, is_constant
-from te_fsdp.parameters import binding_of
+from te_fsdp.initialize import checksum, is_constant
+from te_fsdp.records import binding_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +62,7 @@ Seen = dict[str, tuple[str, int]]
 
 
 @dataclass
-class _Check:
+class _InputCheck:
     """A root's check."""
 
     tp_mesh: DeviceMesh | None  #: Over whose ranks inputs are compared
@@ -74,9 +74,9 @@ class _Check:
     #: Modules that may draw dropout masks which must be equal over tp, each with its rate's name.
     rates: list[tuple[nn.Module, str]] = field(default_factory=list)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Check:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _InputCheck:
         """Meshes are shared by the copy: process groups cannot be copied."""
-        return _Check(self.tp_mesh, self.cp_mesh)
+        return _InputCheck(self.tp_mesh, self.cp_mesh)
 
 
 #: Key in a sequence-parallel module's ``__dict__``, as long as what enters it is looked at.
@@ -84,7 +84,7 @@ _LOOKS = "_te_fsdp_parts"
 
 
 @dataclass
-class _Looks:
+class _TokenShardCheck:
     """Looks at what enters a sequence-parallel module, and the hook that makes them."""
 
     hook: Any  #: Removed after the last one: later forwards cost nothing
@@ -106,11 +106,11 @@ def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMe
     if (tp_mesh is None and cp_mesh is None) or is_simulated():
         return
     if KEY not in model.__dict__:
-        model.register_forward_pre_hook(_torch.untraced(check_inputs), with_kwargs=True, prepend=True)
-    model.__dict__[KEY] = _Check(tp_mesh, cp_mesh)
-    for module in _taking_parts(model) if tp_mesh is not None else ():
-        hook = module.register_forward_pre_hook(_torch.untraced(_look_for_parts), with_kwargs=True)
-        module.__dict__[_LOOKS] = _Looks(hook)
+        model.register_forward_pre_hook(_torch.disable_compile(check_inputs), with_kwargs=True, prepend=True)
+    model.__dict__[KEY] = _InputCheck(tp_mesh, cp_mesh)
+    for module in _sequence_parallel_entries(model) if tp_mesh is not None else ():
+        hook = module.register_forward_pre_hook(_torch.disable_compile(_check_token_shards), with_kwargs=True)
+        module.__dict__[_LOOKS] = _TokenShardCheck(hook)
 
 
 def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
@@ -140,7 +140,7 @@ def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
                     shards.size(),
                 )
 
-    hook = model.register_forward_pre_hook(_torch.untraced(look), with_kwargs=True)
+    hook = model.register_forward_pre_hook(_torch.disable_compile(look), with_kwargs=True)
 
 
 def check_inputs(
@@ -169,7 +169,7 @@ def check_inputs(
     found = found if check.cp_mesh is not None else over_tp
     # A rate may be raised at any time.
     drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)
-    recipe = _te.recipe_in_words(_te.active_recipe())
+    recipe = _te.format_recipe(_te.active_recipe())
     modes = module.training, torch.is_grad_enabled(), drops, recipe
     key = method, modes, tuple((path, t.shape, t.dtype) for path, t in found)
     if not found or key in check.seen or len(check.seen) >= _MOST:
@@ -184,7 +184,7 @@ def check_inputs(
         named = dict(zip(names, dict(tensors).values(), strict=True))
         # The ranks that have seen these shapes do not come: an error, where collectives would meet others.
         meeting = collective_call("forward with inputs of new shapes", mesh)
-        with _te.reducing_no_amax_after_errors(), meeting, _torch.without_modes():
+        with _te.skip_amax_reduction_after_errors(), meeting, _torch.without_modes():
             if axis == "cp":
                 _check_parts(where, named, module.training, mesh)
             else:
@@ -200,7 +200,7 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
     assert meshes.cp is not None
     named = {"batch" + "".join(f"[{part!r}]" for part in path): t for path, t in _tensors(batch, ())}
     key = str([(name, tuple(t.shape), t.dtype) for name, t in named.items()])
-    if not named or key in meshes.batches_seen or len(meshes.batches_seen) >= _MOST or is_simulated():
+    if not named or key in meshes.seen_batches or len(meshes.seen_batches) >= _MOST or is_simulated():
         return
     with collective_call("context_parallel_shard of new shapes", meshes.cp):
         looks, values = _differing(gather(_seen(named), meshes.cp), "cp")
@@ -213,7 +213,7 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
             fix="deal the data out by meshes.data_rank of meshes.data_size, with seeds that follow from these numbers, "
             "not from the global rank (docs/data.md)",
         )
-    meshes.batches_seen.add(key)
+    meshes.seen_batches.add(key)
 
 
 def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, mesh: DeviceMesh) -> None:
@@ -239,17 +239,17 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
         )
 
 
-def _taking_parts(module: nn.Module) -> Iterator[nn.Module]:
+def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
     """The outermost TE modules that gather tokens over tp before they compute. Local operation."""
     kind, mode = _te.kind_of(module), getattr(module, "parallel_mode", None)
     if getattr(module, "sequence_parallel", False) and (kind in _WHOLE or (kind and mode == "column")):
         yield module
         return
     for child in module.children():
-        yield from _taking_parts(child)
+        yield from _sequence_parallel_entries(child)
 
 
-def _look_for_parts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse what enters a sequence-parallel module if two ranks of tp bring the same. Collective over tp at first.
 
     The module would gather over tp anyway, so that all its ranks are here.

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from te_fsdp import _te
 from te_fsdp.errors import MeshError, PlacementError
+from te_fsdp.upstream import te as _te
 
 #: Kinds whose constructors divide sizes by ``tp_size``.
 _LINEARS = ("Linear", "LayerNormLinear", "GroupedLinear")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from te_fsdp import _torch
-from te_fsdp.axes import mesh_of_experts
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.layout import chunk_boxes, chunk_range
-from te_fsdp.parameters import OwnDTensor, inherit
+from te_fsdp.mesh_checks import mesh_of_experts
+from te_fsdp.records import OwnDTensor, inherit
+from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

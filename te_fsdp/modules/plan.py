@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te
 from te_fsdp import layout as table
-from te_fsdp.agree import raised_on_all_ranks
-from te_fsdp.axes import check_1d, check_ascending, check_experts_apart, check_holds_tp, mesh_of_experts
+from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError
 from te_fsdp.layout import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
+from te_fsdp.mesh_checks import (
+    check_1d,
+    check_ascending,
+    check_contains_tp,
+    check_expert_ranks_disjoint,
+    mesh_of_experts,
+)
 from te_fsdp.modules.grouped import (
     Selection,
     check_single,
@@ -26,8 +31,9 @@ from te_fsdp.modules.grouped import (
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
-from te_fsdp.parameters import Binding, OwnDTensor, binding_of, is_replicated
 from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_cuts
+from te_fsdp.records import ModuleBinding, OwnDTensor, binding_of, is_replicated
+from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +41,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Meshing:
+class ModuleMeshes:
     """The meshes that a module is bound to, each 1-D; ``ep_mesh`` for experts alone.
 
     Attributes:
@@ -75,7 +81,7 @@ class ModulePlan:
     kind: str | None
     rules: dict[str, ParameterRule]
     experts: ExpertRange | None = None
-    meshes: Meshing = Meshing()
+    meshes: ModuleMeshes = ModuleMeshes()
     cuts: Mapping[str, int] = field(default_factory=dict)
     #: The user's own DTensors among the parameters, by name.
     distributed: Mapping[str, OwnDTensor] = field(default_factory=dict)
@@ -90,8 +96,8 @@ class ModulePlan:
 
 def plan_modules(
     model: nn.Module,
-    dense: Meshing,
-    of_experts: Meshing,
+    dense: ModuleMeshes,
+    of_experts: ModuleMeshes,
     experts: Selection = None,
     *,
     stays_whole: Callable[[Any, str], bool] = is_replicated,
@@ -120,8 +126,8 @@ def plan_modules(
 
 def _plan(
     model: nn.Module,
-    dense: Meshing,
-    experts: Meshing | None,
+    dense: ModuleMeshes,
+    experts: ModuleMeshes | None,
     names: set[str],
     where: str,
     stays_whole: Callable[[Any, str], bool],
@@ -134,10 +140,10 @@ def _plan(
     for mesh, argument in ((dense.tp_mesh, "tp_mesh"), (ep_mesh, "ep_mesh")):
         if mesh is not None:
             check_ascending(mesh, argument, where)
-    check_holds_tp(dense.tp_mesh, dense.weight_mesh, where, "weight")
+    check_contains_tp(dense.tp_mesh, dense.weight_mesh, where, "weight")
     if experts is not None and ep_mesh is not None:
-        check_holds_tp(dense.tp_mesh, experts.weight_mesh, where, "expert_weight")
-        check_experts_apart(ep_mesh, experts.tp_mesh, experts.weight_mesh, where)
+        check_contains_tp(dense.tp_mesh, experts.weight_mesh, where, "expert_weight")
+        check_expert_ranks_disjoint(ep_mesh, experts.tp_mesh, experts.weight_mesh, where)
     planned = []
     for item in plan_tree(model, dense.tp_mesh.size() if dense.tp_mesh is not None else 1):
         meshes = experts if experts is not None and item.name in names else dense
@@ -233,27 +239,27 @@ def _check_item(item: ModulePlan) -> None:
             )
 
 
-def _check_same(label: str, binding: Binding, meshes: Meshing) -> None:
+def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> None:
     """A second call may only repeat the first."""
-    known = Meshing(binding.tp_mesh, binding.weight_mesh, binding.ep_mesh)
+    known = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep_mesh)
     same = known.tp_mesh == meshes.tp_mesh and known.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.
-    is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.under_fsdp)
+    is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.is_managed_by_fsdp)
     if same and (known.weight_mesh == meshes.weight_mesh or is_left_out):
         return
     what, fix = "with other meshes than before", "bind a model once; build a new one for a new mesh"
-    if binding.under_fsdp:
+    if binding.is_managed_by_fsdp:
         what, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
         f"{label}: set_device_mesh {what}",
-        expected=_meant(known),
-        got=_meant(meshes),
+        expected=_meshes_for_module(known),
+        got=_meshes_for_module(meshes),
         why="The parameters are placed already",
         fix=fix,
     )
 
 
-def _meant(meshes: Meshing) -> str:
+def _meshes_for_module(meshes: ModuleMeshes) -> str:
     """The arguments of ``set_device_mesh`` that concern one module, by ranks, which a mesh's own text leaves out."""
     named = {"tp_mesh": meshes.tp_mesh, "weight_mesh": meshes.weight_mesh}
     if meshes.ep_mesh is not None:
@@ -346,11 +352,13 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
                 expected=f"the parameters of {kind}",
                 fix="give parameters of your own to a module of your own",
             )
-        planned.append(ModulePlan(name, module, kind, {n: _marked(rules[n], p) for n, p in own.items()}))
+        planned.append(
+            ModulePlan(name, module, kind, {n: _rule_from_attributes(rules[n], p) for n, p in own.items()})
+        )
     return planned
 
 
-def _marked(rule: ParameterRule, parameter: object) -> ParameterRule:
+def _rule_from_attributes(rule: ParameterRule, parameter: object) -> ParameterRule:
     """A rule for a parameter that may be marked as TE and Megatron mark those that see a part of the sequence."""
     partial = rule.shard_dim is None and bool(getattr(parameter, "sequence_parallel", False))
     return replace(rule, partial_grad=True) if partial else rule

@@ -27,8 +27,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import nn
 
-from te_fsdp import _te, _torch
-from te_fsdp.modules.functions import is_told, text_of
+from te_fsdp.modules.functions import describe_function, is_fully_described
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 #: ``error``: another function of the same weights. ``strict``: whether it matters only the user knows. ``note``: the
 #: same function, or another only while training. ``names``: names of parameters tell.
@@ -186,10 +186,10 @@ def own_settings(model: nn.Module) -> dict[str, Semantics]:
         is_leaf = not (module._modules or module._parameters or module._buffers)
         told = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
         for name, value in vars(module).items():
-            told.append((name, _told(cls, name, value)))
+            told.append((name, _public_value(cls, name, value)))
             if not name.startswith("_") and id(value) not in seen:
                 seen.add(id(value))
-                told += ((f"{name}.{field}", _told(cls, field, one)) for field, one in _fields(value))
+                told += ((f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value))
         found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(told))
     return found
 
@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
         return UNKNOWN if UNKNOWN in items else items
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
-    return text_of(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
+    return describe_function(value) if callable(value) and not hasattr(value, "named_modules") else UNKNOWN
 
 
 def _attention(module: Any, settings: dict[str, Any]) -> None:
@@ -303,13 +303,13 @@ _DERIVED: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 }
 
 
-def _told(cls: type, name: str, value: Any) -> Any:
+def _public_value(cls: type, name: str, value: Any) -> Any:
     """An attribute's plain value; unknown what is torch's, not public, or hides a method, as wrappers do."""
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
     found = _plain(value)
     values, told = ([one, *one] if isinstance(one, (list, tuple)) else [one] for one in (value, found))
-    if found is not UNKNOWN and any(map(callable, values)) and all(map(is_told, told)):
+    if found is not UNKNOWN and any(map(callable, values)) and all(map(is_fully_described, told)):
         found = f"{_FUNCTION}{found}"
     if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
         return found
@@ -410,7 +410,7 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
     return found
 
 
-def in_words(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
+def format_differences(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
     """One text per setting and pair of values, with its modules; one for all that only one model tells."""
     groups: dict[str, list[str]] = {}
     untold: dict[str, list[str]] = {}
@@ -421,13 +421,13 @@ def in_words(found: Iterable[Difference], words: str = "saved {}, model has {}")
         else:
             groups.setdefault(f"{setting}: {words.format(one.then, one.now)}", []).append(module)
     texts, rest = (
-        [text + (f" ({folded(names)})" if any(names) else "") for text, names in each.items()]
+        [text + (f" ({fold_names(names)})" if any(names) else "") for text, names in each.items()]
         for each in (groups, untold)
     )
     return texts + ([f"known of one alone, and not compared: {'; '.join(rest)}"] if rest else [])
 
 
-def folded(names: Iterable[str]) -> str:
+def fold_names(names: Iterable[str]) -> str:
     """Names of modules; many that differ in numbers alone as a pattern."""
     patterns: dict[str, list[str]] = {}
     for name in names:
@@ -437,7 +437,7 @@ def folded(names: Iterable[str]) -> str:
     return ", ".join(shown) + (f": {count} modules" if count > 3 else "")
 
 
-def deciding(here: Mapping[str, Semantics]) -> str:
+def distinguishing_settings(here: Mapping[str, Semantics]) -> str:
     """The settings of a model that another one of the same tensors may not share, in words; empty if it has none."""
     values: dict[str, dict[str, None]] = {}
     for one in here.values():
@@ -463,7 +463,7 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         effect = known.effect
         if UNKNOWN in (then, now):  # a setting that one version of a library has
             effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
-        elif not (is_told(then) and is_told(now)):
+        elif not (is_fully_described(then) and is_fully_described(now)):
             effect = "note"
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
             effect = "note"  # what is padded is told by each call

@@ -28,18 +28,18 @@ from typing import Any
 
 import torch.distributed as dist
 
-from te_fsdp import _torch
-from te_fsdp.axes import ALL_AXES
+from te_fsdp.apply_fully_shard import fully_shard
 from te_fsdp.checkpoint.portable.huggingface_config import read_config
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpError
 from te_fsdp.mesh import Meshes
+from te_fsdp.mesh_checks import ALL_AXES
 from te_fsdp.planning.costs import (
     Weight,
     checkpoint_bytes,
     flops_of,
     optimizer_bytes,
     stages_of,
-    sums,
+    sum_of,
     weights_of,
 )
 from te_fsdp.planning.job import (
@@ -53,8 +53,8 @@ from te_fsdp.planning.job import (
     workload_of,
 )
 from te_fsdp.planning.step import Machine, Peak, StepTime, Traffic, peak_of, reach_of, step_time, traffic_of
-from te_fsdp.sharding.fully_shard import fully_shard
-from te_fsdp.sharding.report import Report, Row, describe
+from te_fsdp.reporting import Report, Row, describe
+from te_fsdp.upstream import torch_dtensor as _torch
 
 __all__ = [
     "LINK_RATIO",
@@ -182,11 +182,11 @@ def plan(job: Job, sizes: Sizes) -> Plan:
         TeFsdpError: What the job itself would raise: see :func:`te_fsdp.fully_shard` and :class:`te_fsdp.Meshes`.
     """
     require_recipe(job)
-    with _pretended_ranks(sizes.ranks):
+    with _fake_ranks(sizes.ranks):
         return _plan(job, sizes)
 
 
-def _pretended_ranks(count: int) -> AbstractContextManager[None]:
+def _fake_ranks(count: int) -> AbstractContextManager[None]:
     """A world of so many ranks, of which this process is the first."""
     if dist.is_initialized():
         raise OrderError(
@@ -195,7 +195,7 @@ def _pretended_ranks(count: int) -> AbstractContextManager[None]:
             why="A plan plays a job of other ranks",
             fix="plan before init_process_group, or run te-fsdp plan",
         )
-    return _torch.pretended_world(count)
+    return _torch.fake_world_of(count)
 
 
 def _plan(job: Job, sizes: Sizes) -> Plan:
@@ -225,13 +225,13 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         sizes=sizes,
         report=describe(model, settled=True),
         held=held,
-        gradients=sums(weights, "gradient"),
+        gradients=sum_of(weights, "gradient"),
         largest_unit=max(units.values(), default=0),
         activations=sum(stage.kept for stage in stages),
         peak=peak_of(weights, stages, held, job),
         traffic=traffic_of(model, weights, job, sizes, work),
         checkpoint=checkpoint_bytes(weights, job),
-        parameters=sums(weights, "logical"),
+        parameters=sum_of(weights, "logical"),
         notes=tuple(notes),
         flops=flops,
     )
@@ -318,7 +318,7 @@ def search(
             got="none",
         )
     require_recipe(job)
-    with _pretended_ranks(gpus):
+    with _fake_ranks(gpus):
         found = [_candidate(job, sizes, memory, node) for sizes in meshes]
 
     def place(one: Candidate) -> tuple[int, float]:

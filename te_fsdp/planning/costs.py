@@ -1,7 +1,7 @@
 """What a model costs a step: bytes of each parameter held, gathered and reduced; what each module keeps and sends.
 
 Parameters are read off the model on meta that ``te_fsdp.fully_shard`` has sharded: its DTensors, and the plan that it
-made (:class:`~te_fsdp.parameters.ParameterPlan`). The rank is the first one, which has the largest shard of everything:
+made (:class:`~te_fsdp.records.ParameterPlan`). The rank is the first one, which has the largest shard of everything:
 FSDP2 cuts as ``torch.chunk`` does.
 
 What modules keep from forward to backward follows a formula for each kind, the table of docs/plan.md, "Activations".
@@ -23,21 +23,21 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_modules, _torch
-from te_fsdp._fsdp2_patches import whole_shards
-from te_fsdp._te_formats import FORMATS, Format
 from te_fsdp.layout import GATED_ACTIVATIONS
-from te_fsdp.parameters import places_of, plan_of
 from te_fsdp.planning.job import OPTIMIZERS, Gating
 from te_fsdp.quantized.components import empty_on_meta
-from te_fsdp.sharding.report import bytes_of, cost_of, settled_shard
-from te_fsdp.sharding.state import required_state
+from te_fsdp.records import iter_param_owners, plan_of
+from te_fsdp.reporting import bytes_of, cost_of, shard_in_training
+from te_fsdp.sharded_model import require_sharded_model
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_patches import single_rank_parameters
+from te_fsdp.upstream.te_formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from te_fsdp.layout import Storage
-    from te_fsdp.parameters import Place
     from te_fsdp.planning.job import Job, Sizes, Workload
-    from te_fsdp.sharding.state import ShardingState
+    from te_fsdp.records import ParamOwner
+    from te_fsdp.sharded_model import ShardedModel
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Weight:
     #: Whether no other rank has a part of it, though FSDP2 manages it: nothing is sent, and the gathered parameter has
     #: the shard's memory, unless its values are cast.
     is_alone: bool
-    #: Whether its gradient becomes the reduced one without a buffer (:mod:`te_fsdp._fsdp2_patches`).
+    #: Whether its gradient becomes the reduced one without a buffer (:mod:`te_fsdp.upstream.fsdp2_patches`).
     is_passed: bool
     gathered: int  #: Of the gathered parameter in forward, beside the shard; 0 where nothing is gathered
     gathered_again: int  #: Of the gathered parameter in backward
@@ -95,15 +95,17 @@ class Weight:
 
 def weights_of(model: nn.Module, job: Job) -> list[Weight]:
     """Every parameter of a sharded model on meta, each once, in the order of its modules. Local operation."""
-    state = required_state(model, "plan")
-    whole = {key: passes for unit in state.modules.values() for key, passes in whole_shards(unit).items()}
-    places: dict[int, Place] = {}
-    for place in places_of(model):
+    state = require_sharded_model(model, "plan")
+    whole = {
+        key: passes for unit in state.modules.values() for key, passes in single_rank_parameters(unit).items()
+    }
+    places: dict[int, ParamOwner] = {}
+    for place in iter_param_owners(model):
         places.setdefault(id(place.parameter), place)
     return [_weight(place, whole.get(key), state, job) for key, place in places.items()]
 
 
-def _weight(place: Place, passes: bool | None, state: ShardingState, job: Job) -> Weight:
+def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
     """One place's weight; ``passes``: of a whole shard, whether its gradient is passed on."""
     label, module, name, parameter = place
     plan, precision = plan_of(parameter), state.precision_plan
@@ -122,7 +124,7 @@ def _weight(place: Place, passes: bool | None, state: ShardingState, job: Job) -
             copied = 2 * whole
     else:
         kind = _te.format_of_quantizer(quantizer)
-        held = bytes_of(settled_shard(module, name, parameter))
+        held = bytes_of(shard_in_training(module, name, parameter))
         forward = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype, backward=False))
         every = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype))
         gathered = again = forward
@@ -225,7 +227,7 @@ def temporary_in_step(weights: Iterable[Weight], job: Job) -> int:
     return 0 if job.optimizer == "fused-adam" else sum(4 * weight.elements for weight in low)
 
 
-def sums(weights: Iterable[Weight], name: str) -> int:
+def sum_of(weights: Iterable[Weight], name: str) -> int:
     """Sum of one of the weights' numbers."""
     return sum(getattr(weight, name) for weight in weights)
 

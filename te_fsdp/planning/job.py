@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from te_fsdp import _te
-from te_fsdp.axes import ALL_AXES
 from te_fsdp.checkpoint.portable.huggingface_config import config_contents, read_config
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError, TeFsdpError
-from te_fsdp.sharding.precision import MixedPrecisionPolicy
+from te_fsdp.mesh_checks import ALL_AXES
+from te_fsdp.precision import MixedPrecisionPolicy
+from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
     from te_fsdp.checkpoint.portable.huggingface_config import Architecture
     from te_fsdp.mesh import Meshes
-    from te_fsdp.sharding.sharding_plan import Wish
+    from te_fsdp.plan import StrategySpec
 
 #: Names of recipes -> TE's class of them, in ``transformer_engine.common.recipe``.
 RECIPES = {
@@ -100,7 +100,7 @@ class Job:
     model: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., nn.Module]
     recipe: str = "none"
     quantized_weights: bool = False
-    strategy: Wish = "optim_grads_params"
+    strategy: StrategySpec = "optim_grads_params"
     outer_strategy: str = "no_shard"
     units: tuple[str, ...] | None = None
     precision: MixedPrecisionPolicy | None = None

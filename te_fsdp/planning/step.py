@@ -35,7 +35,7 @@ from itertools import groupby
 from torch import nn
 
 from te_fsdp.errors import PlacementError
-from te_fsdp.planning.costs import Sent, Stage, Weight, sent_by, sums, temporary_in_step
+from te_fsdp.planning.costs import Sent, Stage, Weight, sent_by, sum_of, temporary_in_step
 from te_fsdp.planning.job import Job, Sizes, Workload
 
 #: Workspaces of cuBLAS, torch's and TransformerEngine's, each of 32 MiB on Hopper and later.
@@ -91,7 +91,7 @@ class _Unit:
 
     def buffer(self, gathered: str) -> int:
         """Bytes of the buffer of its gather, for forward or backward; what it has alone is sent nowhere."""
-        return sums((weight for weight in self.weights if not weight.is_alone), gathered)
+        return sum_of((weight for weight in self.weights if not weight.is_alone), gathered)
 
     @property
     def reduction(self) -> int:
@@ -129,7 +129,7 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[st
     memory.forward(runs, root)
     memory.backward(runs, root)
     memory.now = Counter({**held, "workspaces": _WORKSPACES})
-    memory.now["reduced gradients"] = sums(weights, "gradient")
+    memory.now["reduced gradients"] = sum_of(weights, "gradient")
     memory.look("the optimizer's step", temporaries_of_the_optimizer=temporary_in_step(weights, job))
     return Peak(memory.when, {name: size for name, size in memory.best.most_common() if size})
 
@@ -139,16 +139,16 @@ def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run
     by_unit: dict[str, list[Weight]] = {"": []}
     for weight in weights:
         by_unit.setdefault(weight.unit, []).append(weight)
-    inside = {name: [stage for stage in stages if _lies_in(stage.module, name)] for name in by_unit}
+    inside = {name: [stage for stage in stages if _is_inside(stage.module, name)] for name in by_unit}
     for name in [name for name in by_unit if name and not inside[name]]:
         by_unit[""] += by_unit.pop(name)  # nobody knows when it runs
     names = sorted(by_unit, key=len, reverse=True)
     units = {"": _Unit("", by_unit[""])}
     for name in filter(None, by_unit):
-        outermost = not any(o and o != name and _lies_in(name, o) for o in names)
+        outermost = not any(o and o != name and _is_inside(name, o) for o in names)
         kept, entering = sum(stage.kept for stage in inside[name]), inside[name][0].entering
         units[name] = _Unit(name, by_unit[name], kept, entering, outermost)
-    parts = groupby(stages, lambda stage: next(name for name in names if _lies_in(stage.module, name)))
+    parts = groupby(stages, lambda stage: next(name for name in names if _is_inside(stage.module, name)))
     runs = [(name, list(run)) for name, run in parts]
     order = [name for name, _ in runs]
     last = {name: at for at, name in enumerate(order)}
@@ -157,7 +157,7 @@ def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run
     ], units[""]
 
 
-def _lies_in(name: str, unit: str) -> bool:
+def _is_inside(name: str, unit: str) -> bool:
     """Whether a module is a unit, or lies in it."""
     return not unit or name == unit or name.startswith(f"{unit}.")
 
@@ -215,13 +215,13 @@ class _Memory:
     def install(self, unit: _Unit, gathered: str) -> None:
         """Take gathered weights into memory: ``"gathered"`` for forward, ``"gathered_again"`` for backward."""
         derived = "derived_early" if gathered == "gathered" else "derived"
-        self.now["gathered weights"] += sums(unit.weights, gathered)
-        self.now["transposes of gathered weights"] += sums(unit.weights, derived)
+        self.now["gathered weights"] += sum_of(unit.weights, gathered)
+        self.now["transposes of gathered weights"] += sum_of(unit.weights, derived)
 
     def release(self, unit: _Unit, gathered: str, *, transposes: bool = True) -> None:
         """Release them; in backward transposes have gone already, with their modules."""
-        self.now["gathered weights"] -= sums(unit.weights, gathered)
-        self.now["transposes of gathered weights"] -= transposes * sums(unit.weights, "derived_early")
+        self.now["gathered weights"] -= sum_of(unit.weights, gathered)
+        self.now["transposes of gathered weights"] -= transposes * sum_of(unit.weights, "derived_early")
 
     def backward(self, runs: Sequence[_Run], root: _Unit) -> None:
         """All units' backwards, the last one first. The root's gradients are reduced at the end of all."""
@@ -258,16 +258,16 @@ class _Memory:
             gradients = [w for w in weights if moment.gradients is None or w.name in moment.gradients]
             derived = [w for w in weights if moment.derived is None or w.name in moment.derived]
             # Transposes go one by one; the moments of a module come in that order.
-            gone = sums(weights, "derived") - sums(derived, "derived") if moment.gradients is None else 0
+            gone = sum_of(weights, "derived") - sum_of(derived, "derived") if moment.gradients is None else 0
             self.look(
                 f"backward of {stage.module or 'the loss'}",
-                temporaries_of_the_module=moment.temporary + sums(derived, "copied"),
-                unreduced_gradients=sums(gradients, "unreduced"),
+                temporaries_of_the_module=moment.temporary + sum_of(derived, "copied"),
+                unreduced_gradients=sum_of(gradients, "unreduced"),
                 transposes_of_gathered_weights=-gone,
             )
         self.now["activations"] -= stage.kept
         self.now["unreduced gradients"] += self.new(weights)
-        self.now["transposes of gathered weights"] -= sums(weights, "derived")
+        self.now["transposes of gathered weights"] -= sum_of(weights, "derived")
 
     def reduce(self, unit: _Unit) -> None:
         """The end of a unit's backward: its weights are released, its gradients reduced through a buffer."""
@@ -283,7 +283,7 @@ class _Memory:
             self.now["reduced gradients"] += 0 if adds else weight.gradient
         self.release(unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
         rest = [weight for weight in unit.weights if not weight.is_passed]
-        gradient = sums(rest, "gradient")
+        gradient = sum_of(rest, "gradient")
         self.now["buffers of reductions"] = unit.reduction
         # Gradients are gone when what becomes of them is made; what stays whole is not FSDP2's.
         whole = sum(weight.gradient for weight in rest if weight.storage.is_whole)

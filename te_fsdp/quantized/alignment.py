@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp import _te, _torch
-from te_fsdp._te_formats import FORMATS, Format
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ParameterRule
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_formats import FORMATS, Format
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.parameters import Binding
+    from te_fsdp.records import ModuleBinding
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
         )
 
 
-def check_recipe(module: nn.Module, binding: Binding) -> None:
+def check_recipe(module: nn.Module, binding: ModuleBinding) -> None:
     """Raise if a bound ``GroupedLinear`` cannot run under the recipe of the enclosing ``te.autocast``. Local operation.
 
     Raises:

@@ -19,7 +19,7 @@ loses most small updates in silence: they must keep fp32 main weights. TE's Fuse
 leaves delayed-scaling weights as they are; with them it puts the amax of a shard into their histories, and does not
 update cached transposes of the Hopper layout (TE 2.20.2).
 
-:func:`write_all` writes new values into many weights at once:
+:func:`quantize_into` writes new values into many weights at once:
 
     current scaling, hybrids of it     amaxes of all, one max all-reduce per group, all scales, then the casts
     delayed scaling                    casts alone: the caller reduces the amaxes of all (``refresh_quantized``)
@@ -42,16 +42,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _torch
-from te_fsdp._patches import PATCHES, install
 from te_fsdp.errors import PrecisionError
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.patches import PATCHES, apply_patch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from te_fsdp.parameters import Facts
-    from te_fsdp.step_hooks import Step
+    from te_fsdp.lifecycle import Step
+    from te_fsdp.records import ParameterRecord
 
 _MARK = "_te_fsdp_amax_group"
 # Of quantizers whose tensors are cloned with their scales.
@@ -62,24 +62,24 @@ _ATTRIBUTE = PATCHES["group"].attribute
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 
 
-def mark(tensor: torch.Tensor, group_name: str | None) -> None:
+def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
     """Name the group over which every later quantization into ``tensor``, or into a copy of it, reduces the amax.
 
     Local operation. ``None``: the process group that TE's gather has put there is taken off. Formats without one scale
     per tensor are left alone.
     """
     if group_name is not None:
-        if is_marked(tensor, group_name):
+        if has_amax_group(tensor, group_name):
             return
-        make_marks_stick()
+        keep_amax_group_in_copies()
     tensor.__dict__.pop(_ATTRIBUTE, None)
     for quantizer in _te.all_one_scale_quantizers(tensor):
-        _te.reduce_amax_over(quantizer, None)
+        _te.set_quantizer_amax_group(quantizer, None)
         if group_name is not None:
             quantizer.__dict__[_MARK] = group_name
 
 
-def is_marked(tensor: torch.Tensor, group_name: str | None) -> bool:
+def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
     """Whether nothing has changed since a tensor was marked so: asked at every gather. Of hybrids it is not known."""
     quantizer = getattr(tensor, _te.QUANTIZER, None)
     return (
@@ -91,8 +91,8 @@ def is_marked(tensor: torch.Tensor, group_name: str | None) -> bool:
     )
 
 
-def marked_group(tensor: torch.Tensor) -> str | None:
-    """Name of the group that :func:`mark` gave, ``None`` for a tensor without. Local operation."""
+def amax_group_name(tensor: torch.Tensor) -> str | None:
+    """Name of the group that :func:`set_amax_group` gave, ``None`` for a tensor without. Local operation."""
     found = _te.one_scale_quantizers(_te.quantizer_of(tensor))
     return found[0].__dict__.get(_MARK) if found else None
 
@@ -109,10 +109,10 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
         if _te.is_delayed_quantizer(quantizer) and _MARK in quantizer.__dict__:
             by_group.setdefault(quantizer.__dict__[_MARK], []).append(quantizer.amax)
     for name, amaxes in by_group.items():
-        largest_of(amaxes, _torch.group_by_name(name))
+        reduce_max(amaxes, _torch.group_by_name(name))
 
 
-def largest_of(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Give tensors of one element the largest value that the ranks of a group have, in place.
 
     Collective: one max all-reduce over ``group``.
@@ -123,17 +123,17 @@ def largest_of(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
         amax.copy_(value)
 
 
-def make_marks_stick() -> None:
+def keep_amax_group_in_copies() -> None:
     """Teach TE's classes about the mark; once per process, later calls do nothing.
 
     Tensors without a mark, those of models that te_fsdp does not know, behave as before.
     """
-    install("copy", _wrap_copy)
-    install("deepcopy", lambda stock: _deepcopy)
-    install("pickle", _wrap_getstate)
-    install("group", lambda stock: property(_get_group, _set_group))
-    install("delayed", _wrap_update_delayed)
-    install("clone", _wrap_clone)
+    apply_patch("copy", _wrap_copy)
+    apply_patch("deepcopy", lambda stock: _deepcopy)
+    apply_patch("pickle", _wrap_getstate)
+    apply_patch("group", lambda stock: property(_get_group, _set_group))
+    apply_patch("delayed", _wrap_update_delayed)
+    apply_patch("clone", _wrap_clone)
 
 
 def _get_group(self: Any) -> Any:
@@ -183,7 +183,7 @@ def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], di
 def _with_group(quantizer: Any, group: Any) -> Any:
     """A copy of a quantizer that reduces over ``group``, or over none."""
     new = quantizer.copy()
-    _te.reduce_amax_over(new, group)
+    _te.set_quantizer_amax_group(new, group)
     return new
 
 
@@ -192,16 +192,16 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return _with_group(self, None)
 
 
-def clone_scales_too(tensor: torch.Tensor) -> None:
+def patch_clone_of_scales(tensor: torch.Tensor) -> None:
     """Let clones of a quantized weight, and of those, have scales of their own. Local operation.
 
     TE's clones share them (2.18 to 2.20.2). Who keeps ``parameter.detach().clone()`` or a cloned state dict (the best
     weights so far, values to be put back) would find new scales under old bytes after the next step.
     """
-    for part in (tensor, *_te.parts_of(tensor)):
+    for part in (tensor, *_te.storage_parts_of(tensor)):
         quantizer = _te.quantizer_of(part)
         if quantizer is not None and _CLONES not in quantizer.__dict__:
-            make_marks_stick()  # TE copies it for every tensor made from this one
+            keep_amax_group_in_copies()  # TE copies it for every tensor made from this one
             quantizer.__dict__[_CLONES] = True
 
 
@@ -210,7 +210,7 @@ def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def clone(self: Any) -> Any:
         new, quantizer = stock(self), _te.quantizer_of(self)
         if quantizer is not None and _CLONES in quantizer.__dict__:
-            _te.take_own_scales(new)
+            _te.clone_scales(new)
         return new
 
     return clone
@@ -224,8 +224,8 @@ def patch_empty_shards() -> None:
 
     Quantizations without a reduction, and those of tensors with elements, go their old way.
     """
-    install("quantize empty", _wrap_quantize)
-    install("update empty", _wrap_update)
+    apply_patch("quantize empty", _wrap_quantize)
+    apply_patch("update empty", _wrap_update)
 
 
 def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -282,15 +282,15 @@ def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
 
 
 def quantized_among(
-    held: Iterable[tuple[torch.Tensor, Facts]],
+    held: Iterable[tuple[torch.Tensor, ParameterRecord]],
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
     found = [(facts.label, parameter) for parameter, facts in held if facts.label is not None]
-    together = zip(found, _torch.locals_of([parameter for _, parameter in found]), strict=True)
+    together = zip(found, _torch.local_tensors_of([parameter for _, parameter in found]), strict=True)
     return [(name, given, local) for (name, given), local in together if _te.is_quantized_class(type(local))]
 
 
-def refuse(optimizer: Optimizer, label: str) -> None:
+def refuse_unsafe_optimizer(optimizer: Optimizer, label: str) -> None:
     """Raise if an optimizer would update a quantized weight otherwise than through fp32 main weights.
 
     Local operation; all ranks have the same optimizer and raise the same.
@@ -317,7 +317,7 @@ def refuse(optimizer: Optimizer, label: str) -> None:
     )
 
 
-def take_out_main_weights(step: Step) -> None:
+def restore_optimizer_params(step: Step) -> None:
     """Give the parameters their places in the groups back, if a step that raised has left main weights there."""
     main_parameters = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None:
@@ -325,10 +325,10 @@ def take_out_main_weights(step: Step) -> None:
 
 
 def require_main_weights(step: Step) -> None:
-    """Raise if a quantized weight with a gradient has no fp32 main weight (:func:`refuse`)."""
+    """Raise if a quantized weight with a gradient has no fp32 main weight (:func:`refuse_unsafe_optimizer`)."""
     for label, parameter, _ in quantized_among(step.held):
         if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
-            refuse(step.optimizer, label)
+            refuse_unsafe_optimizer(step.optimizer, label)
             return  # what holds for one weight holds for all
 
 
@@ -339,7 +339,7 @@ def refresh_quantized(step: Step) -> None:
     """
     delayed = [(p, local) for _, p, local in quantized_among(step.held) if _te.has_delayed_scale(local)]
     for parameter, local in delayed:
-        _te.forget_transpose(local)
+        _te.drop_transpose(local)
         if parameter.requires_grad:
             take_delayed_scale(local)
     reduce_newest_amax(local for _, local in delayed)
@@ -352,7 +352,7 @@ def refresh_quantized(step: Step) -> None:
 _LARGEST = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
 
 
-class Scaled(NamedTuple):
+class PendingQuantization(NamedTuple):
     """A value that is about to be quantized with one scale, that of the amax of all pieces of its weight.
 
     ``value`` is this rank's piece in float32, maybe empty; the group's ranks hold the others (``None``: this one all).
@@ -364,7 +364,7 @@ class Scaled(NamedTuple):
 
 
 @torch.no_grad()
-def write_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Make local tensors their new values, each rounded or quantized once.
 
     Collective for weights with one scale: one max all-reduce for each group over which an amax is taken, of one float
@@ -387,7 +387,7 @@ def write_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             own = quantizer.copy() if _te.is_delayed_quantizer(quantizer) else quantizer
             own.update_quantized(value, target)
     # Answers with the group of the weight's mark, as TE's own quantization of it would ask.
-    requests = [Scaled(value, own, _te.amax_group_of(target)) for target, own, value in current]
+    requests = [PendingQuantization(value, own, _te.amax_group_of(target)) for target, own, value in current]
     for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
         cast(value, quantizer, scale, target)
 
@@ -407,9 +407,9 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[An
         elif (
             getattr(quantizer, "columnwise_source", "") == "original"
             and all(quantizer.get_usages().values())
-            and len(_te.parts_of(local)) == 2
+            and len(_te.storage_parts_of(local)) == 2
         ):  # a hybrid one, both parts of which are quantized from the value itself
-            parts = zip(_te.parts_of(local), _te.quantizers_of_parts(quantizer), strict=True)
+            parts = zip(_te.storage_parts_of(local), _te.quantizers_of_parts(quantizer), strict=True)
             found += [(part, own, value) for part, own in parts]
         else:
             found.append((local, quantizer, value))
@@ -422,7 +422,7 @@ def has_current_scale(kind: type) -> bool:
     return issubclass(kind, _te.quantizer_classes("amax", blocks=False))
 
 
-def shared_scales(requests: Sequence[Scaled]) -> list[torch.Tensor]:
+def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]:
     """The scale of each value, as TE computes it, from the amax over all pieces of the weight.
 
     Collective: one max all-reduce for each group, of one float per value; requests in the same order on all ranks.

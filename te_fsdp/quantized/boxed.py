@@ -25,28 +25,30 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _torch
-from te_fsdp._torch_boxed import BoxedDTensor, BoxMap, boxed, wrap_loading, wrap_narrowing, wrapper
+from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, wrap_loading, wrap_narrowing, wrapper
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import (
     components_of,
     describe_format,
-    finish_writing,
+    drop_derived_state,
 )
 from te_fsdp.quantized.shards import quantize_whole
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.parameters import Binding
+    from te_fsdp.records import ModuleBinding
 
 #: Attributes of a quantized tensor: what a load has brought so far; values that wait for their scale; whether a load
 #: has written it.
 _ARRIVED, _WAITING, _WRITTEN = "_te_fsdp_arrived", "_te_fsdp_waiting", "_te_fsdp_written"
 
 
-def describe_shards(module: nn.Module, binding: Binding, name: str, parameter: torch.Tensor | None) -> None:
+def describe_shards(
+    module: nn.Module, binding: ModuleBinding, name: str, parameter: torch.Tensor | None
+) -> None:
     """Give a bound parameter the class that describes its shards to torch's functions. Local operation."""
     if parameter is None:
         return
@@ -194,7 +196,7 @@ class QuantizedSlice(torch.Tensor):
         targets = {component.name: component.tensor for component in components_of(made, "weight")}
         for component in own:
             targets[component.name].copy_(component.tensor[rectangles[component.name]])
-        finish_writing(made)
+        drop_derived_state(made)
         return made
 
     def component_boxes(self) -> dict[str, tuple[slice, ...]] | None:
@@ -300,8 +302,8 @@ def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
             values = held.__dict__.pop(_WAITING, None)
             local = _torch.local_of(parameter)
             if held.__dict__.pop(_WRITTEN, False) and _te.is_quantized(local):
-                finish_writing(held)  # both have the same memory, and derived data of their own
-                finish_writing(local)
+                drop_derived_state(held)  # both have the same memory, and derived data of their own
+                drop_derived_state(local)
             if values is not None and _te.is_quantized(local):
                 quantize_whole(owner, name, local, values)
                 _follow(held, local)
@@ -314,7 +316,7 @@ def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
     for one in components_of(held, "weight"):
         if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
             one.tensor.copy_(own[one.name])
-    finish_writing(held)
+    drop_derived_state(held)
 
 
 @torch.no_grad()
@@ -366,8 +368,8 @@ def _finish(container: Any, key: Any, value: QuantizedDTensor, waiting: bool) ->
     if not _te.is_quantized(local) or not _same_memory(held, local):
         return  # a copy, which load_state_dict takes
     if held.__dict__.pop(_WRITTEN, False):
-        finish_writing(held)  # both have the same memory, and derived data of their own
-        finish_writing(local)
+        drop_derived_state(held)  # both have the same memory, and derived data of their own
+        drop_derived_state(local)
     if waiting:
         values = held.__dict__.pop(_WAITING, None)
         quantize_whole(module, name, local, values_of(held) if values is None else values)

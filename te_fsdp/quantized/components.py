@@ -1,6 +1,7 @@
 """The tensors that make up a quantized weight, each in the layout of the original weight: their values and bytes.
 
-:mod:`te_fsdp._te_formats` lists them. A component is a view of the weight's own buffer without its padding, so that
+:mod:`te_fsdp.upstream.te_formats` lists them. A component is a view of the weight's own buffer without its
+padding, so that
 whoever writes into it writes the weight. A rectangle of the weight is a rectangle of each component as long as it
 consists of whole blocks; nothing is ever sliced through TE's quantized tensors, some of which answer with a temporary
 copy.
@@ -13,7 +14,7 @@ FSDP2 gathers any number of buffers and concatenates them along the dim that it 
 to 2.15, ``foreach_all_gather_copy_out``):
 
 - Over a shard axis of size 1 it copies only the first of several buffers. Those of experts then are sent as one flat
-  tensor; others are not sent at all (:mod:`te_fsdp.quantized.all_gather`).
+  tensor; others are not sent at all (:mod:`te_fsdp.quantized.fsdp_hooks`).
 - Along another dim than the first it takes every buffer to have the parameter's own shape. Scales, and NVFP4's bytes,
   two values each, have not.
 - For uneven shards, too.
@@ -34,11 +35,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from te_fsdp import _te
-from te_fsdp._te_formats import FORMATS, Block, Buffer, unknown_format
+from te_fsdp.collectives.redistribute import PackedLayout as PackedBuffer
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.layout import Box
-from te_fsdp.move.start import Buffer as PackedBuffer
+from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.te_formats import FORMATS, Block, Buffer, unknown_format
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
     Local operation. Always in the same order; a high-precision part is one buffer of its values.
     """
     found: list[Component] = []
-    for part in _te.parts_of(local):
+    for part in _te.storage_parts_of(local):
         values = _te.high_precision_part(part)
         if values is None:
             found += components_of(part, label)
@@ -134,7 +135,7 @@ def empty_on_meta(
     return own.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
 
 
-def keep_rows_alone(shard: torch.Tensor) -> None:
+def keep_rowwise_only(shard: torch.Tensor) -> None:
     """Drop a float8 shard's transpose, now and in writes to come; of other formats nothing. Local operation.
 
     A gather brings the bytes, of which TE makes the gathered weight's transpose. One tensor of all experts is sent as
@@ -142,13 +143,13 @@ def keep_rows_alone(shard: torch.Tensor) -> None:
     """
     row = _te.format_of(shard)
     if row is not None and row.transpose and shard.ndim < 3:
-        _te.forget_transpose(shard)
+        _te.drop_transpose(shard)
         _te.quantizer_of(shard).set_usage(columnwise=False)
 
 
 def block_of(local: torch.Tensor) -> int | None:
     """Rows (and columns) that a scale of a quantized tensor spans, the most of a hybrid's parts; ``None``: unknown."""
-    found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.parts_of(local)]
+    found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
     parts = [1 if values is not None or row is None else row.block for values, row in found]
     return None if None in parts else max(part for part in parts if part is not None)
 
@@ -213,11 +214,11 @@ def _steps(block: Block, sizes: Sequence[int]) -> tuple[int, ...]:
     return block if block is not None and len(sizes) == 2 else (1,) * len(sizes)
 
 
-def finish_writing(local: torch.Tensor) -> None:
+def drop_derived_state(local: torch.Tensor) -> None:
     """Forget what a quantized tensor derived from bytes that have been overwritten. Local operation."""
-    for part in _te.parts_of(local):
-        _te.forget_transpose(part)
-    _te.forget_high_precision_value(local)
+    for part in _te.storage_parts_of(local):
+        _te.drop_transpose(part)
+    _te.drop_high_precision_value(local)
 
 
 def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int] | None) -> Box:
@@ -346,7 +347,7 @@ def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tens
 # --- packed tensors
 
 
-class Places(NamedTuple):
+class BufferLocations(NamedTuple):
     """Where buffers lie among the bytes of an expert, and the dtype of each."""
 
     buffer: PackedBuffer
@@ -360,7 +361,7 @@ class Places(NamedTuple):
 
 def pack_bytes(
     inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
-) -> tuple[tuple[torch.Tensor, ...], Places]:
+) -> tuple[tuple[torch.Tensor, ...], BufferLocations]:
     """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers. Local operation."""
     lengths = tuple(buffer.shape[1] * buffer.element_size() for buffer in inputs)
     buffer = PackedBuffer(lengths, 16)  # aligned enough for every dtype of a scale
@@ -370,7 +371,7 @@ def pack_bytes(
     for source, piece in zip(inputs, buffer.pieces(flat), strict=True):
         piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
     parts = flat.view(shape[0], count, each).unbind(1)
-    places = Places(buffer, tuple(source.dtype for source in inputs))
+    places = BufferLocations(buffer, tuple(source.dtype for source in inputs))
     return tuple(part.contiguous().view(shape) for part in parts), places
 
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 
-from te_fsdp import _fsdp2_patches, _te, _torch
-from te_fsdp._te_formats import GROUPED_BUFFERS
-from te_fsdp.move.start import Buffer
-from te_fsdp.parameters import carry_over
-from te_fsdp.quantized.amax import mark, marked_group
-from te_fsdp.quantized.components import Component, Places, bytes_of_ranks, components_of, pack_bytes
+from te_fsdp.collectives.redistribute import PackedLayout
+from te_fsdp.quantized.amax import amax_group_name, set_amax_group
+from te_fsdp.quantized.components import BufferLocations, Component, bytes_of_ranks, components_of, pack_bytes
+from te_fsdp.records import copy_param_attrs
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_formats import GROUPED_BUFFERS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -49,17 +49,17 @@ class GroupedGather(NamedTuple):
     names: list[str]
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...] | None = None
-    places: Places | None = None
+    places: BufferLocations | None = None
     dim: int = 0
 
 
 @functools.cache
 def grouped_weight_class() -> type[torch.Tensor]:
     """Return the class. It is created at the first call, because TE is not imported before."""
-    return type("GroupedWeight", (_Behaviour, _te.te().QuantizedTensor), {"__module__": __name__})
+    return type("GroupedWeight", (_GroupedWeightMixin, _te.te().QuantizedTensor), {"__module__": __name__})
 
 
-class _Behaviour:
+class _GroupedWeightMixin:
     """Methods that ``GroupedWeight`` adds to TE's ``QuantizedTensor``."""
 
     grouped: Any  #: The ``GroupedTensor``; ``None`` without experts
@@ -91,10 +91,10 @@ class _Behaviour:
 
     def mark_experts(self) -> None:
         """Set the mark on the experts' quantizers: TE creates separate quantizers for some of them."""
-        group = marked_group(self)  # type: ignore[bad-argument-type]
+        group = amax_group_name(self)  # type: ignore[bad-argument-type]
         if group is not None:
             for expert in self.experts:
-                mark(expert, group)
+                set_amax_group(expert, group)
 
     def derive_transposes(self) -> None:
         """Recompute the cached transposes of float8 weights from their bytes. Local operation."""
@@ -172,7 +172,7 @@ class _Behaviour:
     ) -> tuple[tuple[torch.Tensor, ...], GroupedGather]:
         """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
         if module is not None:
-            _fsdp2_patches.keep_no_flat_shards(module, self)  # type: ignore[arg-type]
+            _fsdp2_patches.disable_flat_shards(module, self)  # type: ignore[arg-type]
         total, ranks, whole = outer_size[0], mesh.size(), tuple(outer_size)
         within = [dim for dim in (1, 2) if self.shape[dim] != outer_size[dim]]
         if within:
@@ -229,7 +229,7 @@ class _Behaviour:
         self,
         outputs: Sequence[torch.Tensor],
         metadata: GroupedGather,
-        places: Places,
+        places: BufferLocations,
         dtype: torch.dtype,
         out: torch.Tensor | None,
     ) -> Any:
@@ -259,9 +259,9 @@ def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None
     Collective for formats with one scale per tensor over ``group_name``, the ranks that hold pieces of the same
     experts (``None``: this one holds them whole): one reduction for each expert.
     """
-    own = _te.quantizer_for_keeping(quantizer)
+    own = _te.persistent_quantizer_of(quantizer)
     new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
-    mark(new, group_name)
+    set_amax_group(new, group_name)
     with torch.no_grad():
         new.quantize_(value)
     return new
@@ -364,7 +364,7 @@ def as_grouped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wrap(tensor: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, _Behaviour):
+    if isinstance(tensor, _GroupedWeightMixin):
         return tensor.as_grouped()
     tensor = tensor.detach()
     return _te.te().tensor.GroupedTensor.make_grouped_tensor_from_rowwise_data(
@@ -375,7 +375,7 @@ def _wrap(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+def as_plain_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     """Return the ordinary parameter over the memory of a ``GroupedTensor`` one, with its attributes. Local operation.
 
     Other parameters are returned unchanged.
@@ -388,11 +388,11 @@ def plain_of(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
     kept = _te.high_precision_value(parameter)
     if kept is not None:
         _te.attach_high_precision_value(new, kept)
-    carry_over(parameter, new)
+    copy_param_attrs(parameter, new)
     return new
 
 
-def grouped_cut(
+def grouped_shard_dim(
     shape: tuple[int, ...],
     ranks: int,
     counts: Collection[int] = (),
@@ -425,9 +425,9 @@ def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Te
     return tuple(part.view(dtype).view(shape) for part, (shape, dtype) in found)
 
 
-def _flat_buffer(pieces: tuple[Piece, ...]) -> Buffer:
+def _flat_buffer(pieces: tuple[Piece, ...]) -> PackedLayout:
     # Kernels and vectorised copies want aligned buffers: to 256 bytes, as torch's CUDA allocator within a block.
-    return Buffer(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), 256)
+    return PackedLayout(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), 256)
 
 
 def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
@@ -442,7 +442,9 @@ def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
     return {first[component.tensor.data_ptr()]: component for component in components}
 
 
-def _join_within(whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places: Places, dim: int) -> None:
+def _join_within(
+    whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places: BufferLocations, dim: int
+) -> None:
     """Fill the buffers of a gathered weight with zeroed padding, of which shards are parts along ``dim``, 1 or 2."""
     experts, ranks = shard.shape[0], whole.shape[dim] // shard.shape[dim]
     flat = bytes_of_ranks(outputs, shard.shape, dim, ranks)

@@ -29,14 +29,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te, _te_modules, _torch
-from te_fsdp.agree import on_any_rank
+from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.errors import MeshError
 from te_fsdp.layout import Box, chunk_range
-from te_fsdp.parameters import Binding, binding_of, is_replicated, places_of, successor
-from te_fsdp.quantized.amax import clone_scales_too, is_marked, mark, reduce_newest_amax
-from te_fsdp.quantized.components import components_of, keep_rows_alone
+from te_fsdp.quantized.amax import has_amax_group, patch_clone_of_scales, reduce_newest_amax, set_amax_group
+from te_fsdp.quantized.components import components_of, keep_rowwise_only
 from te_fsdp.quantized.grouped_weight import quantize_experts
+from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners, replace_local_tensor
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[int, str]
 
 
-class Stashed(NamedTuple):
+class StashedWeight(NamedTuple):
     """A quantized weight on its way through ``fully_shard``: tp-local, its bytes are those of the shards.
 
     Attributes:
@@ -58,14 +58,14 @@ class Stashed(NamedTuple):
     quantizer: Any
 
 
-def stash_quantized(model: nn.Module) -> list[Stashed]:
+def stash_quantized(model: nn.Module) -> list[StashedWeight]:
     """Replace quantized weights on the device by their high-precision values. Local operation.
 
     Tied weights stay tied: one replacement takes all places of a weight.
     """
-    stashed: dict[int, Stashed] = {}
+    stashed: dict[int, StashedWeight] = {}
     replacements: dict[int, nn.Parameter] = {}
-    for _, module, name, parameter in places_of(model):
+    for _, module, name, parameter in iter_param_owners(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
         if binding is None or local.is_meta or not _te.is_quantized(local) or is_replicated(module, name):
             continue
@@ -74,15 +74,15 @@ def stash_quantized(model: nn.Module) -> list[Stashed]:
             kept = _te.high_precision_value(local)
             value = local.dequantize() if kept is None else kept.to(local.device)
             # With the parameter itself, whose id is not given to another object then.
-            stashed[key] = Stashed([], parameter, local, _te.quantizer_of(local).copy())
-            replacements[key] = successor(parameter, value)
+            stashed[key] = StashedWeight([], parameter, local, _te.quantizer_of(local).copy())
+            replacements[key] = replace_local_tensor(parameter, value)
         stashed[key].places.append((module, name))
         module._parameters[name] = replacements[key]
-        binding.requantizes = True
+        binding.needs_requantize = True
     return list(stashed.values())
 
 
-def restore_quantized(stashed: list[Stashed]) -> None:
+def restore_quantized(stashed: list[StashedWeight]) -> None:
     """Quantize the shards of stashed weights: each is its part of the whole weight, to the byte.
 
     Collective over the weight mesh for formats with one scale per tensor.
@@ -94,10 +94,10 @@ def restore_quantized(stashed: list[Stashed]) -> None:
         value = _torch.local_of(parameter).detach()
         local = quantize_shard(value, item.quantizer, binding)
         _copy_bytes(item, parameter, local, binding)
-        keep_rows_alone(local)
+        keep_rowwise_only(local)
         if _te.high_precision_value(item.whole) is not None:
             _te.attach_high_precision_value(local, value.cpu())
-        shard = successor(parameter, local)
+        shard = replace_local_tensor(parameter, local)
         for owner, own in item.places:
             owner._parameters[own] = shard
             its = binding_of(owner)
@@ -105,10 +105,12 @@ def restore_quantized(stashed: list[Stashed]) -> None:
             # The high-precision one would stay until FSDP2 installs this one.
             if pair := its.installed.get(own):
                 pair.shard = shard  # type: ignore[bad-assignment]
-            its.requantizes = False
+            its.needs_requantize = False
 
 
-def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, binding: Binding) -> None:
+def _copy_bytes(
+    item: StashedWeight, parameter: torch.Tensor, local: torch.Tensor, binding: ModuleBinding
+) -> None:
     """Overwrite a new shard with its rows of the tp-local weight. Local operation.
 
     Quantizing dequantized values gives the same values, but not always the same bytes: MXFP8 rounds the amax of a
@@ -124,7 +126,7 @@ def _copy_bytes(item: Stashed, parameter: torch.Tensor, local: torch.Tensor, bin
     label = binding.label(name)
     if not _te.is_grouped(local):
         _copy_part(local, item.whole, dim, low, label)
-        _te.forget_transpose(local)
+        _te.drop_transpose(local)
         return
     weight: Any = local
     experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
@@ -154,25 +156,25 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, lab
 # ---------------------------------------------------------------------------------------- one scale for one weight
 
 
-def attach_group(local: torch.Tensor, binding: Binding) -> None:
+def attach_amax_group(local: torch.Tensor, binding: ModuleBinding) -> None:
     """Set the group over which quantizations of a local shard reduce the amax.
 
     Local operation. Nothing to do for formats whose scales are local to a block. Without a weight mesh nothing cuts
     the weight, and a group that TE has put there is dropped.
     """
     if _te.is_grouped(local):
-        mark(local, _experts_group(binding))
+        set_amax_group(local, _experts_group(binding))
         return
-    if is_marked(local, binding.weight_group):
+    if has_amax_group(local, binding.weight_group):
         return  # what every gather after the first finds
     if not _te.is_quantized(local):
         return
-    clone_scales_too(local)
+    patch_clone_of_scales(local)
     if _te.one_scale_quantizers(_te.quantizer_of(local)):
-        mark(local, binding.weight_group)
+        set_amax_group(local, binding.weight_group)
 
 
-def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> torch.Tensor:
+def quantize_shard(value: torch.Tensor, quantizer: Any, binding: ModuleBinding) -> torch.Tensor:
     """Quantize one rank's shard with the scale of the whole weight.
 
     Collective (max all-reduce of one or two floats) over the weight mesh for formats with one scale per
@@ -184,43 +186,43 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: Binding) -> tor
         return quantize_experts(value, quantizer, _experts_group(binding))
     shared = binding.weight_mesh is not None and _te.needs_shared_amax(quantizer)
     if shared:
-        _te.reduce_amax_over(quantizer, binding.weight_mesh.get_group())  # type: ignore[union-attr]
+        _te.set_quantizer_amax_group(quantizer, binding.weight_mesh.get_group())  # type: ignore[union-attr]
     try:
         with torch.no_grad():
             local = quantizer(value)
     finally:
         if shared:
-            _te.reduce_amax_over(quantizer, None)
-    attach_group(local, binding)
+            _te.set_quantizer_amax_group(quantizer, None)
+    attach_amax_group(local, binding)
     reduce_newest_amax([local])
     return local
 
 
-def _experts_group(binding: Binding) -> str | None:
+def _experts_group(binding: ModuleBinding) -> str | None:
     """Return the name of the group whose ranks have shards of the same experts (tp, FSDP2's if it splits experts)."""
     rule = binding.rules.get("weight")
     mesh = binding.tp_mesh if rule is not None and rule.shard_dim is not None else None
-    if binding.cut_within and binding.weight_mesh is not None:
+    if binding.is_cut_within_experts and binding.weight_mesh is not None:
         mesh = binding.weight_mesh
     return None if mesh is None else mesh.get_group().group_name
 
 
-def requantize(local: torch.Tensor, binding: Binding) -> None:
+def requantize(local: torch.Tensor, binding: ModuleBinding) -> None:
     """Give a weight that TE quantized rank by rank the scale of the whole weight, in place.
 
     Uses the value from before quantization where TE kept it, the dequantized bytes otherwise. Collective over
     the weight mesh for per-tensor formats; nothing to do for the others, whose scales are local to a block.
     """
-    clone_scales_too(local)
+    patch_clone_of_scales(local)
     if _te.has_delayed_scale(local):  # every rank has quantized with the same scale
-        attach_group(local, binding)
+        attach_amax_group(local, binding)
         reduce_newest_amax([local])
         return
     if binding.weight_mesh is None or not _te.needs_shared_amax(_te.quantizer_of(local)):
         return
     value = _te.high_precision_value(local)
     value = local.dequantize() if value is None else value.to(local.device)  # type: ignore[operator]
-    attach_group(local, binding)
+    attach_amax_group(local, binding)
     with torch.no_grad():
         local.quantize_(value)  # type: ignore[operator]
 
@@ -242,7 +244,7 @@ def quantize_whole(
     binding = binding_of(module)
     if _te.is_grouped(local):  # every expert has a scale of its own
         if binding is not None:
-            attach_group(local, binding)
+            attach_amax_group(local, binding)
         local.quantize_(value)  # type: ignore[operator]
         return
     group = _group_of_whole(module._parameters[name], binding)
@@ -257,13 +259,13 @@ def quantize_whole(
         quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
         return
     if binding is not None and binding.weight_mesh is not None:
-        attach_group(local, binding)
+        attach_amax_group(local, binding)
     elif group is not None and _te.needs_shared_amax(quantizer):
-        _te.take_amax_over(local, group)
+        _te.set_write_amax_group(local, group)
     local.quantize_(value)  # type: ignore[operator]
 
 
-def _group_of_whole(parameter: torch.Tensor | None, binding: Binding | None) -> Any | None:
+def _group_of_whole(parameter: torch.Tensor | None, binding: ModuleBinding | None) -> Any | None:
     """Return the process group of the ranks that have shards of a parameter, or ``None`` for a single rank."""
     if binding is not None and binding.weight_mesh is not None:
         return binding.weight_mesh.get_group()
@@ -275,7 +277,7 @@ def _group_of_whole(parameter: torch.Tensor | None, binding: Binding | None) -> 
     return mesh.get_group(cuts[0]) if cuts else None
 
 
-def follow_history(binding: Binding, module: nn.Module) -> None:
+def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> None:
     """Point the quantizers of a module's weights, gathered and not, at its scale and history. Local operation."""
     tensors = [(n, _torch.local_of(p)) for n, p in module._parameters.items() if p is not None]
     tensors += [(n, local) for n, ref in binding.shards.items() if (local := ref()) is not None]
@@ -285,13 +287,13 @@ def follow_history(binding: Binding, module: nn.Module) -> None:
             continue
         quantizer = _te.quantizer_of(local)
         quantizer.scale, quantizer.amax = live.scale, live.amax
-        attach_group(local, binding)  # TE may have put another quantizer there
+        attach_amax_group(local, binding)  # TE may have put another quantizer there
 
 
 # ---------------------------------------------------------------------------------- which ranks hold the pieces
 
 
-def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTensor) -> None:
+def register_shard(binding: ModuleBinding, module: nn.Module, name: str, parameter: DTensor) -> None:
     """Take note of a parameter that FSDP2 has cut and that is, or will be, quantized.
 
     Without tensor parallelism FSDP2's shard axis is the whole weight mesh, and is taken as such where none was given.
@@ -301,7 +303,7 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
         MeshError: On all ranks, if on any of them the weight mesh does not consist of the ranks that hold this
             weight's pieces.
     """
-    if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.cut_within:
+    if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.is_cut_within_experts:
         return  # every expert lies whole on one rank
     if binding.weight_mesh_agreed or not _has_one_scale(_torch.local_of(parameter), module, name):
         return
@@ -313,7 +315,7 @@ def adopt_shard(binding: Binding, module: nn.Module, name: str, parameter: DTens
     _agree(binding, name, parameter)
 
 
-def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tensor) -> None:
+def agree_on_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Tensor) -> None:
     """The same before a gather of a module's weight, for shards that came to the module by another way.
 
     Also remembers a shard of delayed scaling while its module holds it: in forward that holds the gathered weight.
@@ -331,7 +333,7 @@ def agree_on_weight_mesh(binding: Binding, module: nn.Module, local: torch.Tenso
             _agree(binding, name, parameter)
 
 
-def _agree(binding: Binding, name: str, parameter: DTensor) -> None:
+def _agree(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise on all ranks if on any the weight mesh contradicts the parameter's own mesh. Collective over that."""
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert at is not None
@@ -364,7 +366,7 @@ def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:
     return quantizer is not None and bool(_te.one_scale_quantizers(quantizer))
 
 
-def _fsdp_axes(binding: Binding, name: str, parameter: DTensor) -> list[int]:
+def _fsdp_axes(binding: ModuleBinding, name: str, parameter: DTensor) -> list[int]:
     """Return the mesh axes along which FSDP2 shards the weight."""
     own = binding.whole_mesh(name)
     first = parameter.placements[: parameter.device_mesh.ndim - (0 if own is None else own.ndim)]

@@ -1,1 +1,1 @@
-"""``fully_shard``, ``materialize`` and ``report``: a model's way onto its meshes, in the right order."""
+"""Earlier public paths of modules that have moved."""

@@ -7,11 +7,11 @@ import subprocess
 import pytest
 
 import te_fsdp
-from te_fsdp import all_ranks
+from te_fsdp.collectives import rendezvous
 
 
 def test_one_process_waits_for_nobody():
-    with all_ranks.collective_call("checkpoint.save"):
+    with rendezvous.collective_call("checkpoint.save"):
         pass
 
 
@@ -30,7 +30,7 @@ def test_a_timeout_is_positive(seconds):
     ],
 )
 def test_ranks_in_words(ranks, text):
-    assert all_ranks.ranks_in_words(ranks) == text
+    assert rendezvous.format_ranks(ranks) == text
 
 
 def test_warnings_reach_a_program_that_set_up_no_logging(python):

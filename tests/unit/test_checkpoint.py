@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import manifest
-from te_fsdp.checkpoint.background import bytes_bar
-from te_fsdp.checkpoint.entries import decode, encode, tensor_slots
+from te_fsdp.checkpoint.async_save import bytes_bar
+from te_fsdp.checkpoint.tensor_entries import decode, encode, tensor_slots
 from te_fsdp.errors import CheckpointError
 
 

@@ -18,11 +18,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import index, saving, torch_files, writing
-from te_fsdp.checkpoint.background import Block, Staging, background
-from te_fsdp.checkpoint.entries import Entry, Piece
+from te_fsdp.checkpoint import index, planner, saving, torch_files
+from te_fsdp.checkpoint.async_save import Block, Staging, background
 from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.tensor_entries import Entry, Piece
 from te_fsdp.checkpoint.torch_files import Window, open_dcp
 from te_fsdp.errors import CheckpointError
 
@@ -307,8 +307,8 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
     """Else its metadata would send readers to other tensors."""
     model, optimizer = small_model()
     checkpoint.save(tmp_path / "a", model, optimizer)
-    blocks = writing.Writing.blocks
-    monkeypatch.setattr(writing.Writing, "blocks", lambda self: iter([*blocks(self)][::-1]))
+    blocks = planner.Writing.blocks
+    monkeypatch.setattr(planner.Writing, "blocks", lambda self: iter([*blocks(self)][::-1]))
     with pytest.raises(CheckpointError, match="pieces do not lie where the metadata says"):
         checkpoint.save(tmp_path / "b", model, optimizer)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["a"]
@@ -316,7 +316,7 @@ def test_places_that_are_not_those_of_the_plan_end_the_save(
 
 def test_a_model_on_another_device_is_planned_anew() -> None:
     entry = [
-        writing.signature_of({"a": Entry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))})
+        planner.signature_of({"a": Entry((2,), torch.float32, (Piece((0,), torch.empty(2, device=device)),))})
         for device in ("cpu", "meta")
     ]
     assert entry[0] != entry[1]
@@ -334,7 +334,7 @@ def test_a_plan_that_led_to_no_checkpoint_is_not_used(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(writing.Writing, step, full)
+        patched.setattr(planner.Writing, step, full)
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoint.save(tmp_path / "a", model, optimizer)
     checkpoint.save(tmp_path / "a", model, optimizer)
@@ -412,9 +412,9 @@ def test_a_load_takes_the_memory_that_saves_keep_while_none_needs_it(
     model = torch.nn.ParameterList(torch.randn(400_000) for _ in range(24))
     first = [weight.detach().clone() for weight in model]
     checkpoint.save(tmp_path / "first", model, asynchronous=True).result()
-    goes_on, write = threading.Event(), writing.Writing.write
+    goes_on, write = threading.Event(), planner.Writing.write
 
-    def later(self: writing.Writing, tick: Any) -> Any:
+    def later(self: planner.Writing, tick: Any) -> Any:
         assert goes_on.wait(60)
         return write(self, tick)
 
@@ -429,7 +429,7 @@ def test_a_load_takes_the_memory_that_saves_keep_while_none_needs_it(
         for weight in model:
             weight.neg_()
     with monkeypatch.context() as patched:
-        patched.setattr(writing.Writing, "write", later)
+        patched.setattr(planner.Writing, "write", later)
         second = checkpoint.save(tmp_path / "second", model, asynchronous=True)
         checkpoint.load(tmp_path / "first", model)
         assert sum(asked) > 2 << 25 and all(map(torch.equal, model, first))

@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
-from te_fsdp.checkpoint.entries import encode
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.model_state import Owned
+from te_fsdp.checkpoint.model_state import OwnedTensor
 from te_fsdp.checkpoint.optimizer_state import restore_groups
-from te_fsdp.checkpoint.writing import as_failed_save
+from te_fsdp.checkpoint.planner import as_failed_save
+from te_fsdp.checkpoint.tensor_entries import encode
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -168,7 +168,7 @@ def test_steps_lie_where_the_loaded_options_want_them() -> None:
         optimizer.state[parameter].update(step=torch.tensor(3.0), exp_avg=torch.empty(2, 3, device="meta"))
         options = {**encode(optimizer.defaults)[0], "fused": fused}
         saved = {"groups": [{"parameters": ["x"], "options": options}]}
-        owned = {id(parameter): Owned("x", nn.Module(), "x", parameter)}
+        owned = {id(parameter): OwnedTensor("x", nn.Module(), "x", parameter)}
         assert restore_groups(optimizer, saved, owned, {"x"}) == []
         assert optimizer.state[parameter]["step"].device.type == device
         assert optimizer.state[parameter]["exp_avg"].shape == (2, 3)

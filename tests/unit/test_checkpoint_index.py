@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import index, sums
-from te_fsdp.checkpoint.contents import empty_manifest
+from te_fsdp.checkpoint import index, shard_files
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
 from te_fsdp.checkpoint.manifest import Manifest
+from te_fsdp.checkpoint.planner import Held, assign_writers
+from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.checkpoint.reading import pieces_to_read
-from te_fsdp.checkpoint.writing import Held, divide
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import INDEX, MANIFEST, METADATA, loaded_or_error, sealed, training, two_saves
 
@@ -44,7 +44,7 @@ def written(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Manifest, Inde
             boxes = [box for box in boxes if 0 not in box[1]]
             if boxes:
                 seen[rank].append((f"k{number}", shape, torch.float32 if number % 2 else torch.int8, boxes))
-    parts = divide(seen)
+    parts = assign_writers(seen)
     places = []
     for part in parts:
         lengths = np.random.default_rng(0).integers(100, 2**33, len(part.writes))
@@ -133,7 +133,7 @@ def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str
     if change == "unlisted":
         del body["files"][INDEX]
     elif change == "without a table":
-        body["files"][INDEX] = [(path / INDEX).stat().st_size, sums.checksum(path / INDEX)]
+        body["files"][INDEX] = [(path / INDEX).stat().st_size, shard_files.checksum(path / INDEX)]
     else:
         shutil.copy(saves[1] / INDEX, path / INDEX)
         body["files"][INDEX] = other["files"][INDEX]
@@ -161,7 +161,7 @@ def test_nonsense_with_right_checksums(
     body, data = json.loads((path / MANIFEST).read_text()), (path / INDEX).read_bytes()
     begin = data.index(b'{"files"')
     with (path / INDEX).open("wb") as raw:
-        file = sums.SummedFile(raw)
+        file = shard_files.SummedFile(raw)
         file.add([data[:begin]])
         file.add([json.dumps({**json.loads(data[begin : body["files"][INDEX][2]]), **change}).encode()])
         body["files"][INDEX] = file.finish(INDEX, body["save_id"])

@@ -18,10 +18,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import reading, sums
+from te_fsdp.checkpoint import manifest as manifests, reading, shard_files
 from te_fsdp.checkpoint.index import read_index
-from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.torch_files import Piece, Window
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
@@ -143,10 +142,10 @@ def test_what_is_wrong_is_named(saves: tuple[Path, Path], tmp_path: Path) -> Non
     listed = json.loads((path / MANIFEST).read_text())
     del listed["digest"]
     raw = (path / METADATA).read_bytes()
-    listed["files"][METADATA] = [len(raw), sums.checksum(path / METADATA)]
+    listed["files"][METADATA] = [len(raw), shard_files.checksum(path / METADATA)]
     (path / MANIFEST).write_bytes(sealed(listed))
     assert "not of one save" in loaded_or_error(path, model, optimizer)
-    listed["files"][DATA] = [len(good), sums.checksum(saves[0] / DATA)]
+    listed["files"][DATA] = [len(good), shard_files.checksum(saves[0] / DATA)]
     (path / MANIFEST).write_bytes(sealed(listed))
     text = f"files.{DATA}: expected where its table of checksums begins, got none"
     assert text in loaded_or_error(path, model, optimizer)
@@ -279,7 +278,7 @@ def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
         stream = io.BytesIO()
         torch.save(value, stream)
         piece = torch.frombuffer(bytearray(stream.getvalue()), dtype=torch.uint8)
-        found = sums.elements_of(piece, torch.float32, (4, 4))
+        found = shard_files.elements_of(piece, torch.float32, (4, 4))
         assert torch.equal(found, value) if value is values else found is None
     model, fresh = nn.Linear(4, 4), nn.Linear(4, 4)
     checkpoint.save(tmp_path / "a", model)

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, paths, writing
+from te_fsdp.checkpoint import directory, planner, storage
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -73,12 +73,12 @@ def test_held_up_between_the_last_look_and_the_rename(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job on another machine takes over just then: the text tells of it, and what it writes is left alone."""
-    monkeypatch.setattr(paths, "SILENCE", 0.1)
-    machine, others = paths._machine, []
+    monkeypatch.setattr(storage, "SILENCE", 0.1)
+    machine, others = storage._machine, []
 
     def take_over(target: Path, *, to_the_end: bool) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(paths, "_machine", lambda: "elsewhere-00000000")
+            patch.setattr(storage, "_machine", lambda: "elsewhere-00000000")
             others.append(directory.begin(target))
             (others[-1] / "text").write_text("theirs")
             if to_the_end:
@@ -93,7 +93,7 @@ def test_held_up_between_the_last_look_and_the_rename(
         if not to_the_end:
             assert others[-1].exists() and not target.exists()
             directory.commit(others[-1], target)
-        assert (target / "text").read_text() == "theirs" and machine() == paths._machine()
+        assert (target / "text").read_text() == "theirs" and machine() == storage._machine()
     assert names(tmp_path) == ["a", "b"]
 
 
@@ -104,14 +104,14 @@ def test_what_shall_be_replaced_is_locked_meanwhile(
     checkpoint.save(tmp_path / "other", nn.Linear(2, 2))
     target, words = tmp_path / "x", ["--to", "checkpoint", "--force"]
     target.mkdir()
-    blocks, codes = writing.Writing.blocks, []
+    blocks, codes = planner.Writing.blocks, []
 
     def meanwhile(self: Any) -> Any:
-        monkeypatch.setattr(writing.Writing, "blocks", blocks)
+        monkeypatch.setattr(planner.Writing, "blocks", blocks)
         codes.append(main(["ckpt", "convert", str(tmp_path / "other"), str(target), *words]))
         return blocks(self)
 
-    monkeypatch.setattr(writing.Writing, "blocks", meanwhile)
+    monkeypatch.setattr(planner.Writing, "blocks", meanwhile)
     checkpoint.save(target, nn.Linear(3, 3))
     assert codes == [1]
     assert f"x: another job is writing it: expected one writer for a path, got process {os.getpid()}" in (
@@ -131,7 +131,7 @@ def test_a_full_disk_says_what_an_asynchronous_save_needed(
     def full(self: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(writing.Writing, "blocks", full)
+    monkeypatch.setattr(planner.Writing, "blocks", full)
     for asynchronous in (False, True):
         with pytest.raises(CheckpointError, match="the disk is full.*expected space for 24 bytes of this"):
             checkpoint.save(tmp_path / "a", nn.Linear(2, 2), asynchronous=asynchronous).result()

@@ -19,7 +19,7 @@ from torch import nn
 import te_fsdp
 from te_fsdp import checkpoint, emulation
 from te_fsdp.checkpoint import loading
-from te_fsdp.sharding.main_weights import optimizers_of
+from te_fsdp.features.main_weights import optimizers_of
 
 MAIN = "master_param"
 SIZE = 128
@@ -162,7 +162,7 @@ def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch
     checkpoint.save(tmp_path / "a", build(te, recipe, seed=0))
     model, optimizers = trained(te, recipe, "fused")
     before = values(model)
-    monkeypatch.setattr(loading, "keeping_main_weights", lambda owned, given=None: [])
+    monkeypatch.setattr(loading, "optimizers_with_stale_main_weights", lambda owned, given=None: [])
     checkpoint.load(tmp_path / "a", model)
     assert not close(values(model), before, 2**-3)
     step(model, optimizers, lr=0.0)

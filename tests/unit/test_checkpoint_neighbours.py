@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, manifest, paths, writing
-from te_fsdp.checkpoint.paths import LOCK, Owner
+from te_fsdp.checkpoint import directory, manifest, planner, storage
+from te_fsdp.checkpoint.storage import LOCK, Owner
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -108,7 +108,7 @@ def test_a_job_killed_anywhere_holds_up_nobody(met: dict[str, list[dict[str, Any
         assert outcome["value"] == (3.0 if whole else 4.0) and outcome["names"] == ["step-3", "step-4"], (
             outcome
         )
-        assert outcome["seconds"] < paths.SILENCE / 4, "nobody is waited for"
+        assert outcome["seconds"] < storage.SILENCE / 4, "nobody is waited for"
         told.add(whole)
     assert told == {True, False} and len(met["killed"]) > 20
 
@@ -143,7 +143,7 @@ def test_a_process_id_that_was_given_again(tmp_path: Path) -> None:
 def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
     """A zombie has a process id, and writes nothing any more."""
     child = subprocess.Popen(["sleep", "100"])
-    owner = Owner(paths._machine(), child.pid, paths._start_of(child.pid) or "", 0, "0" * 8)
+    owner = Owner(storage._machine(), child.pid, storage._start_of(child.pid) or "", 0, "0" * 8)
     assert owner.is_alive() is True
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
@@ -154,7 +154,7 @@ def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
 
 def test_a_holder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With signs of life it is respected and named; without them its lock is taken over, and it finds out."""
-    monkeypatch.setattr(paths, "SILENCE", 0.5)
+    monkeypatch.setattr(storage, "SILENCE", 0.5)
     target, owner = tmp_path / "step-1", Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
     file = holder_of(target, owner) / str(owner)
     ended = threading.Event()
@@ -180,11 +180,11 @@ def test_a_holder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_job_that_was_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "SILENCE", 0.1)
+    monkeypatch.setattr(storage, "SILENCE", 0.1)
     target = tmp_path / "x"
     late = directory.begin(target)
     (lock,) = tmp_path.glob(f"*{LOCK}")
-    monkeypatch.setattr(paths, "_machine", lambda: "elsewhere-00000000")
+    monkeypatch.setattr(storage, "_machine", lambda: "elsewhere-00000000")
     with directory.new_directory(target) as folder:
         (folder / "text").write_text("new")
         assert not late.exists(), "its lock was taken over, so what it wrote is nobody's"
@@ -199,7 +199,7 @@ def test_a_job_that_was_taken_for_dead(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_signs_of_life_are_given_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "BEAT", 0.01)
+    monkeypatch.setattr(storage, "BEAT", 0.01)
     temporary = directory.begin(tmp_path / "x")
     (file,) = (tmp_path / f".x{LOCK}").iterdir()
     first, deadline = file.stat().st_mtime_ns, time.monotonic() + 30
@@ -246,8 +246,8 @@ def test_what_killed_jobs_left(tmp_path: Path) -> None:
 
 def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process id means nothing in a container with its own ones, nor on another host of the same name."""
-    here, stat, read = paths._machine(), os.stat, Path.read_text
-    assert paths._machine() == here
+    here, stat, read = storage._machine(), os.stat, Path.read_text
+    assert storage._machine() == here
 
     def other_container(path: Any, **how: Any) -> Any:
         found = stat(path, **how)
@@ -257,11 +257,11 @@ def test_machines_of_one_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", other_container)
-        assert paths._machine() != here
+        assert storage._machine() != here
     with monkeypatch.context() as patch:
         patch.setattr(Path, "read_text", lambda path, *a: read(path, *a) + "x" * ("boot_id" in str(path)))
-        assert paths._machine() != here
-    assert paths._machine() == here
+        assert storage._machine() != here
+    assert storage._machine() == here
 
 
 # ------------------------------------------------------------------------------------------------- order, not time
@@ -370,7 +370,7 @@ def test_what_this_user_may_not_enter_is_passed_over(
     """The directories are another user's; a test that root runs may enter all."""
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", model())
-    closed, is_file, holder = {"lost+found", "step-2"}, Path.is_file, paths._holder
+    closed, is_file, holder = {"lost+found", "step-2"}, Path.is_file, storage._holder
     (tmp_path / "lost+found").mkdir()
     (tmp_path / f".step-9{LOCK}").mkdir()
 
@@ -383,7 +383,7 @@ def test_what_this_user_may_not_enter_is_passed_over(
         return holder(lock) if "step-9" not in lock.name else _always(errno.EACCES)()
 
     monkeypatch.setattr(Path, "is_file", is_file_here)
-    monkeypatch.setattr(paths, "_holder", holder_here)
+    monkeypatch.setattr(storage, "_holder", holder_here)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
     assert ["step-2: cannot be read (Permission denied)" in text for text in caplog.messages] == [True]
@@ -429,7 +429,7 @@ FULL = {
 PLACES = {
     "lock": (Path, "touch"),
     "directory": (Path, "mkdir"),
-    "tensors": (writing.Writing, "blocks"),
+    "tensors": (planner.Writing, "blocks"),
     "sync": (os, "fsync"),
     "manifest": (manifest, "_digest"),
     "rename": (os, "rename"),

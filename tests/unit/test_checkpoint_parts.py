@@ -13,19 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties
 
 from te_fsdp import checkpoint
-from te_fsdp.agree import _PIECE, row_checksums
-from te_fsdp.checkpoint import sums, torch_files, writing
-from te_fsdp.checkpoint.background import Staging, blocks_of
-from te_fsdp.checkpoint.entries import for_rank, join_ranks
+from te_fsdp.checkpoint import planner, shard_files, torch_files
+from te_fsdp.checkpoint.async_save import Staging, blocks_of
 from te_fsdp.checkpoint.index import read_metadata, unpickle_metadata
-from te_fsdp.checkpoint.writing import checksum
+from te_fsdp.checkpoint.planner import checksum
+from te_fsdp.checkpoint.tensor_entries import for_rank, join_ranks
+from te_fsdp.collectives.agreement import _PIECE, row_checksums
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import MANIFEST, METADATA, as_format_2, sealed
 
@@ -152,7 +151,7 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
     def full(self: object) -> Any:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing.Writing, "blocks", full)
+    monkeypatch.setattr(planner.Writing, "blocks", full)
     with pytest.raises(CheckpointError, match="b: the disk is full .No space.*earlier checkpoints are as"):
         checkpoint.save(tmp_path / "b", nn.Linear(2, 2), keep_last=1)
     assert names(tmp_path) == ["a"]
@@ -162,13 +161,13 @@ def test_a_failed_save_removes_nothing_else(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go, original = threading.Event(), writing.Writing.blocks
+    go, original = threading.Event(), planner.Writing.blocks
 
-    def late(self: writing.Writing) -> Any:
+    def late(self: planner.Writing) -> Any:
         assert go.wait(30)
         return original(self)
 
-    monkeypatch.setattr(writing.Writing, "blocks", late)
+    monkeypatch.setattr(planner.Writing, "blocks", late)
     model = nn.Linear(2, 2)
     expected = model.weight.detach().clone()
     handle = checkpoint.save(tmp_path / "a", model, asynchronous=True)
@@ -360,7 +359,7 @@ def test_stored_tensors_cannot_execute_anything(
     swap_in(path, "evil.distcp")
     if kind == "te_fsdp":
         for name in ("evil.distcp", METADATA):
-            body["files"][name] = [(path / name).stat().st_size, sums.checksum(path / name)]
+            body["files"][name] = [(path / name).stat().st_size, shard_files.checksum(path / name)]
         (path / MANIFEST).write_bytes(sealed(body))
     with pytest.raises(CheckpointError, match="cannot be read weights-only"):
         checkpoint.load(path, model)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from te_fsdp.checkpoint.compare import Differences, compare_stacked
-from te_fsdp.checkpoint.contents import DCP_KIND, Contents, cut_by_tp, empty_manifest, refuse_scrambled
-from te_fsdp.checkpoint.lazy import Chunked, InMemory, Lazy
-from te_fsdp.checkpoint.source import Source
+from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy
+from te_fsdp.checkpoint.load_source import Source
+from te_fsdp.checkpoint.reader import DCP_KIND, Contents, cut_by_tp, empty_manifest, refuse_scrambled
 from te_fsdp.errors import CheckpointError
 
 HIDDEN, FFN = 24, 40

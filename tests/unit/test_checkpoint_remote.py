@@ -18,7 +18,7 @@ from torch import nn
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory
 from te_fsdp.checkpoint.manifest import read_manifest
-from te_fsdp.checkpoint.paths import Owner, RemotePath, absolute, place_of
+from te_fsdp.checkpoint.storage import Owner, RemotePath, absolute, resolve_path
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from tests.unit import remote_storage
@@ -72,7 +72,7 @@ def save_and_load(root: str) -> None:
             asynchronous=step % 2 == 1,
         )
         assert str(handle.result()) == f"{root}/step-{step}"
-    assert sorted(path.name for path in place_of(root).iterdir()) == ["step-2", "step-3"]
+    assert sorted(path.name for path in resolve_path(root).iterdir()) == ["step-2", "step-3"]
     newest = checkpoint.latest(root)
     checkpoint.verify(newest)
     again, other, extra = loaded(newest, verify=True)
@@ -86,9 +86,9 @@ def save_and_load(root: str) -> None:
 
 def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
     save_and_load(memory)
-    manifest = read_manifest(place_of(f"{memory}/step-3"))
+    manifest = read_manifest(resolve_path(f"{memory}/step-3"))
     assert (manifest.format_version, manifest.folder[:13]) == (4, "te_fsdp-data.")
-    names = {path.name for path in manifest.at(place_of(f"{memory}/step-3")).iterdir()}
+    names = {path.name for path in manifest.at(resolve_path(f"{memory}/step-3")).iterdir()}
     assert names == {".metadata", "te_fsdp.index", "__0_0.distcp"}
     # What needs no folder is written for earlier readers.
     checkpoint.save(tmp_path / "local", trained()[0])
@@ -129,7 +129,7 @@ def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         ["diff", f"{memory}/a", back],
     ):
         assert main(["ckpt", *command]) == 0, (command, capsys.readouterr())
-    place_of(f"{memory}/d.pt").write_bytes(Path(file).read_bytes())
+    resolve_path(f"{memory}/d.pt").write_bytes(Path(file).read_bytes())
     for command, text in (
         (["export", local, f"{memory}/e"], "got files without a manifest"),
         (["convert", local, back, "--to", "checkpoint", "--force"], "cannot be replaced on object storage"),
@@ -143,7 +143,7 @@ def test_commands(memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_damage_is_found(memory: str) -> None:
-    path = place_of(f"{memory}/a")
+    path = resolve_path(f"{memory}/a")
     checkpoint.save(path, trained()[0])
     file = read_manifest(path).at(path) / "__0_0.distcp"
     whole = file.read_bytes()
@@ -204,24 +204,24 @@ def test_killed_at_any_moment(slow: str) -> None:
 
 
 def test_two_jobs_at_one_path(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = place_of(f"{memory}/a")
+    path = resolve_path(f"{memory}/a")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
     theirs = directory.begin(path)
     monkeypatch.undo()
     checkpoint.save(f"{memory}/mine", trained(1.0)[0])
-    mine = place_of(f"{memory}/mine")
+    mine = resolve_path(f"{memory}/mine")
     (theirs / "te_fsdp.json").write_bytes((mine / "te_fsdp.json").read_bytes())
     checkpoint.save(path, trained(5.0)[0])  # we end first
     assert "exists already" in text_of(directory.commit, theirs, path)
     directory.discard(theirs)
     assert not theirs.exists() and torch.equal(loaded_weights(path), trained(5.0)[0].weight)
 
-    other = place_of(f"{memory}/b")
+    other = resolve_path(f"{memory}/b")
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
     theirs = directory.begin(other)
     monkeypatch.undo()
     # A day later its job is taken for dead. What is not ours stays, however it is called.
-    foreign = place_of(f"{memory}/data/te_fsdp-data.v1/x")
+    foreign = resolve_path(f"{memory}/data/te_fsdp-data.v1/x")
     foreign.write_bytes(b"x")
     now = time.time()
     monkeypatch.setattr(directory.time, "time", lambda: now + 86399)
@@ -264,13 +264,13 @@ def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch:
 
 
 def test_paths() -> None:
-    assert str(place_of(Path("s3://bucket/x/"))) == str(place_of("s3://bucket/x")) == "s3://bucket/x"
-    assert place_of("file:///x/y") == Path("/x/y") and absolute("x") == Path.cwd() / "x"
-    assert place_of(Path("file:///x/y")) == Path("/x/y"), "of which a Path has one slash"
-    assert place_of("a:/b") == Path("a:/b") and place_of("s3:/b") == Path("s3:/b")
-    path = place_of("s3://bucket/x.pt")
+    assert str(resolve_path(Path("s3://bucket/x/"))) == str(resolve_path("s3://bucket/x")) == "s3://bucket/x"
+    assert resolve_path("file:///x/y") == Path("/x/y") and absolute("x") == Path.cwd() / "x"
+    assert resolve_path(Path("file:///x/y")) == Path("/x/y"), "of which a Path has one slash"
+    assert resolve_path("a:/b") == Path("a:/b") and resolve_path("s3:/b") == Path("s3:/b")
+    path = resolve_path("s3://bucket/x.pt")
     assert (path.name, path.suffix, str(path.parent)) == ("x.pt", ".pt", "s3://bucket")
-    assert path == place_of(path) != place_of("s3://bucket/y")
+    assert path == resolve_path(path) != resolve_path("s3://bucket/y")
 
 
 def test_s3(tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_s3(tmp_path: Path) -> None:
             pytest.skip(f"{library} is not installed (te-fsdp[s3], moto[server])")
     with remote_storage.s3_server(tmp_path):
         save_and_load("s3://bucket/run")
-        first = place_of("s3://bucket/once")
+        first = resolve_path("s3://bucket/once")
         first.create(b"1")
         with pytest.raises(FileExistsError):
             first.create(b"2")

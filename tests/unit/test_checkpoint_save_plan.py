@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 
-from te_fsdp.checkpoint.writing import Box, Held, divide
+from te_fsdp.checkpoint.planner import Box, Held, assign_writers
 from te_fsdp.errors import CheckpointError
 
 
@@ -29,7 +29,7 @@ def one(shape: tuple[int, ...], *boxes: Box) -> Held:
     ],
 )
 def test_pieces_that_make_up_a_tensor(shape, boxes):
-    parts = divide([one(shape, box) for box in boxes])
+    parts = assign_writers([one(shape, box) for box in boxes])
     assert [part.writes for part in parts] == [[0]] * len(boxes) and parts[0].names == []
     stored = (parts[0].tensors or {})["a"]
     assert (stored.shape, stored.dtype) == (shape, torch.float32)
@@ -50,14 +50,14 @@ def test_pieces_that_make_up_a_tensor(shape, boxes):
 )
 def test_pieces_that_do_not(shape, boxes):
     with pytest.raises(CheckpointError, match="save: the pieces of a: expected together the whole tensor"):
-        divide([one(shape, box) for box in boxes])
+        assign_writers([one(shape, box) for box in boxes])
 
 
 def test_replicas_are_spread_and_told_in_few_words():
     copies, ranks = 50, 4
     held: Held = [(f"t{n}", (8,), torch.float32, [rows(0, 8)]) for n in range(copies)]
     shards = [[*held, ("big", (4, 100), torch.float32, [rows(r, r + 1, 100)])] for r in range(ranks)]
-    parts = divide(shards)
+    parts = assign_writers(shards)
     written = [number for part in parts for number in part.writes]
     assert sorted(written) == sorted([*range(copies), *[copies] * ranks])
     assert {len(part.writes) - 1 for part in parts} <= {12, 13}
@@ -82,10 +82,10 @@ def test_replicas_are_spread_by_bytes(dtype):
         500,
     ]  # in this order, a balance by count puts both large ones on rank 0
     held: Held = [(f"t{n}", (size,), dtype, [rows(0, size)]) for n, size in enumerate(sizes)]
-    parts = divide([held, held])
+    parts = assign_writers([held, held])
     written = [sum(sizes[number] for number in part.writes) for part in parts]
     assert sum(written) == sum(sizes) and max(written) - min(written) <= 4, written
     # Elements of different sizes: eight bytes each on one rank, one byte each on the other.
     mixed: Held = [("wide", (100,), torch.float64, [rows(0, 100)])]
     mixed += [(f"n{n}", (100,), torch.uint8, [rows(0, 100)]) for n in range(8)]
-    assert sorted(len(part.writes) for part in divide([mixed, mixed])) == [1, 8]
+    assert sorted(len(part.writes) for part in assign_writers([mixed, mixed])) == [1, 8]

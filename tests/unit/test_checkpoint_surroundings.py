@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import manifest as manifests
-from te_fsdp.checkpoint import paths
+from te_fsdp.checkpoint import manifest as manifests, storage
 from te_fsdp.checkpoint.index import read_index
-from te_fsdp.checkpoint.lazy import open_safetensors
-from te_fsdp.checkpoint.paths import LOCK, Owner
+from te_fsdp.checkpoint.lazy_tensors import open_safetensors
+from te_fsdp.checkpoint.storage import LOCK, Owner
 from te_fsdp.errors import CheckpointError
 
 ELSEWHERE = Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
@@ -30,7 +29,7 @@ def test_a_save_of_another_machine_whose_clock_is_a_day_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
 ) -> None:
     """Its directory seems old, but its lock shows signs of life; the control: without signs it is removed."""
-    monkeypatch.setattr(paths, "SILENCE", 0.5)
+    monkeypatch.setattr(storage, "SILENCE", 0.5)
     hidden, lock = tmp_path / f".x.te_fsdp-saving.{ELSEWHERE}", tmp_path / f".x{LOCK}"
     hidden.mkdir()
     lock.mkdir()
@@ -74,7 +73,7 @@ def test_long_names(tmp_path: Path, name: str) -> None:
         checkpoint.save(tmp_path / "1" / name, model)
     here = Owner.new()
     dead = Owner(here.machine, 2**22 + 5, "1", 0, "0" * 8)
-    (tmp_path / "1" / f".{paths.short_name(name)}.te_fsdp-saving.{dead}").mkdir()
+    (tmp_path / "1" / f".{storage.short_name(name)}.te_fsdp-saving.{dead}").mkdir()
     checkpoint.save(tmp_path / "1" / "other", model)
     assert sorted(p.name for p in (tmp_path / "1").iterdir()) == sorted([name, "other"])
 
@@ -82,8 +81,8 @@ def test_long_names(tmp_path: Path, name: str) -> None:
 def test_long_names_stay_apart(tmp_path: Path) -> None:
     """Names that differ at their end have different locks."""
     one, two = "n" * 200 + "1", "n" * 200 + "2"
-    assert paths.short_name(one) != paths.short_name(two) and paths.short_name("step-1") == "step-1"
-    assert paths.short_name(paths.short_name(one)) == paths.short_name(one)
+    assert storage.short_name(one) != storage.short_name(two) and storage.short_name("step-1") == "step-1"
+    assert storage.short_name(storage.short_name(one)) == storage.short_name(one)
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EIO])

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.contents import Contents, open_safetensors_contents
 from te_fsdp.checkpoint.portable.convert import open_any
+from te_fsdp.checkpoint.reader import Contents, open_safetensors_contents
 from te_fsdp.cli import main
 
 

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import directory, lazy
+from te_fsdp.checkpoint import directory, lazy_tensors
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy import Chunked, InMemory, Record, Stored
+from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Record, Stored
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
@@ -77,7 +76,7 @@ def test_what_is_replaced_stays_until_the_new_one_is_whole(
     for before in ("nothing", "something"):
         assert main(["ckpt", "convert", str(source), str(target), *words, "--force"]) == 0, before
     with monkeypatch.context() as patch:
-        patch.setattr(lazy.Lazy, "blocks", lambda self: iter([(0, self.height + 1)]))
+        patch.setattr(lazy_tensors.Lazy, "blocks", lambda self: iter([(0, self.height + 1)]))
         refuse(capsys, "convert", other, target, *words, "--force")
     assert main(["ckpt", "diff", str(source), str(target)]) == 0
     assert listing(tmp_path) == {"a", "b", "x"}, "nothing is left of what failed"

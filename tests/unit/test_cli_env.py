@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp import _patches
 from te_fsdp.cli import env, env_facts, main
 from te_fsdp.cli.env import faults
 from te_fsdp.cli.env_facts import Facts, Gpu
+from te_fsdp.upstream import patches as _patches
 from tests.unit.commands import ROOT, start
 
 GPU = Gpu("NVIDIA H200", "9.0", 141 * 2**30)

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.tensor
 
-from te_fsdp import _torch
-from te_fsdp.sharding import graph_checks
+from te_fsdp.features import graph_checks
+from te_fsdp.upstream import torch_dtensor as _torch
 
 
 class Graph:

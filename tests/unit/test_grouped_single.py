@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import te_fsdp
-from te_fsdp._te_modules import grouped_path_problem
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange
 from te_fsdp.modules.grouped import check_single, check_single_recipe, single_cuts
 from te_fsdp.quantized.alignment import Grid
-from te_fsdp.quantized.grouped_weight import grouped_cut
+from te_fsdp.quantized.grouped_weight import grouped_shard_dim
+from te_fsdp.upstream.te_modules import grouped_path_problem
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +126,7 @@ def test_same_memory(te):
 
 
 def test_cuts(te):
-    assert [grouped_cut((4, 6, 5), ranks) for ranks in (1, 2, 4, 3, 5, 7)] == [0, 0, 0, 1, 2, 0]
+    assert [grouped_shard_dim((4, 6, 5), ranks) for ranks in (1, 2, 4, 3, 5, 7)] == [0, 0, 0, 1, 2, 0]
     module = build(te, use_grouped_tensor=True)
     assert single_cuts(module, Grid(dp_shard=2)) == {"weight": 1}
     assert single_cuts(module, Grid(dp_shard=3)) == {"weight": 0}

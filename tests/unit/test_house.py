@@ -16,31 +16,23 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp import _patches
-from te_fsdp._te_formats import FORMATS, SCALE_SOURCES
+from te_fsdp.upstream import patches as _patches
+from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
-TORCH_DOORS = tuple(
-    f"te_fsdp/{name}.py"
-    for name in (
-        "_patches",
-        "_torch",
-        "_torch_autograd",
-        "_torch_amp",
-        "_torch_transport",
-        "_torch_boxed",
-        "_fsdp2",
-        "_fsdp2_copies",
-        "_fsdp2_outputs",
-        "_fsdp2_settled",
-        "_fsdp2_patches",
-        "_fsdp2_unused",
-    )
+NAMES_TORCH_DOORS = (
+    "patches torch_dtensor torch_autograd torch_amp symmetric_memory fsdp2_state "
+    "fsdp2_copy_engine fsdp2_outputs fsdp2_settled fsdp2_patches fsdp2_unused"
 )
-TE_DOORS = tuple(f"te_fsdp/{name}.py" for name in ("_te", "_te_formats", "_te_modules", "_patches"))
+TORCH_DOORS = (
+    *(f"te_fsdp/upstream/{name}.py" for name in NAMES_TORCH_DOORS.split(" ")),
+    "te_fsdp/boxed_dtensor.py",
+)
+NAMES_TE_DOORS = "te te_formats te_modules patches"
+TE_DOORS = tuple(f"te_fsdp/upstream/{name}.py" for name in NAMES_TE_DOORS.split(" "))
 EMULATION = "te_fsdp/emulation/"
 
 
@@ -241,7 +233,7 @@ def lists_of_names(text: str) -> list[str]:
 
 
 def names_of_other_files(text: str) -> list[str]:
-    """Imports of what another file of te_fsdp keeps for itself; a door (`te_fsdp._torch`) is a file."""
+    """Imports of what another file of te_fsdp keeps for itself; a door (`te_fsdp.upstream.torch_dtensor`) is a file."""
     names = [(line, name.split(".")) for line, name in imported(text)]
     return [
         f"line {line}: {'.'.join(parts)}"
@@ -465,8 +457,12 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (private_torch_names, "def f():\n    from torch._C import _x\n", 1),
         (private_torch_names, "import torch\nx = torch.__version__\ny = self._torch\n", 0),
         (lists_of_names, "__all__ = ['f']\n", 1),
-        (names_of_other_files, "from te_fsdp.axes import _check\n", 1),
-        (names_of_other_files, "from te_fsdp import _torch\nfrom te_fsdp._torch import placed\n", 0),
+        (names_of_other_files, "from te_fsdp.mesh_checks import _check\n", 1),
+        (
+            names_of_other_files,
+            "from te_fsdp import _torch\nfrom te_fsdp.upstream.torch_dtensor import placed\n",
+            0,
+        ),
         (te_imports, "import transformer_engine.pytorch as te\n", 1),
         (te_imports, "def f():\n    from transformer_engine_torch import DType\n", 1),
         (te_imports, "importlib.import_module('transformer_engine.pytorch')\n", 1),

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from te_fsdp.checkpoint.lazy import open_safetensors
+from te_fsdp.checkpoint.lazy_tensors import open_safetensors
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.checkpoint.portable.huggingface_map import Group
 from te_fsdp.errors import CheckpointError

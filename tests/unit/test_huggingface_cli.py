@@ -13,11 +13,11 @@ import torch
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import torch_files
-from te_fsdp.checkpoint.contents import empty_manifest
-from te_fsdp.checkpoint.lazy import InMemory, open_safetensors, write_folder
+from te_fsdp.checkpoint.lazy_tensors import InMemory, open_safetensors, write_folder
 from te_fsdp.checkpoint.manifest import read_manifest
+from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.portable import huggingface as hf
-from te_fsdp.checkpoint.writing import write_tensors
+from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 from tests.unit import documented

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint.lazy import open_safetensors
+from te_fsdp.checkpoint.lazy_tensors import open_safetensors
 from te_fsdp.checkpoint.portable import huggingface as hf
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError

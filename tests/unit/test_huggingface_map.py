@@ -12,15 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
-from te_fsdp.checkpoint.lazy import InMemory
-from te_fsdp.checkpoint.portable import huggingface as hf
-from te_fsdp.checkpoint.portable import huggingface_config
+from te_fsdp.checkpoint.lazy_tensors import InMemory
+from te_fsdp.checkpoint.portable import huggingface as hf, huggingface_config
 from te_fsdp.checkpoint.portable.huggingface_config import FAMILIES
 from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
-from te_fsdp.checkpoint.portable.huggingface_model import Told, layer_differences
+from te_fsdp.checkpoint.portable.huggingface_model import ModelDescription, layer_differences
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import Semantics
 from tests.unit.huggingface_models import MODELS, to_huggingface, to_te
@@ -348,7 +346,7 @@ def test_defaults_are_those_of_transformers(name: str) -> None:
 )
 def test_rotary_embeddings_are_compared(settings, text):
     here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **settings})}
-    wrong = layer_differences(Told((), here, {}), hf.read_config(LLAMA), hf.TeNames())
+    wrong = layer_differences(ModelDescription((), here, {}), hf.read_config(LLAMA), hf.TeNames())
     assert wrong == ([] if text is None else [text])
 
 
@@ -419,7 +417,7 @@ def test_frequencies_are_those_of_transformers(name: str, base: float) -> None:
     def wrong(frequencies: torch.Tensor, **settings: Any) -> list[str]:
         here = {"rotary": replace(one, settings={**one.settings, **settings})}
         about = hf.read_config({**sizes, "rope_parameters": rope})
-        return layer_differences(Told((), here, {"rotary": frequencies}), about, hf.TeNames())
+        return layer_differences(ModelDescription((), here, {"rotary": frequencies}), about, hf.TeNames())
 
     assert bool(wrong(theirs)) == (name == "yarn"), "whose attention is scaled as well"
     assert bool(wrong(theirs.bfloat16())) == (name == "yarn")
@@ -435,9 +433,9 @@ def test_scaled_attention_is_refused() -> None:
     """YaRN makes the scores larger as well, which no angles do; what a model of its own does is its own affair."""
     rope = {"rope_type": "yarn", "factor": 4.0}
     about = hf.read_config({**LLAMA, "rope_scaling": rope})
-    assert layer_differences(Told((), {}, {}), about, hf.TeNames()) == []
+    assert layer_differences(ModelDescription((), {}, {}), about, hf.TeNames()) == []
     here = {"other": Semantics("MultiheadAttention", "te", {})}
-    (text,) = layer_differences(Told((), here, {}), about, hf.TeNames())
+    (text,) = layer_differences(ModelDescription((), here, {}), about, hf.TeNames())
     assert text.startswith("attention: scaled by its heads alone, not as {'rope_type': 'yarn'")
 
 
@@ -446,7 +444,7 @@ def test_scaling_without_its_numbers(value: Any) -> None:
     about = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": value}})
     here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0})}
     with pytest.raises(CheckpointError, match=r"rope_scaling in config.json: factor: expected a number"):
-        layer_differences(Told((), here, {}), about, hf.TeNames())
+        layer_differences(ModelDescription((), here, {}), about, hf.TeNames())
 
 
 def test_scaled_frequencies_are_asked_for() -> None:
@@ -454,7 +452,7 @@ def test_scaled_frequencies_are_asked_for() -> None:
     scaled = hf.read_config({**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
     for more, is_right in (({}, False), (BOTH, True), ({**BOTH, "seq_len_interpolation_factor": 4}, False)):
         here = {"rotary": Semantics("RotaryPositionEmbedding", "te", {"rotary_base": 10000.0, **more})}
-        found = layer_differences(Told((), here, {}), scaled, hf.TeNames())
+        found = layer_differences(ModelDescription((), here, {}), scaled, hf.TeNames())
         assert (found == []) == is_right
         assert (
             is_right or "not of the frequencies by {'rope_theta': 10000.0, 'rope_type': 'linear'" in found[0]

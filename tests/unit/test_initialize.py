@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import te_fsdp
+from te_fsdp import initialize
 from te_fsdp.errors import InitError
-from te_fsdp.modules import initialize
 
 ROOT = Path(__file__).resolve().parents[2]
 INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.bool)

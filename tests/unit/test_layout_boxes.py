@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import PLAIN, Box, Coordinates, Layout, ParameterRule, chunk_range, shard_boxes

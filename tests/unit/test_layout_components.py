@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, shard_boxes

@@ -15,7 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Coordinates, Layout, ParameterRule
-from te_fsdp.parameters import BINDING, Binding, shard_info
+from te_fsdp.records import BINDING, ModuleBinding, shard_info
 from tests.unit.layout_reference import GATED, from_boxes, tp_local
 
 WORLD, ME = 16, 8
@@ -63,7 +63,9 @@ def sharded_model(mesh: DeviceMesh) -> nn.Module:
     tp = mesh["tp"] if mesh["tp"].size() > 1 else None
     tp_size, tp_rank = mesh["tp"].size(), mesh["tp"].get_local_rank()
     module, dims = nn.Module(), {}
-    module.__dict__[BINDING] = Binding("m", tp, None, {name: rule for name, (_, rule, _) in CASES.items()})
+    module.__dict__[BINDING] = ModuleBinding(
+        "m", tp, None, {name: rule for name, (_, rule, _) in CASES.items()}
+    )
     for name, (_, rule, dim) in CASES.items():
         value = tp_local(original(name), rule, tp_size, tp_rank).clone()
         if tp is not None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import te_fsdp
-from te_fsdp.axes import AXES, check_1d
 from te_fsdp.errors import MeshError
 from te_fsdp.mesh import Meshes
+from te_fsdp.mesh_checks import AXES, check_1d
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -6,11 +6,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from te_fsdp.move.pending import Pending, SideStream, UnitOrder
-from te_fsdp.move.start import Buffer, Rows
+from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder
+from te_fsdp.collectives.redistribute import PackedLayout, RowPartition
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(torch.Size)
@@ -24,7 +23,7 @@ def values(shape: torch.Size) -> torch.Tensor:
 def test_what_is_packed_is_found(shapes: list[torch.Size], align: int, missing: int) -> None:
     """Each at an aligned place, zeros in between and for what is missing; flags behind."""
     tensors = [None if at == missing else values(shape) for at, shape in enumerate(shapes)]
-    buffer = Buffer(tuple(math.prod(shape) for shape in shapes), align, more=2)
+    buffer = PackedLayout(tuple(math.prod(shape) for shape in shapes), align, more=2)
     packed = buffer.pack(tensors, torch.float64, CPU, torch.tensor([7.0, 8.0], dtype=torch.float64))
     assert packed.numel() == buffer.numel and packed[-2:].tolist() == [7, 8]
     for tensor, shape, piece in zip(tensors, shapes, buffer.pieces(packed), strict=True):
@@ -37,7 +36,7 @@ def test_what_is_packed_is_found(shapes: list[torch.Size], align: int, missing: 
 @given(SHAPES, st.integers(1, 4), st.data())
 def test_rows_are_those_of_chunk(shape: torch.Size, ranks: int, data: st.DataObject) -> None:
     """Rows that are split and joined again; those of each rank are ``torch.chunk``'s."""
-    rows = Rows(shape, data.draw(st.integers(0, len(shape) - 1)), ranks)
+    rows = RowPartition(shape, data.draw(st.integers(0, len(shape) - 1)), ranks)
     whole = values(shape)
     split = torch.zeros((ranks, rows.numel))
     for mine, flat in rows.pairs(whole, split):

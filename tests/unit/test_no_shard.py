@@ -12,8 +12,8 @@ from torch import nn
 import te_fsdp
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.layout import REPLICATED, STORAGE, Storage
-from te_fsdp.parameters import ParameterPlan
-from te_fsdp.sharding.sharding_plan import Request, plan_sharding, plan_storage, replicated_parameters
+from te_fsdp.plan import ShardRequest, plan_sharding, plan_storage, replicated_parameters
+from te_fsdp.records import ParameterPlan
 
 SHARD, WHOLE = STORAGE["optim_grads_params", "no_shard"], STORAGE["no_shard", "no_shard"]
 
@@ -60,7 +60,7 @@ def test_no_unit_is_made_of_what_stays_whole(fake_world):
     model = Net("meta")
     te_fsdp.fsdp_no_shard([model.encoder, model.scale, model.blocks[1], model.head.bias])
     units = ["encoder", "head", "blocks.0"]
-    plan = plan_sharding(model, te_fsdp.Meshes.build(device_type="cpu"), Request(units))
+    plan = plan_sharding(model, te_fsdp.Meshes.build(device_type="cpu"), ShardRequest(units))
     assert list(plan.units) == ["", "blocks.0", "head"]
     assert plan.whole == {"encoder", "encoder.0", "encoder.1", "encoder.1.0", "blocks.1"}
     assert {item.parameter for item in plan.replicated} == {
@@ -130,7 +130,7 @@ def test_a_plan_changes_nothing_until_it_is_carried_out(caplog, fake_world):
     fake_world(1)
     model, meshes = Net(), te_fsdp.Meshes.build(device_type="cpu")
     strategy = {"": "optim", "head": "no_shard"}
-    plan_sharding(model, meshes, Request(strategy=strategy))
+    plan_sharding(model, meshes, ShardRequest(strategy=strategy))
     assert planned(model) == [] and all(not p.__dict__ for p in model.parameters())
     with caplog.at_level(logging.INFO, "te_fsdp"):
         te_fsdp.fully_shard(model, meshes, strategy=strategy)

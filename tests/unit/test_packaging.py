@@ -256,3 +256,19 @@ def test_the_workflow_runs_what_ci_runs():
         assert python["with"]["cache"] == "pip"
         read = python["with"]["cache-dependency-path"].split()
         assert read and not [pattern for pattern in read if not list(ROOT.glob(pattern))]
+
+
+@pytest.mark.parametrize(
+    ("path", "names"),
+    [
+        ("te_fsdp.sharding.graphed", "GraphedStep StepOutput graphed_step"),
+        ("te_fsdp.checkpoint.portable.huggingface", "read_config import_huggingface export_huggingface"),
+    ],
+)
+def test_earlier_public_paths(path, names):
+    """Modules that docs/api.md has listed stay importable, and have the same objects as the new ones."""
+    module = importlib.import_module(path)
+    for name in names.split():
+        found = getattr(module, name)
+        assert found is getattr(importlib.import_module(found.__module__), name)
+    assert not hasattr(module, "GraphedModel")

@@ -11,8 +11,16 @@ import torch.distributed as dist
 from torch import nn
 
 import te_fsdp
-from te_fsdp import parameters
-from te_fsdp.parameters import carry_over, facts_of, label_of, noted, places_of, share, successor
+from te_fsdp import records
+from te_fsdp.records import (
+    copy_param_attrs,
+    get_or_create_record,
+    get_record,
+    iter_param_owners,
+    label_of,
+    replace_local_tensor,
+    share_record,
+)
 
 
 class _State:
@@ -25,73 +33,84 @@ def _parameter(*shape: int) -> nn.Parameter:
 
 def test_nothing_is_made_by_looking():
     parameter = _parameter()
-    assert facts_of(parameter) is None
-    assert parameters.KEY not in parameter.__dict__
+    assert get_record(parameter) is None
+    assert records.KEY not in parameter.__dict__
     assert label_of(parameter) == "a parameter of shape (2,)"
-    noted(parameter).label = "layer.weight"
+    get_or_create_record(parameter).label = "layer.weight"
     assert label_of(parameter) == "layer.weight"
 
 
 def test_a_successor_has_a_record_of_its_own_and_the_users_attributes():
     old, state = _parameter(), _State()
     old.mine, old.skipped = "mine", 1
-    noted(old).label, noted(old).state, noted(old).replaced = (
+    (
+        get_or_create_record(old).label,
+        get_or_create_record(old).state,
+        get_or_create_record(old).replaced_by,
+    ) = (
         "weight",
         weakref.ref(state),
         ("weight", "a cast"),
     )
     old.requires_grad_(False)
-    new = successor(old, torch.ones(2, dtype=torch.float64), leave_out=("skipped",))
+    new = replace_local_tensor(old, torch.ones(2, dtype=torch.float64), leave_out=("skipped",))
     assert new.dtype == torch.float64 and not new.requires_grad
     assert new.mine == "mine" and not hasattr(new, "skipped")
-    assert noted(new).label == "weight" and noted(new).state is noted(old).state
-    assert noted(new).replaced is None, "the mark of an object that was lost belongs to that object"
-    noted(new).label = "other"
-    assert noted(old).label == "weight"
+    assert (
+        get_or_create_record(new).label == "weight"
+        and get_or_create_record(new).state is get_or_create_record(old).state
+    )
+    assert get_or_create_record(new).replaced_by is None, (
+        "the mark of an object that was lost belongs to that object"
+    )
+    get_or_create_record(new).label = "other"
+    assert get_or_create_record(old).label == "weight"
 
 
 def test_what_a_successor_has_stays():
     old, new = _parameter(), _parameter()
     old.mine, new.mine = 1, 2
-    noted(old).label = "old"
-    noted(new).label = "new"
-    carry_over(old, new)
-    assert new.mine == 2 and noted(new).label == "new"
+    get_or_create_record(old).label = "old"
+    get_or_create_record(new).label = "new"
+    copy_param_attrs(old, new)
+    assert new.mine == 2 and get_or_create_record(new).label == "new"
 
 
 def test_a_gathered_parameter_shares_the_record():
     shard, gathered = _parameter(), _parameter()
-    noted(gathered).label = "of an earlier shard"
-    noted(shard).label = "weight"
-    share(shard, gathered)
-    noted(shard).tp_replica = True
-    assert noted(gathered).label == "weight" and noted(gathered).tp_replica
+    get_or_create_record(gathered).label = "of an earlier shard"
+    get_or_create_record(shard).label = "weight"
+    share_record(shard, gathered)
+    get_or_create_record(shard).tp_replica = True
+    assert get_or_create_record(gathered).label == "weight" and get_or_create_record(gathered).tp_replica
 
 
 def test_copies_leave_references_behind():
     state = _State()
-    facts = parameters.Facts(label="weight", tp_replica=True, state=weakref.ref(state), replaced=("a", "b"))
+    facts = records.ParameterRecord(
+        label="weight", tp_replica=True, state=weakref.ref(state), replaced_by=("a", "b")
+    )
     copied = copy.deepcopy(facts)
     assert (copied.label, copied.tp_replica, copied.state) == ("weight", True, None)
-    assert copied.replaced == ("", "copy.deepcopy") and copied.copy_of() is facts
+    assert copied.replaced_by == ("", "copy.deepcopy") and copied.copied_from() is facts
 
 
 def test_pickles_can_be_read_with_weights_only():
     parameter = _parameter()
     parameter.mine = 3
-    noted(parameter).label = "weight"
+    get_or_create_record(parameter).label = "weight"
     file = io.BytesIO()
     torch.save(parameter, file)
     file.seek(0)
     read = torch.load(file, weights_only=True)
     assert read.mine == 3
-    assert facts_of(read) is None and not noted(read).tp_replica
+    assert get_record(read) is None and not get_or_create_record(read).tp_replica
 
 
 def test_places_name_tied_parameters_wherever_they_are():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
-    found = list(places_of(model, "root"))
+    found = list(iter_param_owners(model, "root"))
     assert [place.label for place in found] == ["root.0.weight", "root.1.weight"]
     assert found[0].parameter is found[1].parameter and found[1].owner is model[1]
 
@@ -102,8 +121,8 @@ def test_a_parameter_that_is_tied_after_binding_keeps_its_own_record(fake_world)
     te_fsdp.set_device_mesh(model, dist.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
     first, second = model[0].weight, model[1].weight
     first.mine = 1
-    noted(first).no_shard = True
+    get_or_create_record(first).no_shard = True
     model[1].weight = first
     assert model[1].weight is first and first.mine == 1
-    assert noted(first).no_shard and noted(first).tp_replica
-    assert not noted(second).no_shard
+    assert get_or_create_record(first).no_shard and get_or_create_record(first).tp_replica
+    assert not get_or_create_record(second).no_shard

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import _fsdp2, _patches, _te
-from te_fsdp._patches import FSDP2, markdown
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.fused_states import patch_fused_adam
-from te_fsdp.quantized.all_gather import patch_fsdp_hooks
-from te_fsdp.quantized.amax import make_marks_stick
+from te_fsdp.quantized.amax import keep_amax_group_in_copies
+from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
+from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
+from te_fsdp.upstream.patches import FSDP2, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/upstream.md").read_text()
@@ -50,7 +50,7 @@ def test_the_tables_are_read_without_a_change(python):
 
 
 def test_patches_of_classes_are_installed_once(te):
-    make_marks_stick()
+    keep_amax_group_in_copies()
     patch_fsdp_hooks()
     patch_fused_adam()
     found = {}
@@ -59,7 +59,7 @@ def test_patches_of_classes_are_installed_once(te):
             attribute = _patches.PATCHES[name].attribute
             assert attribute in owner.__dict__["_te_fsdp_patched"]
             found[owner, attribute] = owner.__dict__[attribute]
-    make_marks_stick()
+    keep_amax_group_in_copies()
     patch_fsdp_hooks()
     patch_fused_adam()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
@@ -148,7 +148,7 @@ def test_pieces_of_all_ranks(rows, dim):
     whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))
     stock = _fsdp_param._chunk_with_empty(whole, 8, dim=dim)
     assert isinstance(stock, list) and len(stock) == 8, "FSDP2 no longer cuts for all ranks: drop the patch"
-    with _fsdp2.cutting_few_pieces():
+    with _fsdp2.chunk_own_rank_only():
         pieces = _fsdp_param._chunk_with_empty(whole, 8, dim=dim)
         assert not isinstance(pieces, list)
         quantized = whole.as_subclass(_Quantized)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _torch_transport
-from te_fsdp.sharding import comm_units as peers
+from te_fsdp import unit_communication as peers
+from te_fsdp.upstream import symmetric_memory as _torch_transport
 
 
 def test_numbers_of_a_group():
@@ -47,6 +47,6 @@ def test_ranks_of_one_gpu(monkeypatch, allowed, shared):
     def share(*arguments):
         raise RuntimeError("asked for memory")
 
-    monkeypatch.setattr(peers, "Peers", share)
-    reason = peers.connect(torch.device("cuda", 0), None)
+    monkeypatch.setattr(peers, "PeerGroup", share)
+    reason = peers.connect_peers(torch.device("cuda", 0), None)
     assert ("asked for memory" in reason) == shared and ("share a GPU" in reason) != shared, reason

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import MixedPrecisionPolicy
+from te_fsdp import MixedPrecisionPolicy, precision
 from te_fsdp.errors import OrderError, PrecisionError
 from te_fsdp.layout import STORAGE
-from te_fsdp.sharding import precision
-from te_fsdp.sharding.sharding_plan import plan_storage
+from te_fsdp.plan import plan_storage
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 

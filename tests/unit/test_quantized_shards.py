@@ -7,20 +7,19 @@ import re
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import te_fsdp
-from te_fsdp import _patches, _te
-from te_fsdp._te_formats import FORMATS
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import Box, Layout, ParameterRule
 from te_fsdp.mesh import Meshes
-from te_fsdp.quantized import all_gather, grouped_weight
+from te_fsdp.quantized import fsdp_hooks, grouped_weight
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, check_quantizer, fits, fitting_dim
 from te_fsdp.quantized.components import block_of, components_of
+from te_fsdp.upstream import patches as _patches, te as _te
+from te_fsdp.upstream.te_formats import FORMATS
 
 WORLD, ME = 16, 8
 ROWS, COLUMNS = 256, 128
@@ -142,7 +141,7 @@ def test_a_format_says_what_te_has(te, recipe):
     assert all(data[buffer.name] is getattr(weight, buffer.attribute) for buffer in row.buffers)
     assert set(row.unknown_options) <= set(data)
     values = [data[name] for name in data if name.endswith("data") and data[name] is not None]
-    assert list(map(id, _te.values_of(weight))) == list(map(id, values))
+    assert list(map(id, _te.value_buffers_of(weight))) == list(map(id, values))
     assert callable(getattr(te, row.available))
     element = data.get("fp8_dtype", data.get("fp4_dtype"))
     assert element.name in row.elements
@@ -177,10 +176,10 @@ def test_packed_buffers_come_out_as_they_went_in(described):
 
 
 def test_hooks_are_mended_once(te):
-    all_gather.patch_fsdp_hooks()
+    fsdp_hooks.patch_fsdp_hooks()
     classes = _patches.gathering_tensors()
     hooks = [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes]
-    all_gather.patch_fsdp_hooks()
+    fsdp_hooks.patch_fsdp_hooks()
     assert len(classes) >= 2
     assert [(cls.fsdp_pre_all_gather, cls.fsdp_post_all_gather) for cls in classes] == hooks
 
@@ -193,7 +192,7 @@ def test_hooks_called_by_hand(te):
         told.append((mesh, module, mp_policy))
         return (self,), "metadata"
 
-    hook, tensor = all_gather._wrap_pre(stock), torch.ones(2, 2)
+    hook, tensor = fsdp_hooks._wrap_pre(stock), torch.ones(2, 2)
     for options in (
         {"module": None, "mp_policy": None},
         {"module": torch.nn.Linear(1, 1), "mp_policy": None},

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import te_fsdp
-from te_fsdp._te import KINDS
 from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, from_json, record, semantics_of
+from te_fsdp.upstream.te import KINDS
 
 #: Arguments of TE's constructors that do not change the function of the unsharded weights.
 NO_SETTINGS = {

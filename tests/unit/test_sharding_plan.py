@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import te_fsdp
+from te_fsdp import apply_fully_shard as entry
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
 from te_fsdp.modules import plan as of_modules
-from te_fsdp.parameters import plan_of
-from te_fsdp.sharding import fully_shard as entry
-from te_fsdp.sharding.sharding_plan import ModelPlan, Request, plan_sharding, plan_storage
-from te_fsdp.sharding.state import mark, sharding_state
+from te_fsdp.plan import ModelPlan, ShardRequest, plan_sharding, plan_storage
+from te_fsdp.records import plan_of
+from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model
 
 #           parameter gradient optimizer gather reduce, over (dp_replicate, dp_shard)
 TABLE = {
@@ -121,7 +121,7 @@ def untouched(model: nn.Module, make) -> None:
 
 def test_an_unknown_word_for_gradients(te, fake_world):
     fake_world(2)
-    request = Request(zero_copy_gradients="always")
+    request = ShardRequest(zero_copy_gradients="always")
     with pytest.raises(PlacementError, match="zero_copy_gradients.*True, False or 'auto'.*got 'always'"):
         plan_sharding(nn.Linear(4, 4), te_fsdp.Meshes.build(device_type="cpu"), request)
 
@@ -138,7 +138,7 @@ def test_dense_over_tp_and_fsdp(te, fake_world):
 
     model = make()
     plan = plan_sharding(
-        model, meshes, Request(units="blocks.*", strategy={"": "optim", "blocks.1": "optim_grads"})
+        model, meshes, ShardRequest(units="blocks.*", strategy={"": "optim", "blocks.1": "optim_grads"})
     )
     whole = "RS/RS/RS"
     assert shown(plan) == {
@@ -167,9 +167,9 @@ def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
     te_fsdp.fsdp_no_shard(model.blocks[0].up)
     units = {"": "optim_grads_params", "blocks.1": "no_shard", "head": "optim"}
     with pytest.raises(te_fsdp.PlacementError, match="head.weight: one parameter in several units"):
-        plan_sharding(model, meshes, Request(strategy=units, outer_strategy="optim"))
+        plan_sharding(model, meshes, ShardRequest(strategy=units, outer_strategy="optim"))
     te_fsdp.fsdp_no_shard(model.head.weight)
-    plan = plan_sharding(model, meshes, Request(strategy=units, outer_strategy="optim"))
+    plan = plan_sharding(model, meshes, ShardRequest(strategy=units, outer_strategy="optim"))
     cut, exempt, copied = "RS/PS/SS", "RR/RR/SS", "RR/RR/RR"
     assert shown(plan) == {
         "blocks.0.down.weight": f"root {cut} tp=- cut=-",
@@ -201,7 +201,7 @@ def test_experts(te, fake_world):
         {"router": nn.Linear(8, 4, **options), "experts": te.GroupedLinear(2, 8, 16, **options)}
     )
     te_fsdp.fsdp_no_shard(model["experts"].weight1)
-    plan = plan_sharding(nn.Sequential(model), meshes, Request())
+    plan = plan_sharding(nn.Sequential(model), meshes, ShardRequest())
     assert shown(plan) == {
         "0.experts.weight0": "0.experts RS/RS/RS tp=- cut=- expert",
         "0.experts.weight1": "0.experts RR/RR/SS tp=- cut=- expert",
@@ -234,7 +234,7 @@ def test_nothing_is_bound_when_a_parameter_has_too_few_dims(te, fake_world):
     model[1].bias = nn.Parameter(torch.empty((), device="meta"))
     for bind in (
         lambda: te_fsdp.set_device_mesh(model, meshes.tp),
-        lambda: plan_sharding(model, meshes, Request()),
+        lambda: plan_sharding(model, meshes, ShardRequest()),
     ):
         with pytest.raises(
             te_fsdp.PlacementError, match=r"shard dim 0: expected 0 dims, got \(\)|a scalar parameter"
@@ -263,6 +263,6 @@ def test_parameters_that_were_renamed_since_know_their_plan(te, fake_world):
     te_fsdp.materialize(model, seed=0)
     plans = [plan_of(parameter) for parameter in model.parameters()]
     model.blocks = nn.ModuleDict({"inner": model.blocks})
-    mark(sharding_state(model))
+    attach_state_to_params(get_sharded_model(model))
     assert [plan_of(parameter) for parameter in model.parameters()] == plans and None not in plans
     te_fsdp.broadcast_params(model)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from te_fsdp.move import pending
-from te_fsdp.move.pending import Pending, SideStream
+from te_fsdp.collectives import async_work
+from te_fsdp.collectives.async_work import Pending, SideStream
 
 DEVICE = torch.device("cuda", 0)
 
@@ -62,7 +62,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     found = Device([])
-    monkeypatch.setattr(pending.torch, "get_device_module", lambda kind: found)
+    monkeypatch.setattr(async_work.torch, "get_device_module", lambda kind: found)
     return found
 
 

@@ -9,7 +9,7 @@ import subprocess
 import pytest
 import torch
 
-from te_fsdp import axes
+from te_fsdp import mesh_checks
 from te_fsdp.errors import MeshError
 from tests.unit.commands import ROOT
 
@@ -73,15 +73,15 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
     ],
 )
 def test_several_processes_without_torchrun(monkeypatch, environment, sizes, text):
-    for name in ("RANK", *axes._STARTED):
+    for name in ("RANK", *mesh_checks._STARTED):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     asked = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "cp": 1, "ep": 1, "tp": 1, **sizes}
     if not text:
-        return axes.check_started(asked)
+        return mesh_checks.check_started(asked)
     with pytest.raises(MeshError, match=re.escape(text)):
-        axes.check_started(asked)
+        mesh_checks.check_started(asked)
 
 
 @pytest.mark.parametrize(
@@ -110,14 +110,17 @@ def test_the_device_of_a_rank(monkeypatch, environment, devices, text):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     if isinstance(text, int):
-        assert axes.own_device("cuda") == text
+        assert mesh_checks.own_device("cuda") == text
         return
     with pytest.raises(MeshError, match=re.escape(text)):
-        axes.own_device("cuda")
+        mesh_checks.own_device("cuda")
 
 
 def test_types_of_devices():
-    assert [axes.check_device_type(given) for given in ("cuda", torch.device("cpu"))] == ["cuda", "cpu"]
+    assert [mesh_checks.check_device_type(given) for given in ("cuda", torch.device("cpu"))] == [
+        "cuda",
+        "cpu",
+    ]
     for wrong in ("cuda:0", "gpu"):
         with pytest.raises(MeshError, match="device_type: expected 'cuda' or 'cpu', got .*LOCAL_RANK"):
-            axes.check_device_type(wrong)
+            mesh_checks.check_device_type(wrong)

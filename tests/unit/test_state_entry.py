@@ -13,7 +13,7 @@ import torch
 
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules import extra_state
-from te_fsdp.modules.extra_state import DamagedEntryError, condition_of, marks_of, pack, unpack
+from te_fsdp.modules.extra_state import DamagedEntryError, describe_load_condition, marks_of, pack, unpack
 
 MARKS = [(), (1,), (2,), (16,), (1, 1), (1, 2), (2, 4), (8, 256)]
 
@@ -93,7 +93,7 @@ def test_lost_bytes_are_noticed(marks):
 
 def test_words_and_marks():
     for marks in MARKS[1:]:
-        assert marks_of(condition_of(marks)) == marks
+        assert marks_of(describe_load_condition(marks)) == marks
     assert marks_of("something else") == (-1,)
 
 

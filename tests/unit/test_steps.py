@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp.modules import apply
-from te_fsdp.sharding import steps
+from te_fsdp import bind_device_mesh, optimizer_step
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
-    "before": (apply.BEFORE_STEP, steps.BEFORE_STEP),
-    "after": (apply.AFTER_STEP, steps.AFTER_STEP),
+    "before": (bind_device_mesh.BEFORE_STEP, optimizer_step.BEFORE_STEP),
+    "after": (bind_device_mesh.AFTER_STEP, optimizer_step.AFTER_STEP),
 }
 
 
@@ -23,34 +22,32 @@ def _names(functions):
 
 
 def test_the_order():
-    assert (
-        _names(steps.BEFORE_STEP)
-        == [
-            "take_out_main_weights",  # first: until then the groups may hold main weights, which nobody knows
-            "refuse_replaced",
-            "require_main_weights",
-            "refuse_gathered",
-            "note_whose_step",
-            "refuse_closure",
-            "before_first_step",
-            "refuse_edited",  # of what has arrived, and before anything is done to gradients
-            "wait_for_gradients",
-            "look_for_nan",
-            "look_after_closure",  # which does both again after the closure's backward
-            "require_outer_averages",
-            "require_equal_gradients",  # what each rank has computed, before the next makes it equal
-            "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
-            "cast_gradients",
-            "allow_mixed_parameters",
-            "lend_main_weights",  # last: its hook of the optimizer's own runs next, and takes gradients as they are now
-        ]
-    )
-    assert _names(steps.AFTER_STEP) == [
+    assert _names(optimizer_step.BEFORE_STEP) == [
+        "restore_optimizer_params",  # first: until then the groups may hold main weights, which nobody knows
+        "refuse_replaced",
+        "require_main_weights",
+        "refuse_gathered",
+        "record_stepping_optimizer",
+        "refuse_closure",
+        "before_first_step",
+        "refuse_edited",  # of what has arrived, and before anything is done to gradients
+        "wait_for_gradients",
+        "check_nan_report",
+        "wrap_closure",  # which does both again after the closure's backward
+        "require_outer_averages",
+        "require_equal_gradients",  # what each rank has computed, before the next makes it equal
+        "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
+        "cast_gradients",
+        "allow_mixed_parameters",
+        # last: its hook of the optimizer's own runs next, and takes gradients as they are now
+        "use_fused_adam_master_weights",
+    ]
+    assert _names(optimizer_step.AFTER_STEP) == [
         "refresh_quantized",
         "count_versions",
-        "note_written",  # after that has counted
-        "take_back",
-        "forget_nan",
+        "record_weight_versions",  # after that has counted
+        "undo_casts",
+        "reset_nan_report",
         "release_weights",
     ]
 

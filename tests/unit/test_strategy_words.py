@@ -9,7 +9,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStra
 import te_fsdp
 from te_fsdp.errors import PlacementError, meant
 from te_fsdp.layout import OUTER_STRATEGIES, STRATEGIES
-from te_fsdp.sharding.sharding_plan import check_word, find_units
+from te_fsdp.plan import check_word, find_units
 
 WORDS = {
     "no_shard": [

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import te_fsdp
-from te_fsdp.modules.apply import mesh_class
+from te_fsdp.bind_device_mesh import mesh_class
 
 ROOT = Path(__file__).resolve().parents[2]
 STUBS = {

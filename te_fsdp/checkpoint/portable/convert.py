@@ -16,7 +16,19 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.contents import (
+from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
+from te_fsdp.checkpoint.lazy_tensors import (
+    BLOCK_BYTES,
+    InMemory,
+    Lazy,
+    is_safetensors,
+    mapped,
+    write_file,
+    write_folder,
+)
+from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
+from te_fsdp.checkpoint.planner import write_tensors
+from te_fsdp.checkpoint.reader import (
     CHECKPOINT,
     MANIFEST_KEY,
     Choices,
@@ -29,24 +41,12 @@ from te_fsdp.checkpoint.contents import (
     refuse_scrambled,
     split_experts,
 )
-from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
-from te_fsdp.checkpoint.entries import decode
-from te_fsdp.checkpoint.lazy import (
-    BLOCK_BYTES,
-    InMemory,
-    Lazy,
-    is_safetensors,
-    mapped,
-    write_file,
-    write_folder,
-)
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
-from te_fsdp.checkpoint.paths import is_remote, place_of
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
+from te_fsdp.checkpoint.storage import is_remote, resolve_path
+from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.checkpoint.torch_files import write_torch
-from te_fsdp.checkpoint.writing import write_tensors
 from te_fsdp.errors import CheckpointError
-from te_fsdp.modules.semantics import differences, from_json, in_words, own_differences
+from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
 
 
 def resolve(path: Path) -> tuple[Path, str]:
@@ -57,7 +57,7 @@ def resolve(path: Path) -> tuple[Path, str]:
     Raises:
         CheckpointError: Nothing that can be read lies there, or a save that did not finish.
     """
-    path = place_of(path)
+    path = resolve_path(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
         raise CheckpointError(f"{path}: was not finished", expected="a whole one", fix="take the one before")
     if path.is_dir():
@@ -354,7 +354,7 @@ def _compare_plain(a: Contents, b: Contents) -> list[str]:
     if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
         found = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
         found += own_differences(from_json(one, own=True), from_json(other, own=True))
-        texts += in_words((one for one in found if one.effect != "note"), "{} / {}")
+        texts += format_differences((one for one in found if one.effect != "note"), "{} / {}")
     return texts
 
 

@@ -16,12 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fsdp.agree import all_agree, from_rank_0, own_ranks, rank, world_size
-from te_fsdp.all_ranks import collective_call
 from te_fsdp.checkpoint.compare import Differences, check_whole_job, compare_model
-from te_fsdp.checkpoint.contents import Contents, describe, empty_manifest, split_experts, stack_experts
 from te_fsdp.checkpoint.directory import new_directory
-from te_fsdp.checkpoint.lazy import (
+from te_fsdp.checkpoint.lazy_tensors import (
     Lazy,
     deal,
     open_safetensors,
@@ -30,32 +27,35 @@ from te_fsdp.checkpoint.lazy import (
     write_folder,
     write_index,
 )
+from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import Filling
 from te_fsdp.checkpoint.manifest import Tick
 from te_fsdp.checkpoint.model_state import model_state, owned_parameters, tied_names
 from te_fsdp.checkpoint.named import parts_of
-from te_fsdp.checkpoint.paths import absolute
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
     Description,
+    ModelDescription,
     Share,
     TeBlocks,
     TeNames,
-    Told,
     Transfer,
     arrivals,
+    describe_model,
     describe_shares,
     plan_exchange,
     shares_of,
-    told_by,
 )
-from te_fsdp.checkpoint.source import Source
-from te_fsdp.checkpoint.sums import silent, sync
+from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
+from te_fsdp.checkpoint.shard_files import no_progress, sync
+from te_fsdp.checkpoint.storage import absolute
+from te_fsdp.collectives.agreement import all_agree, from_rank_0, rank, rank_messenger, world_size
+from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.modules.rotary import frequencies_of
 from te_fsdp.modules.semantics import from_json
-from te_fsdp.sharding.main_weights import check_optimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -126,9 +126,9 @@ def export_huggingface(
     tell them. CheckpointError: something lies at ``target``, options that are not known, tensors that do not fit.
     """
     held, described, _ = _opened(source, config)
-    weights = WeightMap.build(described, blocks, names, Told(held.keys(), {}, {}))
+    weights = WeightMap.build(described, blocks, names, ModelDescription(held.keys(), {}, {}))
     tensors, place = weights.lazily(held, to_te=False, dtype=dtype), absolute(target)  # type: ignore[arg-type]
-    write_huggingface(place, tensors, described, silent, shard_bytes=max_file_bytes)
+    write_huggingface(place, tensors, described, no_progress, shard_bytes=max_file_bytes)
 
 
 def write_huggingface(
@@ -196,7 +196,7 @@ def _filling(
         check_optimizer(model, optimizer)
     check_whole_job(model, None)
     (tensors, described, folder), state = _opened(source, config), model_state(model, may_cut_blocks=True)
-    weights = WeightMap.build(described, blocks, names, told_by(model))
+    weights = WeightMap.build(described, blocks, names, describe_model(model))
     converted, layouts, manifest = weights.lazily(tensors, to_te=True), weights.layouts(), empty_manifest()
     manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in converted.items()}
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
@@ -281,7 +281,7 @@ def save_huggingface(
     with collective_call("checkpoint.save_huggingface"):
         shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
         saving = _Saving(shares, weights, dtype, max_file_bytes)
-        described, plan = own_ranks().round(lambda: {n: s.about for n, s in shares.items()}, saving.plan)
+        described, plan = rank_messenger().round(lambda: {n: s.about for n, s in shares.items()}, saving.plan)
         with ExitStack() as stack:
             folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
             tensors, files = all_agree(lambda: saving.write(folder, described, plan))
@@ -301,7 +301,7 @@ def _look(
     check_whole_job(model, None)
     if optimizer is not None:
         check_optimizer(model, optimizer)
-    weights = WeightMap.build(config, blocks, names, told_by(model))
+    weights = WeightMap.build(config, blocks, names, describe_model(model))
     _check_fits("save_huggingface", model, weights, [])
     shares, known = shares_of(model, optimizer), weights.shapes(te=True)
     for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
@@ -355,13 +355,13 @@ class _Saving(NamedTuple):
         self, folder: Path, described: dict[str, Description], plan: list[Transfer]
     ) -> tuple[dict[str, Lazy], dict[str, list[str]]]:
         """Write this rank's files; all tensors, and their names by file. Collective over the world, failing or not."""
-        arriving = arrivals(own_ranks(), self.shares, described, plan)
+        arriving = arrivals(rank_messenger(), self.shares, described, plan)
         tensors = self.tensors(described, arriving)
         files = self.files(tensors)
         try:
             for file, (writer, names) in files.items():
                 if writer == rank():
-                    write_file(folder / file, {name: tensors[name] for name in names}, {}, silent)
+                    write_file(folder / file, {name: tensors[name] for name in names}, {}, no_progress)
                     sync(folder / file)
         finally:
             for _ in arriving:  # what is left: others wait for this rank there
@@ -381,7 +381,7 @@ def values_for_huggingface(
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
     recorded = from_json(contents.manifest.semantics) if contents.manifest.semantics else {}
     frequencies = frequencies_of(contents.names, lambda name: contents.value(name).whole())
-    weights = WeightMap.build(like, blocks, names, Told(saved, recorded, frequencies))
+    weights = WeightMap.build(like, blocks, names, ModelDescription(saved, recorded, frequencies))
     if not recorded:
         notes.append("its semantics (eps, activation, window, ...) are not recorded: taken from config.json")
     wrong = [*weights.differences] + [

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from te_fsdp.checkpoint.lazy import Lazy
+from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.manifest import Kind, dtype_name
 from te_fsdp.errors import CheckpointError
 

@@ -26,20 +26,20 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp import _te
-from te_fsdp.checkpoint.lazy import InMemory, Lazy
+from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.portable.huggingface_config import FAMILIES, Architecture, Names, read_config
 from te_fsdp.checkpoint.portable.huggingface_model import (
+    ModelDescription,
     Recorded,
     TeBlocks,
     TeNames,
-    Told,
     centering,
     known_blocks,
     layer_differences,
 )
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import GROUPED, PLAIN, Layout
+from te_fsdp.upstream import te as _te
 
 _log = logging.getLogger("te_fsdp")
 
@@ -287,7 +287,7 @@ class WeightMap:
         config: Any,
         blocks: TeBlocks | None = None,
         names: TeNames | None = None,
-        told: Told | None = None,
+        told: ModelDescription | None = None,
     ) -> WeightMap:
         """Make the map of a model from what :func:`read_config` takes, or an :class:`Architecture`.
 
@@ -298,7 +298,7 @@ class WeightMap:
         if told is not None:
             blocks = known_blocks(blocks, told, names)
         a = config if isinstance(config, Architecture) else read_config(config)
-        told, style = told or Told((), {}, {}), FAMILIES[a.model_type].names
+        told, style = told or ModelDescription((), {}, {}), FAMILIES[a.model_type].names
         bias = (a.qkv_bias or a.proj_bias or a.mlp_bias) if blocks.bias is None else blocks.bias
         mlp_bias = bias if blocks.mlp_bias is None else blocks.mlp_bias
         if ((a.qkv_bias or a.proj_bias) and not bias) or (a.mlp_bias and not mlp_bias):

@@ -21,19 +21,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _te, _torch
-from te_fsdp.agree import Ranks
-from te_fsdp.checkpoint.contents import with_remainders
 from te_fsdp.checkpoint.index import is_tiling
-from te_fsdp.checkpoint.lazy import InMemory, Lazy
-from te_fsdp.checkpoint.model_state import Owned, owned_parameters
+from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
+from te_fsdp.checkpoint.model_state import OwnedTensor, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
+from te_fsdp.checkpoint.reader import with_remainders
+from te_fsdp.collectives.agreement import RankMessenger
 from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.features.main_weights import main_weight
 from te_fsdp.layout import Box, slices
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
-from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, in_words, semantics_of
-from te_fsdp.sharding.main_weights import main_weight
+from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, format_differences, semantics_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,10 +82,10 @@ class TeBlocks:
     @classmethod
     def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
         """Read the options off a model, sharded or on meta; CheckpointError for those that it does not tell. Local."""
-        return known_blocks(cls(), told_by(model), names or TeNames())
+        return known_blocks(cls(), describe_model(model), names or TeNames())
 
 
-class Told(NamedTuple):
+class ModelDescription(NamedTuple):
     """What a model, or a checkpoint, tells of itself: names of its parameters, and its modules' semantics if known."""
 
     parameters: Collection[str]
@@ -93,14 +93,14 @@ class Told(NamedTuple):
     frequencies: Mapping[str, torch.Tensor]  #: By name of a rotary embedding, if known
 
 
-def told_by(model: nn.Module) -> Told:
+def describe_model(model: nn.Module) -> ModelDescription:
     """What a model tells of itself, names without what wrappers add. Local operation."""
     names = {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     held = {_torch.without_wrappers(name): held for name, held in model.named_buffers() if not held.is_meta}
-    return Told(names, semantics_of(model), frequencies_of(held, held.__getitem__))
+    return ModelDescription(names, semantics_of(model), frequencies_of(held, held.__getitem__))
 
 
-def known_blocks(blocks: TeBlocks, told: Told, names: TeNames) -> TeBlocks:
+def known_blocks(blocks: TeBlocks, told: ModelDescription, names: TeNames) -> TeBlocks:
     """Options of a model's layers, all known: what it tells, else ``blocks``."""
     parameters, recorded, _ = told
     _check_names(parameters, names)
@@ -152,7 +152,7 @@ def centering(recorded: Recorded, module: str) -> bool | None:
     return recorded[module]["zero_centered_gamma"] if module in recorded else None
 
 
-def layer_differences(told: Told, a: Architecture, names: TeNames) -> list[str]:
+def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -> list[str]:
     """Settings of modules with which the same weights would compute something else, in words. Local operation.
 
     What is not wanted here must be as in a module without it. Not compared: dropout, centering of norms (which is
@@ -183,7 +183,9 @@ def layer_differences(told: Told, a: Architecture, names: TeNames) -> list[str]:
             has = told.frequencies.get(name)
             want(name, one.kind, **wanted_rotary(one, has, a.rope_theta, a.head_dim, a.rope_scaling))
     found = (one for one in differences(wanted, recorded) if one.effect == "error")
-    texts = in_words((one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}")
+    texts = format_differences(
+        (one for one in found if not one.name.endswith(".zero_centered_gamma")), "{1}, not {0}"
+    )
     if scales_attention(a.rope_scaling) and "MultiheadAttention" in {one.kind for one in recorded.values()}:
         texts.append(f"attention: scaled by its heads alone, not as {dict(a.rope_scaling or {})} has it")
     return texts
@@ -239,7 +241,7 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     return found
 
 
-def _share(owned: Owned, optimizer: Optimizer | None) -> Share:
+def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
     info, dtype, main = owned.info, owned.parameter.dtype, main_weight(optimizer, owned.parameter)
     local: Any = owned.local
     if main is not None and main.dtype != torch.int16:
@@ -330,7 +332,10 @@ def plan_exchange(
 
 
 def arrivals(
-    ranks: Ranks, shares: Mapping[str, Share], described: Mapping[str, Description], plan: Sequence[Transfer]
+    ranks: RankMessenger,
+    shares: Mapping[str, Share],
+    described: Mapping[str, Description],
+    plan: Sequence[Transfer],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that this rank writes, in their order and in the dtype of their values, each when it is whole.
 

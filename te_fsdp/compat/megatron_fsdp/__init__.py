@@ -20,7 +20,7 @@ from te_fsdp.compat.megatron_fsdp.sharding import (
     fully_shard_model,
     fully_shard_optimizer,
 )
-from te_fsdp.sharding.no_shard import fsdp_no_shard
+from te_fsdp.replicated_params import fsdp_no_shard
 
 __all__ = [
     "DistributedDataParallelConfig",

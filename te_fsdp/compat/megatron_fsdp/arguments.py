@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp import _torch
-from te_fsdp.agree import on_any_rank
+from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.errors import MeshError, PlacementError, require_flag_fields
 from te_fsdp.mesh import Meshes, default_device_type
-from te_fsdp.sharding.precision import MixedPrecisionPolicy as NativePolicy
+from te_fsdp.precision import MixedPrecisionPolicy as NativePolicy
+from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from te_fsdp.apply_fully_shard import fully_shard as native_fully_shard
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy, native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
 from te_fsdp.errors import OrderError, PlacementError, require_flags
-from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
-from te_fsdp.sharding.materialize import materialize
-from te_fsdp.sharding.reductions import microbatch as native_microbatch
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.gradient_sync import microbatch as native_microbatch
+from te_fsdp.materialization import materialize
+from te_fsdp.sharded_model import get_sharded_model
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +151,7 @@ def fully_shard(
     require_flags("experimental.fully_shard", use_symm_mem=use_symm_mem)
     if use_symm_mem:
         _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", WITHOUT_MEANING["nccl_ub"])
-    if _NOTED in module.__dict__ or any(map(sharding_state, module.modules())):
+    if _NOTED in module.__dict__ or any(map(get_sharded_model, module.modules())):
         raise OrderError(
             f"experimental.fully_shard({type(module).__name__})",
             expected="each module once, before fully_shard_optimizer",
@@ -266,7 +266,7 @@ def _shard(root: _Note) -> None:
 @contextlib.contextmanager
 def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
     """Context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`."""
-    states = filter(None, map(sharding_state, module.modules()))
+    states = filter(None, map(get_sharded_model, module.modules()))
     roots = list({id(state): state.model for state in states}.values())  # once of torch.compile(model), too
     with contextlib.ExitStack() as stack:
         for root in roots or [module]:

@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp import _te
+from te_fsdp import gradient_sync
+from te_fsdp.apply_fully_shard import fully_shard as native_fully_shard
+from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.compat.megatron_fsdp.arguments import (
     CONFIG_WITHOUT_MEANING,
     Arguments,
@@ -35,16 +37,19 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     say_what_has_no_meaning,
 )
 from te_fsdp.errors import CheckpointError, InitError, OrderError
+from te_fsdp.features.clip_grad_norm import report_nan
+from te_fsdp.features.main_params import MAIN, optimizer_shard_in
+from te_fsdp.features.main_weights import (
+    initialize_fused_adam,
+    main_weights,
+    rebind_optimizer_params,
+    shard_optimizer,
+)
 from te_fsdp.layout import OUTER_STRATEGIES
-from te_fsdp.move.start import comm_of
+from te_fsdp.materialization import broadcast_params, materialize
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.sharding import reductions
-from te_fsdp.sharding.fully_shard import fully_shard as native_fully_shard
-from te_fsdp.sharding.grad_norm import report_nan
-from te_fsdp.sharding.main_parameters import MAIN, optimizer_shard_in
-from te_fsdp.sharding.main_weights import following, initialize_fused_adam, main_weights, shard_optimizer
-from te_fsdp.sharding.materialize import broadcast_params, materialize
-from te_fsdp.sharding.state import required_state, state_of
+from te_fsdp.sharded_model import require_sharded_model, sharded_model_of
+from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,19 +145,19 @@ class MegatronFSDP(torch.nn.Module):
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Whether each backward counts as the last one of its step: :func:`te_fsdp.set_auto_sync`."""
-        reductions.set_auto_sync(self.module, sync_model)
+        gradient_sync.set_auto_sync(self.module, sync_model)
         self.model_auto_sync = sync_model
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context of a microbatch that others follow: :func:`te_fsdp.microbatch` with ``is_last=False``."""
-        with reductions.microbatch(self.module, is_last=False), self._auto_sync(False):
+        with gradient_sync.microbatch(self.module, is_last=False), self._auto_sync(False):
             yield
 
     @contextlib.contextmanager
     def sync(self) -> Iterator[None]:
         """Context in which each backward reduces all gradients: :func:`te_fsdp.sync`."""
-        with reductions.sync(self.module), self._auto_sync(True):
+        with gradient_sync.sync(self.module), self._auto_sync(True):
             yield
 
     @contextlib.contextmanager
@@ -166,11 +171,11 @@ class MegatronFSDP(torch.nn.Module):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start the reductions that wait: :func:`te_fsdp.start_grad_reduce`. Collective over data parallel."""
-        reductions.start_grad_reduce(self.module)
+        gradient_sync.start_grad_reduce(self.module)
 
     def synchronize_gradient_reduce(self) -> None:
         """Complete all gradients: :func:`te_fsdp.finish_grad_reduce`."""
-        reductions.finish_grad_reduce(self.module)
+        gradient_sync.finish_grad_reduce(self.module)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Complete all gradients and release gathered weights. Collective.
@@ -180,20 +185,20 @@ class MegatronFSDP(torch.nn.Module):
         """
         if force_all_reduce:
             _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) does what False does")
-        reductions.finish_grad_reduce(self.module)
-        reductions.release_params(self.module)
+        gradient_sync.finish_grad_reduce(self.module)
+        gradient_sync.release_params(self.module)
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Nothing is left to do after :meth:`synchronize_gradient_reduce`: complete gradients are ``.grad``."""
-        reductions.finish_grad_reduce(self.module)
+        gradient_sync.finish_grad_reduce(self.module)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all gradients: :func:`te_fsdp.scale_gradients`."""
-        reductions.scale_gradients(self.module, scaling_factor)
+        gradient_sync.scale_gradients(self.module, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients: :func:`te_fsdp.zero_grad`."""
-        reductions.zero_grad(self.module)
+        gradient_sync.zero_grad(self.module)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Gather ahead: the root unit, or with ``force_sync`` all units, to the end. Collective over ``dp_shard``.
@@ -201,18 +206,18 @@ class MegatronFSDP(torch.nn.Module):
         It can be a hook. ``force_dispatch`` has no meaning: gathers are always asynchronous.
         """
         if force_sync:
-            reductions.finish_param_gather(self.module)
+            gradient_sync.finish_param_gather(self.module)
         else:
-            modules = required_state(self.module, "MegatronFSDP").modules
-            reductions.start_param_gather(self.module, [""] if "" in modules else None)
+            modules = require_sharded_model(self.module, "MegatronFSDP").modules
+            gradient_sync.start_param_gather(self.module, [""] if "" in modules else None)
 
     def synchronize_param_gather(self) -> None:
         """Release gathered weights, so that ``parameters()`` gives the sharded ones: :func:`te_fsdp.release_params`."""
-        reductions.release_params(self.module)
+        gradient_sync.release_params(self.module)
 
     def install_optimized_model_weights(self) -> None:
         """Let the next forward read the optimizer's result. Steps do it by themselves; this is for other updates."""
-        reductions.release_params(self.module)
+        gradient_sync.release_params(self.module)
 
     def broadcast_params(self) -> None:
         """Make copies of parameters equal: :func:`te_fsdp.broadcast_params`."""
@@ -252,7 +257,7 @@ class MegatronFSDP(torch.nn.Module):
     ) -> Any:
         """As of any module; gathered weights are released, so that the next forward reads what was loaded."""
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        reductions.release_params(self.module)
+        gradient_sync.release_params(self.module)
         return result
 
 
@@ -343,7 +348,9 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
         OrderError: No parameter of a sharded model among its parameters.
     """
     Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)  # warns
-    states = (state_of(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    states = (
+        sharded_model_of(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    )
     models = list({id(state): state.model for state in states if state is not None}.values())
     if not models:
         raise OrderError(
@@ -372,7 +379,7 @@ def fully_shard(
         OrderError: The optimizer holds other parameters, or has state.
     """
     fix = "build it from model.parameters() right before, or use fully_shard_model and build it afterwards"
-    with following(module, optimizer, "fully_shard", fix):
+    with rebind_optimizer_params(module, optimizer, "fully_shard", fix):
         model = fully_shard_model(module, *args, **kwargs)
     return model, fully_shard_optimizer(optimizer)
 
@@ -396,7 +403,7 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             text = "megatron_fsdp: a step always installs its weights; use the optimizer's own main weights"
             _log.warning(text)
         for model in models if sync_grad_before_optimizer_step else ():
-            reductions.finish_grad_reduce(model)
+            gradient_sync.finish_grad_reduce(model)
         return stock["step"](*args, **kwargs)
 
     @functools.wraps(stock["zero_grad"])
@@ -408,7 +415,7 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
         to_none = kwargs.get("set_to_none", args[0] if args else None)
         for model in models if zero_grad_buffer else ():
             if all(id(p) in held for p in model.parameters() if p.requires_grad):
-                reductions.zero_grad(model, set_to_none=to_none is not False)
+                gradient_sync.zero_grad(model, set_to_none=to_none is not False)
         return result
 
     def state_dict(optimizer: Optimizer) -> dict[str, Any]:

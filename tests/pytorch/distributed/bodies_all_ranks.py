@@ -32,18 +32,18 @@ class Heard(logging.Handler):
 def listening(timeout: float) -> Iterator[list[str]]:
     """Short times within; yields the warnings."""
     import te_fsdp
-    from te_fsdp import all_ranks
+    from te_fsdp.collectives import rendezvous
 
     heard, log = Heard(), logging.getLogger("te_fsdp")
-    before, all_ranks.REPORT_AFTER = all_ranks.REPORT_AFTER, REPORT_AFTER
+    before, rendezvous.REPORT_AFTER = rendezvous.REPORT_AFTER, REPORT_AFTER
     te_fsdp.set_collective_timeout(timeout)
     log.addHandler(heard)
     try:
         yield heard.texts
     finally:
         log.removeHandler(heard)
-        all_ranks.REPORT_AFTER = before
-        te_fsdp.set_collective_timeout(all_ranks.DEFAULT_TIMEOUT)
+        rendezvous.REPORT_AFTER = before
+        te_fsdp.set_collective_timeout(rendezvous.DEFAULT_TIMEOUT)
 
 
 def _calls(folder: str) -> dict[str, Callable[[], object]]:
@@ -126,7 +126,7 @@ def different_calls(folder: str) -> str:
 def different_calls_before_all_have_come() -> str:
     """Rank 0 and rank 1 are in different calls, the last rank in none: it hears of it when it comes."""
     from te_fsdp import CollectiveError
-    from te_fsdp.all_ranks import collective_call
+    from te_fsdp.collectives.rendezvous import collective_call
 
     rank = dist.get_rank()
     with listening(timeout=100.0):
@@ -141,7 +141,7 @@ def different_calls_before_all_have_come() -> str:
 
 def groups_apart() -> list[str]:
     """Halves of the world meet among themselves, in different numbers, then all together; nobody reports anything."""
-    from te_fsdp.all_ranks import collective_call
+    from te_fsdp.collectives.rendezvous import collective_call
 
     mesh = init_device_mesh(harness.device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
     with listening(timeout=20.0) as texts:
@@ -155,8 +155,8 @@ def groups_apart() -> list[str]:
 
 def nested() -> int:
     """Keys of calls of one set of ranks: a call within a call adds none."""
-    from te_fsdp import _torch
-    from te_fsdp.all_ranks import collective_call
+    from te_fsdp.collectives.rendezvous import collective_call
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     with collective_call("outer"), collective_call("inner"):
         dist.barrier()
@@ -167,8 +167,8 @@ def nested() -> int:
 
 def keys_after(rounds: int) -> int:
     """Keys in the store after so many calls, and one more that all have ended before anyone counts."""
-    from te_fsdp import _torch
-    from te_fsdp.all_ranks import collective_call
+    from te_fsdp.collectives.rendezvous import collective_call
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     for number in range(rounds):
         with collective_call(f"call_{number % 3}"):
@@ -182,7 +182,7 @@ def keys_after(rounds: int) -> int:
 def timeout_of_a_second_model() -> list[str]:
     """After a call that failed the next one works again."""
     from te_fsdp import CollectiveError
-    from te_fsdp.all_ranks import collective_call
+    from te_fsdp.collectives.rendezvous import collective_call
 
     seen = []
     with listening(timeout=0.5):
@@ -201,23 +201,24 @@ def timeout_of_a_second_model() -> list[str]:
 
 def restarted_by_torchrun(restarts: str) -> str:
     """A start in which a rank ends while it waits in a call, and one with the same store in which all make another."""
-    from te_fsdp import CollectiveError, all_ranks
+    from te_fsdp import CollectiveError
+    from te_fsdp.collectives import rendezvous
 
     with pytest.MonkeyPatch.context() as patch, listening(timeout=20.0):
         for name, value in {"USE_AGENT_STORE": "True", "RESTART_COUNT": "0"}.items():
             patch.setenv(f"TORCHELASTIC_{name}", value)
         patch.setenv("GROUP_WORLD_SIZE", "1")
         if dist.get_rank() == 0:
-            left = all_ranks._Meeting.next("first", (0, 1))
+            left = rendezvous._Rendezvous.next("first", (0, 1))
             for key in ("0/came", "0/in/first"):
                 left.store.add(key, 1)
-            all_ranks._process().last.clear()  # as in a new process
+            rendezvous._process().last.clear()  # as in a new process
         dist.barrier()
         patch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
         # If both come in the same moment, one counts the other's call for that of the dead rank and lets both go on.
         time.sleep(0.3 * dist.get_rank())
         try:
-            with all_ranks.collective_call("second"):
+            with rendezvous.collective_call("second"):
                 return "went on"
         except CollectiveError as error:
             return str(error)
@@ -236,7 +237,7 @@ def raised_on_rank_0_alone() -> list[tuple[str, str]]:
     """What each kind of error of rank 0's becomes on this rank: its class and its text."""
     from torch.distributed.checkpoint import CheckpointException
 
-    from te_fsdp.agree import from_rank_0
+    from te_fsdp.collectives.agreement import from_rank_0
     from te_fsdp.errors import OrderError
 
     found = []

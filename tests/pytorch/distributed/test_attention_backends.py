@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import te_fsdp
-from te_fsdp import _te_modules
+from te_fsdp.upstream import te_modules as _te_modules
 
 BACKENDS = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 HEADS, GROUPS, HEAD_DIM, SEQUENCE = 4, 2, 64, 128
@@ -25,7 +25,7 @@ def alone(backend: str) -> dict[str, str]:
 
 def picked() -> dict:
     """What TransformerEngine would take."""
-    return _te_modules.choice(heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM, sequence=SEQUENCE)
+    return _te_modules.attention_backend_for(heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM, sequence=SEQUENCE)
 
 
 def trained(meshes: te_fsdp.Meshes | None, inputs: torch.Tensor) -> dict[str, torch.Tensor]:

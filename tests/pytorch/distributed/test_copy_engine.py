@@ -11,7 +11,7 @@ from harness import assert_same_bits
 from harness.exchange import GLOO_VARIABLE
 from strategies import copied
 
-from te_fsdp import _torch_transport
+from te_fsdp.upstream import symmetric_memory as _torch_transport
 
 DP2 = {"dp_shard": 2}
 #: Float8-block weights are cut along their columns: dim 0 has no whole blocks for two ranks.

@@ -35,7 +35,7 @@ def part_by_hand(words: list[str]) -> None:
     import tyro
 
     import te_fsdp
-    from te_fsdp.all_ranks import DEFAULT_TIMEOUT
+    from te_fsdp.collectives.rendezvous import DEFAULT_TIMEOUT
 
     elastic = example("train_elastic")
     try:

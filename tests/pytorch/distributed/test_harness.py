@@ -14,8 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from harness import BodyFailed, Comparisons, WorkerPool, collectives, decisions
-from harness import pool as pool_module
+from harness import BodyFailed, Comparisons, WorkerPool, collectives, decisions, pool as pool_module
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor._ops import utils

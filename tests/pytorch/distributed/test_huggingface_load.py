@@ -9,7 +9,7 @@ import pytest
 import torch
 from checkpointing import huggingface
 
-from te_fsdp.checkpoint.lazy import InMemory, write_folder
+from te_fsdp.checkpoint.lazy_tensors import InMemory, write_folder
 from te_fsdp.checkpoint.portable import huggingface as hf
 from tests.unit.huggingface_models import make_huggingface
 

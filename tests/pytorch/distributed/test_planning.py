@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import te_fsdp
-from te_fsdp import _fsdp2_patches
-from te_fsdp._torch import local_of
 from te_fsdp.planning import Job, Sizes, plan
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches
+from te_fsdp.upstream.torch_dtensor import local_of
 
 HIDDEN, FFN, TOKENS = 128, 256, 64
 
@@ -215,15 +215,15 @@ def peaks(cases: list[str], copies: bool = False) -> dict[str, tuple[int, int]]:
 
 def peak_of_a_step(job: Job, meshes: te_fsdp.Meshes, copies: bool) -> int:
     model = Products(meshes)
-    stock = _fsdp2_patches.alias_whole_shards
+    stock = _fsdp2_patches.alias_single_rank_shards
     if copies:
-        _fsdp2_patches.alias_whole_shards = lambda unit: None
+        _fsdp2_patches.alias_single_rank_shards = lambda unit: None
     try:
         te_fsdp.fully_shard(
             model, meshes, units=job.units, strategy=job.strategy, precision=job.precision, check_inputs=False
         )
     finally:
-        _fsdp2_patches.alias_whole_shards = stock
+        _fsdp2_patches.alias_single_rank_shards = stock
     te_fsdp.materialize(model, seed=0)
     for _ in range(2):  # the first one has buffers of its own
         for parameter in model.parameters():

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from parity import binding as bodies
-from parity import lifetime, mistakes
+from parity import binding as bodies, lifetime, mistakes
 from parity.placements import PLACEMENTS
 
 DP2_TP2 = {"dp_shard": 2, "tp": 2}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from test_integrations import FOLDER, Told
 
-from te_fsdp.sharding.state import sharding_state
+from te_fsdp.sharded_model import get_sharded_model
 
 pytestmark = pytest.mark.skipif(
     not (find_spec("torchtitan") and find_spec("triton")),
@@ -52,7 +52,7 @@ def parallelized(told: Told, model: Any) -> None:
     with told.refused("backend"):
         parallelize(model, **options | {"parallelism": odd})
     parallelize(model, **options).init_weights()
-    assert not sharding_state(model).average_gradients, "the trainer divides losses by all tokens"
+    assert not get_sharded_model(model).average_gradients, "the trainer divides losses by all tokens"
 
 
 def managed(told: Told, model: Any, path: Path) -> None:

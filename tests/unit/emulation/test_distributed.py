@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.unit.commands import run_ranks
-from tests.unit.emulation import reference as ref
-from tests.unit.emulation import two_processes
+from tests.unit.emulation import reference as ref, two_processes
 
 
 def cases(table):

@@ -9,8 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from te_fsdp.emulation._errors import EmulationError
 from te_fsdp.emulation.tex.formats import cast, nvfp4

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from te_fsdp import emulation
 from te_fsdp.emulation._errors import EmulationError
@@ -19,8 +18,12 @@ ALL = (*ON_HOPPER, "mxfp8", "nvfp4")
 
 def build(name, **usages):
     from transformer_engine.pytorch.constants import DType
-    from transformer_engine.pytorch.tensor import float8_blockwise_tensor as block
-    from transformer_engine.pytorch.tensor import float8_tensor, mxfp8_tensor, nvfp4_tensor
+    from transformer_engine.pytorch.tensor import (
+        float8_blockwise_tensor as block,
+        float8_tensor,
+        mxfp8_tensor,
+        nvfp4_tensor,
+    )
 
     usages = {"rowwise": True, "columnwise": True, **usages}
     e4m3 = DType.kFloat8E4M3

@@ -21,20 +21,20 @@ from checkpointing.models import Case, Run
 @contextmanager
 def writing_waits_for(event: threading.Event) -> Iterator[None]:
     """Nothing is written before the event is set."""
-    from te_fsdp.checkpoint import writing
+    from te_fsdp.checkpoint import planner
 
-    original = writing.Writing.blocks
+    original = planner.Writing.blocks
 
     def late(self: Any) -> Any:
         assert event.wait(60)
         return original(self)
 
-    writing.Writing.blocks = late
+    planner.Writing.blocks = late
     try:
         yield
     finally:
         event.set()
-        writing.Writing.blocks = original
+        planner.Writing.blocks = original
 
 
 def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = False) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
         spoil: Negative control: the copies are left out.
     """
     import te_fsdp
-    from te_fsdp.checkpoint.writing import Writing
+    from te_fsdp.checkpoint.planner import Writing
 
     run, outcome = Run(case, axes, seed=0), []
     run.steps(2)
@@ -85,7 +85,7 @@ def snapshot(case: Case, axes: dict[str, int], directory: str, *, spoil: bool = 
 def one_after_the_other(directory: str) -> dict[str, Any]:
     """A second save waits for the first; a failure is raised by the handle, or else by the next save."""
     import te_fsdp
-    from te_fsdp.checkpoint import writing
+    from te_fsdp.checkpoint import planner
 
     model = shard(Small())
     optimizer = adam(model)
@@ -105,20 +105,20 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
             second = save(f"{directory}/2", model, optimizer, asynchronous=True)
             first_done = first.done()
             second.result()
-        original = writing.Writing.blocks
+        original = planner.Writing.blocks
 
         def broken(self: Any) -> Any:
             raise OSError(28, "No space left on device")
 
         if dist.get_rank() == dist.get_world_size() - 1:
-            writing.Writing.blocks = broken
+            planner.Writing.blocks = broken
         asked = save(f"{directory}/3", model, optimizer, asynchronous=True)
         told = error_of(asked.result)
         unasked = save(f"{directory}/4", model, optimizer, asynchronous=True)
         if dist.get_rank() == 0:  # one rank knows: all are told nevertheless
             error_of(unasked.result)
         unasked.wait()
-        writing.Writing.blocks = original
+        planner.Writing.blocks = original
         refused = error_of(lambda: save(f"{directory}/5", model, optimizer))
         again = save(f"{directory}/5", model, optimizer)
     finally:
@@ -159,7 +159,7 @@ def groups_destroyed(directory: str) -> dict[str, Any]:
 def out_of_memory(directory: str) -> tuple[str, str]:
     """One rank cannot copy: no rank waits for it, all are told."""
     import te_fsdp
-    from te_fsdp.checkpoint.background import Staging
+    from te_fsdp.checkpoint.async_save import Staging
 
     model = shard(Small())
     original = Staging.copy

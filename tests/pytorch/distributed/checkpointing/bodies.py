@@ -53,7 +53,7 @@ def load_through(route: str, run: Run, path: str) -> None:
 
 def local_state(run: Run) -> dict[str, torch.Tensor]:
     """Every tensor that this rank holds, raw: quantized weights as bytes and scales, optimizer state, buffers."""
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     found: dict[str, torch.Tensor] = {}
     names = {}
@@ -137,8 +137,8 @@ def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> d
 
 def logical_state(run: Any) -> dict[str, torch.Tensor]:
     """Original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
-    from te_fsdp import _te, _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     found: dict[str, torch.Tensor] = {}
     cut: list[tuple[str, torch.Tensor, Any]] = []
@@ -223,7 +223,7 @@ def rows_taken_as_plain(run: Any) -> Iterator[None]:
     """Every cut parameter counts as one block, and the comparison that would notice is off."""
     from te_fsdp.checkpoint import compare, loading
     from te_fsdp.layout import PLAIN
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     bindings = [b for b in map(binding_of, run.model.modules()) if b is not None]
     rules = [binding.rules for binding in bindings]

@@ -108,18 +108,18 @@ class Run:
 
 def logical(run: Run) -> dict[str, torch.Tensor]:
     """Original tensors of each expert, by global names, put together from all ranks. Collective."""
-    from te_fsdp import _torch
-    from te_fsdp.quantized.grouped_weight import plain_of
+    from te_fsdp.quantized.grouped_weight import as_plain_parameter
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     mine: dict[str, tuple[tuple[int, ...], list[tuple[Any, torch.Tensor]]]] = {}
     for prefix, module in run.model.named_modules():
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
-            local = plain_of(_torch.local_of(parameter)).dequantize().detach()
+            local = as_plain_parameter(_torch.local_of(parameter)).dequantize().detach()
             values = {"": local}
             for key, state in run.optimizer.state.get(parameter, {}).items():
-                values[f".{key}"] = plain_of(_torch.local_of(state)).detach()
+                values[f".{key}"] = as_plain_parameter(_torch.local_of(state)).detach()
             for end, value in values.items():
                 for label, shape, piece in _pieces(module, own, parameter, value):
                     mine.setdefault(f"{prefix}.{label}{end}", (shape, []))[1].append(piece)
@@ -133,8 +133,8 @@ def _pieces(
     module: Any, own: str, parameter: torch.Tensor, value: torch.Tensor
 ) -> list[tuple[str, Any, Any]]:
     """Name, shape and rectangles of the tensors that a local one holds parts of."""
-    from te_fsdp import _te
-    from te_fsdp.parameters import binding_of, shard_info
+    from te_fsdp.records import binding_of, shard_info
+    from te_fsdp.upstream import te as _te
 
     info = shard_info(module, own, parameter)
     binding = binding_of(module)
@@ -158,8 +158,8 @@ def _pieces(
 
 def _add_delayed(mine: dict[str, Any], prefix: str, module: Any) -> None:
     """Delayed scaling's state by expert; without the newest row, which is each rank's own until the next forward."""
-    from te_fsdp import _te
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
+    from te_fsdp.upstream import te as _te
 
     binding = binding_of(module)
     first = binding.experts.first if binding is not None and binding.experts is not None else 0

@@ -171,7 +171,7 @@ def drifted_replicas(directory: str, axes: dict[str, int], name: str, of: str) -
         of: "model" or a key of the optimizer's state.
     """
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     run = Run(Case(stacked=True, optimizer="fused"), axes, seed=0)
     run.steps(1)

@@ -17,8 +17,8 @@ def delayed_state_that_does_not_fit(directory: str) -> dict[str, Any]:
     from unittest import mock
 
     import te_fsdp
-    from te_fsdp import _te, _torch
     from te_fsdp.checkpoint import saving
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     axes = {"dp_shard": 1}
     run = QuantizedTraining("delayed", axes, seed=0)
@@ -83,8 +83,8 @@ def cut_blocks(axes: dict[str, int], directory: str, recipes: list[str], *, save
 
     import te_fsdp
     from checkpointing.models import recipe_of
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     outcomes: dict[str, Any] = {}

@@ -17,8 +17,8 @@ AFTER = 2  # the first loss shows the weights that were loaded, the second the o
 
 def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
     """Values of a tensor, fp32 where it is quantized; of both directions where they are quantized independently."""
-    from te_fsdp import _te
     from te_fsdp.quantized.components import components_of, dequantize_box, describe_format, needed_components
+    from te_fsdp.upstream import te as _te
 
     if not _te.is_quantized(local):
         return {name: local.detach()}
@@ -34,8 +34,8 @@ def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
 
 def shards(run: Any) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Label, values and place of every parameter and its optimizer state on this rank."""
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     names = {id(p): n for n, p in run.model.named_parameters()}
     for module in run.model.modules():
@@ -162,7 +162,7 @@ def expected_values(
     run: Any, originals: dict[str, torch.Tensor], converted: dict[str, str], master: bool
 ) -> dict[str, torch.Tensor]:
     """What one process makes of the originals: main weights or values, quantized or rounded once."""
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     expected = dict(originals)
     for name, parameter in run.model.named_parameters():
@@ -181,7 +181,7 @@ def expected_values(
 
 def quantized_in_one_process(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The whole weight through a quantizer like that of a shard, without any communication."""
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     quantizer = _te.quantizer_of(local).copy()
     quantizer.__dict__.pop("_te_fsdp_amax_group", None)  # the mark of a weight that is cut
@@ -221,10 +221,10 @@ def _each_rank_by_itself() -> Iterator[None]:
 
 def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
     """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
-    from te_fsdp import _te, _torch
     from te_fsdp.checkpoint.model_state import owned_parameters
     from te_fsdp.quantized.components import components_of
     from te_fsdp.quantized.shards import quantize_whole
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     run = QuantizedTraining(recipe, axes, seed=0)
     run.steps(first_steps(recipe))

@@ -142,7 +142,7 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
 
 def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
     """What was written, beside what the command line makes of the checkpoint, and beside what there was."""
-    from te_fsdp.checkpoint.lazy import open_safetensors
+    from te_fsdp.checkpoint.lazy_tensors import open_safetensors
     from te_fsdp.cli import main
 
     export = ["ckpt", "export", f"{target}-checkpoint", f"{target}-cli", "--like", folder, "--dtype", dtype]
@@ -161,7 +161,7 @@ def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
 def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[str, list[str]]:
     """One rank's disk is full, one cannot read its weights; errors, and what lies there afterwards. Then it works."""
     import te_fsdp
-    from te_fsdp.checkpoint.lazy import InMemory
+    from te_fsdp.checkpoint.lazy_tensors import InMemory
     from te_fsdp.checkpoint.portable import huggingface as hf
     from te_fsdp.errors import CheckpointError
 

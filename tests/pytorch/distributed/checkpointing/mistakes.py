@@ -162,7 +162,7 @@ def groups_in_part(directory: str) -> dict[str, Any]:
 def main_weights_follow(directory: str) -> dict[str, float]:
     """An optimizer that is left alone by a partial load must not undo it: its main weights follow the loaded ones."""
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     saved, other = (Run(Case(optimizer="fused"), AXES, seed=seed) for seed in (0, 1))
     saved.steps(1)
@@ -180,7 +180,7 @@ def main_weights_follow(directory: str) -> dict[str, float]:
 def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tuple[str, str]]:
     """An optimizer over the parameters from before, on all ranks or on one."""
     import te_fsdp
-    from te_fsdp.sharding.main_weights import check_optimizer
+    from te_fsdp.features.main_weights import check_optimizer
 
     model = Small()
     early = torch.optim.AdamW(model.parameters())
@@ -229,20 +229,20 @@ def damaged(directory: str, kind: str) -> tuple[str, str]:
 def failing_write(directory: str) -> dict[str, Any]:
     """Rank 1 cannot write: all ranks raise, nothing appears or stays behind, the next save works."""
     import te_fsdp
-    from te_fsdp.checkpoint import writing
+    from te_fsdp.checkpoint import planner
 
     model = shard(Small())
     optimizer = adam(model)
     te_fsdp.checkpoint.save(f"{directory}/step-1", model, optimizer)
-    original = writing.Writing.blocks
+    original = planner.Writing.blocks
 
     def broken(self: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if dist.get_rank() == 1:
-        writing.Writing.blocks = broken
+        planner.Writing.blocks = broken
     found = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/step-2", model, optimizer))
-    writing.Writing.blocks = original
+    planner.Writing.blocks = original
     dist.barrier()
     left = sorted(p.name for p in Path(directory).iterdir())
     newest = te_fsdp.checkpoint.latest(directory)
@@ -256,7 +256,7 @@ def failing_write(directory: str) -> dict[str, Any]:
 def drifted(directory: str, what: str) -> tuple[str, str]:
     """Ranks disagree on what is written once for all."""
     import te_fsdp
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     if what == "scale":
         run = Run(Case(optimizer="fused", recipe="current", quantized=True), AXES, seed=0)

@@ -17,7 +17,7 @@ from checkpointing.models import Case, Run
 @contextmanager
 def counted() -> Iterator[list[int]]:
     """The bytes of each read of tensors and tables from object storage, by this rank."""
-    from te_fsdp.checkpoint.paths import RangeFile
+    from te_fsdp.checkpoint.storage import RangeFile
 
     read_at, counts = RangeFile.read_at, []
 
@@ -35,13 +35,13 @@ def counted() -> Iterator[list[int]]:
 def save(case: Case, axes: dict[str, int], directory: str) -> tuple[Run, Any]:
     """Train a step, and save where all ranks see object storage."""
     import te_fsdp
-    from te_fsdp.checkpoint.paths import place_of
+    from te_fsdp.checkpoint.storage import resolve_path
     from tests.unit import remote_storage
 
     remote_storage.register()
     run = Run(case, axes, seed=0)
     run.steps(1)
-    path = place_of(f"slow://{directory}/step-1")
+    path = resolve_path(f"slow://{directory}/step-1")
     extra = {"step": 1, "own": te_fsdp.checkpoint.PerRank(torch.full((4,), float(dist.get_rank())))}
     te_fsdp.checkpoint.save(path, run.model, run.optimizer, extra=extra)
     return run, path
@@ -50,7 +50,7 @@ def save(case: Case, axes: dict[str, int], directory: str) -> tuple[Run, Any]:
 def both_ways(case: Case, axes: dict[str, int], to: dict[str, int], directory: str) -> dict[str, Any]:
     """Load by each rank, and once: the same bits. The bytes that all ranks have read, each way and by default."""
     import te_fsdp
-    from te_fsdp.agree import gather
+    from te_fsdp.collectives.agreement import gather
 
     run, path = save(case, axes, directory)
     states, counts = [], []

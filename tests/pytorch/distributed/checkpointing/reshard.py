@@ -93,8 +93,8 @@ def compare(run: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int
     Returns:
         Names of those that differ or that are missing on either side, and the number of tensors compared.
     """
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     wrong, seen = [], set()
     names = {id(p): n for n, p in run.model.named_parameters()}

@@ -81,7 +81,7 @@ def offloaded(case: Case, axes: dict[str, int], directory: str, other: dict[str,
 
 def by_hand(recipe: str, tp: int) -> dict[str, int]:
     """What scripts of TE do with shards: hooks called without a module; a gather compared with one by hand."""
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     case = Case(optimizer="fused", recipe=recipe, quantized=True)
     run = Run(case, {"dp_shard": dist.get_world_size() // tp, "tp": tp}, seed=0)

@@ -109,7 +109,7 @@ def _norm_of_one(model: nn.Module) -> torch.Tensor:
 def groups_of_their_own() -> int:
     """Process groups that the ranks of a stage make for themselves are of these ranks, in every stage."""
     import te_fsdp
-    from te_fsdp.move.pending import own_group
+    from te_fsdp.collectives.async_work import own_group
 
     meshes = te_fsdp.Meshes.build(pp=2, dp_shard=2, device_type=harness.device_type())
     assert meshes.pp is not None

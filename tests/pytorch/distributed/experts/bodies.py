@@ -126,7 +126,7 @@ def _reference(
     """What one process with stock TE sees, and the initial parameters. Collective over the world."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     torch.manual_seed(SEED)
     model = build(recipe, weights, experts, None, harness.device(), bias=bias)
@@ -147,7 +147,7 @@ def _reference(
             optimizer.step()
             optimizer.zero_grad()
             for parameter in model.parameters():
-                _te.forget_transpose(parameter)  # FusedAdam leaves a stale one on Hopper
+                _te.drop_transpose(parameter)  # FusedAdam leaves a stale one on Hopper
         seen[f"output {step}.0"] = output if trains else x
         seen[f"input gradient {step}.0"] = slope if trains else x
         seen[f"loss {step}.0"] = loss if trains else x.new_zeros(())

@@ -23,9 +23,9 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     # The fault of TransformerEngine's pull request 2713.
     "placement": ("te_fsdp.layout", "single_grouped_rules", _placed_in_two_dims),
     # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
-    "divide": ("te_fsdp.sharding.fully_shard", "divide_gradients", lambda *args: None),
+    "divide": ("te_fsdp.apply_fully_shard", "divide_gradients", lambda *args: None),
     # Experts of other ranks do not count in the norm.
-    "norm": ("te_fsdp.sharding.grad_norm", "_meshes_of", lambda parameter: (parameter.device_mesh,)),
+    "norm": ("te_fsdp.features.clip_grad_norm", "_meshes_of", lambda parameter: (parameter.device_mesh,)),
 }
 
 
@@ -47,7 +47,7 @@ def broken_piece(name: str) -> Iterator[None]:
 
 def silence(name: str, sharded: nn.Module) -> None:
     """Keep the model from raising at once because FSDP2 was not told by what to divide."""
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     for module in sharded.modules():
         binding = binding_of(module)

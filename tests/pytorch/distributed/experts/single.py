@@ -75,7 +75,7 @@ def held(axes: dict[str, int], recipe: str, experts: int) -> dict[str, float]:
         each over logical ones / (ep x dp_shard x tp). ``reported``: bytes that the report states over those there are.
     """
     import te_fsdp
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     meshes, model = sharded(axes, recipe, "quantized", experts)
     optimizer = _optimizer(model)

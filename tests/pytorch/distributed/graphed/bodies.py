@@ -338,14 +338,14 @@ def evaluations() -> list[bool]:
         weights gathered, and whether a replay begins with some: on the CPU, where its Python runs.
     """
     import te_fsdp
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     model, _, step, inputs = _ready(meshes, {"strategy": "optim"})
     seen, left, begun, loop = [], [], [], step._call
 
     def gathered() -> bool:
-        return bool(sharding_state(model).gathered())
+        return bool(get_sharded_model(model).gathered())
 
     step._call = lambda inputs: begun.append(gathered()) or loop(inputs)
     for _ in range(2):

@@ -77,10 +77,10 @@ class AgainRecorder:
 @contextlib.contextmanager
 def recording(model: nn.Module, failing: int = -1) -> Iterator[None]:
     """Steps that are made within the context record: on the CPU by :class:`AgainRecorder`, on GPUs by themselves."""
-    from te_fsdp.sharding import graphed
+    from te_fsdp.features import graphed_step
 
     if harness.device_type() != "cpu":
         yield
         return
-    with mock.patch.object(graphed, "recorder_for", lambda *_: AgainRecorder(model, failing)):
+    with mock.patch.object(graphed_step, "recorder_for", lambda *_: AgainRecorder(model, failing)):
         yield

@@ -133,7 +133,7 @@ def loss_of(model: Block, meshes: Any, recipe: str, batch: tuple[torch.Tensor, t
 
 def by_expert(model: Block, what: str = "value") -> dict[str, torch.Tensor]:
     """Values or gradients of this rank's experts, whole, for both forms: ``fc1.weight`` (experts, out, in)."""
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     binding = binding_of(model.fc1)
     experts = binding.experts if binding is not None else None
@@ -262,7 +262,7 @@ def bytes_per_rank(mesh: dict[str, int], experts: int, *, single: bool) -> list[
     rank = 0 if meshes.expert_fsdp is None else meshes.expert_fsdp.get_local_rank()
     loss_of(model, meshes, "none", tokens(rank, splits, len(meshes.experts(experts)), 0)).backward()
     optimizer.step()
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     logical = experts * 2 * (2 * HIDDEN * HIDDEN)  # values of fc1 and fc2
     cuts = dist.get_world_size() // mesh.get("dp_replicate", 1)
@@ -315,7 +315,7 @@ def torchs_fully_shard(experts: int, *, quantized: bool) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     meshes = meshes_of({"dp_shard": 2})
     checks = harness.Comparisons()

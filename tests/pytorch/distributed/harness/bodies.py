@@ -27,6 +27,6 @@ def single_grouped_problem(recipe: str) -> str:
     """
     from matrix.models import recipe_of
 
-    from te_fsdp._te_modules import grouped_path_problem
+    from te_fsdp.upstream.te_modules import grouped_path_problem
 
     return grouped_path_problem(None) or grouped_path_problem(recipe_of(recipe))

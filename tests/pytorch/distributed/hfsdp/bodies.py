@@ -52,20 +52,20 @@ def same_parameters(checks: harness.Comparisons, run: Run, other: Run, label: st
 
 def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
     """Negative control, the peer's fault: gradients are added up over the outer axis instead of averaged."""
-    from te_fsdp.sharding import outer_reduce
+    from te_fsdp.features.hfsdp import overlap
 
-    stock = outer_reduce.start
+    stock = overlap.redistribute
 
     def added(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
         return stock(buffer, Partial("sum") if isinstance(source, Partial) else source, *args, **kwargs)
 
-    outer_reduce.start = added
+    overlap.redistribute = added
     try:
         parity(axes, [case])
     except AssertionError as error:
         return str(error)
     finally:
-        outer_reduce.start = stock
+        overlap.redistribute = stock
     return ""
 
 
@@ -97,7 +97,7 @@ def costs(
         ``elements``: of the model.
     """
     import te_fsdp
-    from te_fsdp._torch import local_of
+    from te_fsdp.upstream.torch_dtensor import local_of
 
     meshes = te_fsdp.Meshes.build(dp_replicate=2, device_type=harness.device_type())
     policy = None if wire is None else te_fsdp.MixedPrecisionPolicy(grad_comm_dtype=wire)
@@ -268,7 +268,7 @@ def through_dcp(case: dict[str, Any], saved: dict[str, int], axes: dict[str, int
 def refused(case: str) -> None:
     """One thing that would train wrong, on two copies of a model."""
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     axes = {"dp_replicate": 2, "dp_shard": 1}
     run = Run(Case("sgd"), axes)
@@ -321,7 +321,7 @@ def decoupled() -> list[tuple[str, str]]:
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
-    from te_fsdp._torch import local_of
+    from te_fsdp.upstream.torch_dtensor import local_of
 
     meshes = te_fsdp.Meshes.build(dp_replicate=2, dp_shard=1, device_type=harness.device_type())
     model = te_fsdp.fully_shard(Even(torch.bfloat16, "meta"), meshes, outer_strategy="optim")

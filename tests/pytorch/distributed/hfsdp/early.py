@@ -24,21 +24,21 @@ SGD = {"lr": 0.1, "momentum": 0.9}
 @contextlib.contextmanager
 def sent() -> Iterator[list[int]]:
     """Elements that this rank gets of each reduce-scatter over the outer axis that begins inside, in order."""
-    from te_fsdp.sharding import outer_reduce
+    from te_fsdp.features.hfsdp import overlap
 
     found: list[int] = []
-    stock = outer_reduce.start
+    stock = overlap.redistribute
 
     def counting(buffer: torch.Tensor, source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, Partial):
             found.append(kwargs["into"].numel())
         return stock(buffer, source, *args, **kwargs)
 
-    outer_reduce.start = counting
+    overlap.redistribute = counting
     try:
         yield found
     finally:
-        outer_reduce.start = stock
+        overlap.redistribute = stock
 
 
 # --- against one process
@@ -148,25 +148,25 @@ def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int,
         orders: Blocks of each rank.
         alone: Negative control: the ranks do not agree on one order.
     """
-    from te_fsdp.move import pending
+    from te_fsdp.collectives import async_work
 
-    stock = pending.maximum
+    stock = async_work.maximum
     pair = Pair(blocks=4)
-    agree = pending.UnitOrder.agree
+    agree = async_work.UnitOrder.agree
 
     def spoilt(self: Any, meshes: Any) -> None:
-        pending.maximum = lambda *args, **kwargs: None
+        async_work.maximum = lambda *args, **kwargs: None
         try:
             agree(self, meshes)
         finally:
-            pending.maximum = stock
+            async_work.maximum = stock
 
     if alone:
-        pending.UnitOrder.agree = spoilt
+        async_work.UnitOrder.agree = spoilt
     try:
         found = [pair.both(seed, orders) for seed in (1, 2, 3)]
     finally:
-        pending.UnitOrder.agree = agree
+        async_work.UnitOrder.agree = agree
     pair.checks.require(24)
     return found
 
@@ -339,9 +339,9 @@ def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]
         told: For each step, which ranks tell.
         lines: How often the log says that averages wait.
     """
-    from te_fsdp.sharding import outer_reduce
+    from te_fsdp.features.hfsdp import overlap
 
-    outer_reduce._warn_once.cache_clear()
+    overlap._warn_once.cache_clear()
     pair = Pair()
     with logged() as seen:
         found = [pair.both(seed, told=ranks[dist.get_rank()]) for seed, ranks in enumerate(told)]
@@ -353,10 +353,10 @@ def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]
 def contexts() -> list[bool]:
     """What a model knows in contexts, nested, left by exceptions."""
     import te_fsdp
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
     model = Pair().model
-    state, found = sharding_state(model), []
+    state, found = get_sharded_model(model), []
     with te_fsdp.microbatch(model, is_last=True):
         found.append(state.last_microbatch)
         for inner in (te_fsdp.no_sync(model), te_fsdp.sync(model), te_fsdp.microbatch(model, is_last=False)):

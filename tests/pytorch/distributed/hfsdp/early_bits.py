@@ -21,7 +21,7 @@ STEPS = 4
 @contextlib.contextmanager
 def late() -> Iterator[None]:
     """Nothing begins in a backward that runs inside: all is averaged at the step."""
-    from te_fsdp.sharding.outer_reduce import EarlyAverages
+    from te_fsdp.features.hfsdp.overlap import EarlyAverages
 
     stock, EarlyAverages.reduced = EarlyAverages.reduced, lambda *args: None
     try:

@@ -89,19 +89,19 @@ def training(
 
 def gathered(module: nn.Module) -> list[torch.Tensor]:
     """Local tensors of the parameters as TE saw them."""
-    from te_fsdp import _fsdp2, _torch
+    from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
     if not _torch.is_fsdp_module(module):
         return []
-    return [_torch.local_of(parameter) for parameter, _ in _fsdp2.gathered_parameters(module)]
+    return [_torch.local_of(parameter) for parameter, _ in _fsdp2.unsharded_parameters(module)]
 
 
 def lost(axes: dict[str, int]) -> str:
     """Negative control: TE adds to buffers that FSDP2 does not know."""
-    from te_fsdp import _fsdp2, _torch
+    from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
-    stock = _fsdp2.accumulated_gradient
-    _fsdp2.accumulated_gradient = lambda managed, group: torch.zeros_like(
+    stock = _fsdp2.find_unreduced_gradient
+    _fsdp2.find_unreduced_gradient = lambda managed, group: torch.zeros_like(
         _torch.local_of(managed._unsharded_param)
     )
     try:
@@ -109,7 +109,7 @@ def lost(axes: dict[str, int]) -> str:
     except AssertionError as error:
         return str(error)
     finally:
-        _fsdp2.accumulated_gradient = stock
+        _fsdp2.find_unreduced_gradient = stock
     return ""
 
 
@@ -128,14 +128,14 @@ def refused() -> None:
 
 def never_asking(axes: dict[str, int]) -> dict[str, int]:
     """:func:`twins` with a TE that does not look at whether to overwrite a gradient, but adds."""
-    from te_fsdp.sharding import fully_shard
+    from te_fsdp import apply_fully_shard
 
-    stock = fully_shard._Buffer.__bool__
-    fully_shard._Buffer.__bool__ = lambda self: False
+    stock = apply_fully_shard._MainGradBuffer.__bool__
+    apply_fully_shard._MainGradBuffer.__bool__ = lambda self: False
     try:
         return twins(axes)
     finally:
-        fully_shard._Buffer.__bool__ = stock
+        apply_fully_shard._MainGradBuffer.__bool__ = stock
 
 
 def twins(

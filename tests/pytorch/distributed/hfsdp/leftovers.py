@@ -67,15 +67,15 @@ class Uneven(nn.Module):
 @contextlib.contextmanager
 def _what_is_sent(found: list[bool]) -> Iterator[None]:
     """Note of each buffer that is averaged over the outer axis whether all of it is finite, padding included."""
-    from te_fsdp.sharding import outer_reduce
+    from te_fsdp.features.hfsdp import overlap
 
-    stock = outer_reduce.start
+    stock = overlap.redistribute
 
     def start(buffer: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found.append(bool(torch.isfinite(buffer).all()))
         return stock(buffer, *args, **kwargs)
 
-    with mock.patch.object(outer_reduce, "start", start):
+    with mock.patch.object(overlap, "redistribute", start):
         yield
 
 

@@ -66,7 +66,7 @@ def refused(told: bool) -> dict[str, list[str]]:
         ``read``: who has read something; ``harmful``: what raised though it is harmless; ``texts``: of the errors.
     """
     import te_fsdp
-    from te_fsdp._torch import local_of
+    from te_fsdp.upstream.torch_dtensor import local_of
 
     pair = Pair()
     found: dict[str, list[str]] = {"read": [], "harmful": [], "texts": []}

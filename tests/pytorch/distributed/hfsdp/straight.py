@@ -62,9 +62,9 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
     Args:
         fault: ``"lost"``: negative control, what is sent as it lies is empty.
     """
-    from te_fsdp import _torch_transport
+    from te_fsdp.upstream import symmetric_memory as _torch_transport
 
-    seen, stock = {"reduced": 0, "copied": 0}, _torch_transport.Input._fill
+    seen, stock = {"reduced": 0, "copied": 0}, _torch_transport.ZeroCopyInput._fill
 
     def fill(self: Any, gradients: Any, chunk_cat: Any) -> None:
         stock(self, gradients, chunk_cat)
@@ -76,17 +76,17 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
             if fault == "lost" and not is_copy:
                 part.zero_()
 
-    _torch_transport.Input._fill = fill
+    _torch_transport.ZeroCopyInput._fill = fill
     try:
         yield seen
     finally:
-        _torch_transport.Input._fill = stock
+        _torch_transport.ZeroCopyInput._fill = stock
 
 
 @contextlib.contextmanager
 def small_ones_by_themselves() -> Iterator[None]:
     """Gradients of models as small as these are sent as large ones are."""
-    from te_fsdp import _torch_transport
+    from te_fsdp.upstream import symmetric_memory as _torch_transport
 
     stock, _torch_transport.LARGE = _torch_transport.LARGE, 512
     try:
@@ -126,7 +126,7 @@ def straight(
     from quantization.models import recipe_of
 
     import te_fsdp
-    from te_fsdp._torch import local_of
+    from te_fsdp.upstream.torch_dtensor import local_of
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     chosen = recipe_of(recipe) if recipe != "none" else None

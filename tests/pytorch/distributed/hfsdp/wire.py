@@ -47,7 +47,7 @@ def quantized(
     from quantization.one_scale import compare, gathered, named_weights, recipe_of, requantize
 
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     model, oracle = mlp(recipe, hidden, "meta", **meshes.te_kwargs()), mlp(recipe, hidden)
@@ -140,13 +140,13 @@ def odd(recipe: str, axes: dict[str, int], shape: tuple[int, int], fault: str = 
 
 def by_way(optimizer: Any, parameters: list[Any]) -> tuple[int, int]:
     """Elements of this rank's shards of quantized weights: of those that travel as bytes, and of the others."""
-    from te_fsdp import _torch
-    from te_fsdp.sharding.main_parameters import optimizer_shard_in
-    from te_fsdp.sharding.outer_shards import why_not_bytes
+    from te_fsdp.features.hfsdp.optimizer_shards import reason_for_fp32
+    from te_fsdp.features.main_params import optimizer_shard_in
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     found = [0, 0]
     for parameter in parameters:
-        found[why_not_bytes(optimizer_shard_in(optimizer, parameter)) is not None] += _torch.local_of(
+        found[reason_for_fp32(optimizer_shard_in(optimizer, parameter)) is not None] += _torch.local_of(
             parameter
         ).numel()
     return found[0], found[1]
@@ -167,7 +167,7 @@ def mlp(recipe: str, hidden: int, device: Any = None, **kwargs: Any) -> nn.Modul
 
 def over_outer(main: DTensor, parameter: DTensor) -> DTensor:
     """A cut main weight as it would be if it was not cut: all holders' rows, placed as the parameter. Collective."""
-    from te_fsdp.sharding.main_parameters import rows_of_state
+    from te_fsdp.features.main_params import rows_of_state
 
     cut = rows_of_state(main, parameter)
     assert cut is not None
@@ -219,27 +219,27 @@ def logged(at_least: int = logging.INFO) -> Iterator[list[str]]:
 @contextmanager
 def large_from(elements: int | None) -> Iterator[None]:
     """Tensors of so many elements travel by themselves; ``None``: as they do."""
-    from te_fsdp.sharding import outer_shards
+    from te_fsdp.features.hfsdp import optimizer_shards
 
-    stock = outer_shards.LARGE
-    outer_shards.LARGE = stock if elements is None else elements
+    stock = optimizer_shards.LARGE
+    optimizer_shards.LARGE = stock if elements is None else elements
     try:
         yield
     finally:
-        outer_shards.LARGE = stock
+        optimizer_shards.LARGE = stock
 
 
 @contextmanager
 def broken(fault: str) -> Iterator[None]:
     """One fault of the way that weights travel; "" for none."""
-    from te_fsdp.sharding import outer_shards
-    from te_fsdp.sharding.outer_shards import OptimizerShard
+    from te_fsdp.features.hfsdp import optimizer_shards
+    from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard
 
     def own_group(shard: Any) -> Any:
         return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
     faults: dict[str, tuple[Any, str, Any]] = {
-        "no bytes": (outer_shards, "_obstacle", lambda shard, local: "a test says so"),
+        "no bytes": (optimizer_shards, "_fp32_reason", lambda shard, local: "a test says so"),
         "amax": (OptimizerShard, "amax_group", property(own_group)),
     }
     if not fault:

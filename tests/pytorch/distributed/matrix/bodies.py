@@ -175,7 +175,7 @@ def _reference(
     """What one process with stock TE sees, and the initial parameters. Collective over the world."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     hidden = width_of(recipe, weights)
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -202,7 +202,7 @@ def _reference(
             optimizer.zero_grad()
             for parameter in model.parameters():
                 # On Hopper FusedAdam leaves a stale transpose in weights with delayed scaling (TE 2.18 to 2.20).
-                _te.forget_transpose(parameter)
+                _te.drop_transpose(parameter)
     for name, parameter in model.named_parameters():
         seen[f"update {name}"] = _main(optimizer, parameter) - before[name] if trains else before[name]
     found = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
@@ -246,7 +246,7 @@ def _main(optimizer: Any, parameter: torch.Tensor) -> torch.Tensor:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """The local part in fp32."""
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     local = _torch.local_of(tensor.detach())
     return local.dequantize(dtype=torch.float32) if _te.is_quantized(local) else local.float()
@@ -299,7 +299,7 @@ class Check:
 
     def initial(self, model: nn.Module) -> None:
         """Initial weights are those of one process, bit for bit, and quantized where they are to be."""
-        from te_fsdp import _te, _torch
+        from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
         found = 0
         for name, parameter, info in shards(model):

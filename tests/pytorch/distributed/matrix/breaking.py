@@ -23,7 +23,7 @@ def model(broken: str, module: nn.Module, meshes: Any) -> None:
     if broken == "reduction":
         module.set_custom_reduce_scatter(_OwnPart())
     elif broken == "scale" and meshes.device_mesh.get_local_rank("dp_shard") == 0:
-        from te_fsdp import _te, _torch
+        from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
         local = next(p for p in map(_torch.local_of, module.parameters()) if _te.is_quantized(p))
         buffers = local.get_metadata().items()

@@ -214,7 +214,7 @@ def reference(drawn: Configuration) -> tuple[Seen, dict[str, torch.Tensor], dict
     """What one process sees, the initial parameters, and which have no gradient by step. Collective."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
     torch.manual_seed(SEED)
@@ -242,7 +242,7 @@ def reference(drawn: Configuration) -> tuple[Seen, dict[str, torch.Tensor], dict
             optimizer.step()
             optimizer.zero_grad()
             for parameter in model.parameters():
-                _te.forget_transpose(parameter)  # FusedAdam leaves a stale one on Hopper (docs/upstream.md)
+                _te.drop_transpose(parameter)  # FusedAdam leaves a stale one on Hopper (docs/upstream.md)
     missing["never"] = missing[0] & missing[1] & missing[2]
     for name, parameter in model.named_parameters():
         has_main = trains and drawn.optimizer.startswith("fused") and name not in missing["never"]

@@ -98,7 +98,7 @@ def reset_after_sharding(axes: dict[str, int], how: str) -> int:
         axes: mesh sizes.
         how: "assign" (load_state_dict), "materialize" or "interrupted".
     """
-    from te_fsdp.sharding.state import sharding_state, state_of
+    from te_fsdp.sharded_model import get_sharded_model, sharded_model_of
 
     meshes = meshes_of(axes)
     reference, model = seeded(), sharded(meshes, "no_shard", (), "meta" if how == "materialize" else "device")
@@ -120,7 +120,7 @@ def reset_after_sharding(axes: dict[str, int], how: str) -> int:
             parameter.grad = None
     copy_shards(reference, model)
     model(batch(meshes)).square().mean().backward()
-    assert all(state_of(p) is sharding_state(model) for p in model.parameters() if p.requires_grad)
+    assert all(sharded_model_of(p) is get_sharded_model(model) for p in model.parameters() if p.requires_grad)
     reference(batch_of_all()).square().mean().backward()
     checks = harness.Comparisons()
     for name, parameter in reference.named_parameters():

@@ -42,7 +42,7 @@ def adamw(
         zeros: Negative control: gradients of zeros stay.
     """
     import te_fsdp
-    from te_fsdp import _fsdp2_patches, _torch
+    from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
 
     torch.manual_seed(1)
     reference = Branches()

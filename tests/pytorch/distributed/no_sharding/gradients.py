@@ -48,7 +48,11 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     import te_fsdp
-    from te_fsdp import _fsdp2_patches, _fsdp2_unused, _torch
+    from te_fsdp.upstream import (
+        fsdp2_patches as _fsdp2_patches,
+        fsdp2_unused as _fsdp2_unused,
+        torch_dtensor as _torch,
+    )
 
     torch.manual_seed(1)
     reference = Branches()
@@ -84,9 +88,9 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
 
 def one_alone(average: bool) -> float:
     """The gradient of a parameter whose ranks have gradients 1 and 2, without fully_shard around it."""
+    from te_fsdp.features.replicated_gradients import ReplicatedGradients
     from te_fsdp.layout import STORAGE
-    from te_fsdp.sharding.no_shard_reduce import ReplicatedGradients
-    from te_fsdp.sharding.sharding_plan import plan_storage, replicated_parameters
+    from te_fsdp.plan import plan_storage, replicated_parameters
 
     meshes, model = meshes_of({}), nn.Linear(4, 4, bias=False, device=harness.device())
     rows = plan_storage(model, {"": STORAGE["no_shard", "no_shard"]})
@@ -143,7 +147,7 @@ def quantized(
         Buffers compared at the start, in the steps, and weights in the forms that kernels read.
     """
     import te_fsdp
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     meshes = meshes_of(axes)
     model = stock(kind, recipe, "meta", **meshes.te_kwargs())

@@ -95,15 +95,15 @@ def _sums(calls: list[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def _spoilt(what: str) -> Iterator[None]:
-    from te_fsdp.move import pending
-    from te_fsdp.move.pending import UnitOrder
+    from te_fsdp.collectives import async_work
+    from te_fsdp.collectives.async_work import UnitOrder
 
     agree, is_complete = UnitOrder.agree, UnitOrder.is_complete
 
     def alone(self: UnitOrder, meshes: Any) -> None:
-        stock, pending.maximum = pending.maximum, lambda *a, **k: None
+        stock, async_work.maximum = async_work.maximum, lambda *a, **k: None
         agree(self, meshes)
-        pending.maximum = stock
+        async_work.maximum = stock
 
     if what == "order":
         UnitOrder.agree = alone

@@ -157,19 +157,20 @@ def microbatch(model: nn.Module, schedule: str, is_last: bool) -> Iterator[None]
 @contextlib.contextmanager
 def spoiled(what: str) -> Iterator[None]:
     """Negative controls: "reduction" leaves the reduction out, "order" packs in another order on each rank."""
-    from te_fsdp.move.start import Pending, start
-    from te_fsdp.sharding import no_shard, no_shard_reduce
+    from te_fsdp import replicated_params
+    from te_fsdp.collectives.redistribute import Pending, redistribute
+    from te_fsdp.features import replicated_gradients
 
-    stock = no_shard_reduce.pack
+    stock = replicated_gradients.pack
     if what == "reduction":
-        no_shard.start = lambda flat, *args: Pending(lambda: flat)
+        replicated_params.redistribute = lambda flat, *args: Pending(lambda: flat)
     if what == "order":
         turned = -1 if dist.get_rank() else 1
-        no_shard_reduce.pack = lambda parts, tp: stock(parts[::turned], tp)
+        replicated_gradients.pack = lambda parts, tp: stock(parts[::turned], tp)
     try:
         yield
     finally:
-        no_shard.start, no_shard_reduce.pack = start, stock
+        replicated_params.redistribute, replicated_gradients.pack = redistribute, stock
 
 
 def clip_both(checks: Findings, subject: nn.Module, reference: nn.Module, who: str) -> None:

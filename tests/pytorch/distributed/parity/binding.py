@@ -216,7 +216,7 @@ def identity(axes: dict[str, int], wrap: str) -> int:
 
 def _managed(model: nn.Module) -> dict[str, torch.Tensor]:
     """Local tensors of the unsharded parameters that FSDP2 keeps, or of the DTensors without FSDP2."""
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     if not _torch.is_fsdp_module(model):
         return {name: p._local_tensor for name, p in model._parameters.items()}

@@ -30,11 +30,12 @@ def training(
         Names of replicated parameters and states, and of those that differ between tp ranks.
     """
     import te_fsdp
-    from te_fsdp import _torch, step_hooks
+    from te_fsdp import lifecycle
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     model, meshes = _model(axes, optimizer, wrap)
     steps = _optimizer(optimizer, model)
-    watch = contextlib.nullcontext() if watched else _without(step_hooks)
+    watch = contextlib.nullcontext() if watched else _without(lifecycle)
     generator = torch.Generator().manual_seed(dist.get_rank())
     with watch:
         for _ in range(STEPS):
@@ -91,7 +92,7 @@ def _without(step_hooks: Any) -> Any:
 
 def _differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, meshes: Any) -> dict[str, list[str]]:
     """Compare what tp ranks hold whole. Collective over tp."""
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     group, size = meshes.tp.get_group(), meshes.tp.size()
     found: dict[str, list[str]] = {"whole": [], "differ": []}

@@ -111,7 +111,7 @@ def no_tensor_parallelism(tp_mesh: str) -> None:
 def called_twice() -> None:
     """Body: binding parts and then the whole gives the parts the rules that only the whole knows."""
     import te_fsdp
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     meshes = _meshes({"dp_shard": 1, "tp": 2})
     options = {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "qk_norm_type": "RMSNorm"}

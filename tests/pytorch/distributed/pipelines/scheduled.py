@@ -151,13 +151,13 @@ def training(
 
 
 def _updated(optimizers: tuple[torch.optim.Optimizer, ...], reference: nn.Module) -> None:
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
     for parameter in reference.parameters():
-        _te.forget_transpose(parameter)  # FusedAdam leaves a stale one on Hopper
+        _te.drop_transpose(parameter)  # FusedAdam leaves a stale one on Hopper
 
 
 def _allowed(dtype: torch.dtype, quantized: bool) -> tuple[float, str]:
@@ -239,11 +239,11 @@ def _compare(
     *,
     gradients: bool,
 ) -> None:
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
     wanted = dict(reference.named_parameters())
     for part in parts:
-        state = sharding_state(part)
+        state = get_sharded_model(part)
         for name, parameter in (state.parameters() if state else {}).items():
             values = (parameter.grad, wanted[name].grad) if gradients else (parameter, wanted[name])
             assert None not in values, f"{what} {name}: a gradient on one side only"

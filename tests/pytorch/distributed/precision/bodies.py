@@ -108,15 +108,15 @@ def values(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str, 
 @contextlib.contextmanager
 def _copying(possible: bool) -> Iterator[None]:
     """Whether FSDP2 can copy gradients into a buffer of the wire's dtype, or te_fsdp has to cast the buffer."""
-    from te_fsdp import _fsdp2
+    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
-    stock = _fsdp2.gradients_copy_into
+    stock = _fsdp2.can_copy_gradients_into
     if not possible:
-        _fsdp2.gradients_copy_into = lambda dtype, device: False
+        _fsdp2.can_copy_gradients_into = lambda dtype, device: False
     try:
         yield
     finally:
-        _fsdp2.gradients_copy_into = stock
+        _fsdp2.can_copy_gradients_into = stock
 
 
 def _values(

@@ -7,8 +7,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from harness.memory import allocated as bytes_allocated
-from harness.memory import size_of, storages
+from harness.memory import allocated as bytes_allocated, size_of, storages
 from quantization.alignment import pair
 
 from precision.bodies import Pair, dtypes
@@ -36,7 +35,7 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
     from quantization.models import recipe_of
 
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     before, allocated = storages(), bytes_allocated()
     model = pair(recipe, HIDDEN, MIDDLE, "meta") if recipe else _plain()
@@ -53,7 +52,9 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
             dist.all_reduce(torch.zeros(1, device=harness.device()))
         # Gradients that only C++ refers to show up while Python refers to them.
         waiting = [
-            managed._unsharded_param.grad for managed in _torch.managed_by(model) if when == "unreduced"
+            managed._unsharded_param.grad
+            for managed in _torch.managed_fsdp_params(model)
+            if when == "unreduced"
         ]
         live = {ptr: t for ptr, t in storages().items() if ptr not in before}
         size = size_of(live)

@@ -103,8 +103,8 @@ def _initial_weights_agree(model: nn.Module, reference: nn.Module) -> int:
     Returns:
         Number of rectangles compared.
     """
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     whole, names = dict(reference.named_parameters()), {id(p): n for n, p in model.named_parameters()}
     checks = harness.Comparisons()
@@ -122,9 +122,9 @@ def _gathered_weights_agree(model: Pair) -> int:
     Returns:
         Number of weights compared.
     """
-    from te_fsdp import _torch
     from te_fsdp.layout import chunk_range
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     owners = {"first": model.first, "second": model.second}
     shards = {}
@@ -191,7 +191,7 @@ def outcomes(recipe: str, block: int) -> list[dict[str, Any]]:
 
 def _outcome(recipe: str, route: str, tp: int, hidden: int, middle: int) -> dict[str, Any]:
     import te_fsdp
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     meshes = te_fsdp.Meshes.build(tp=tp, device_type=harness.device_type())
     model = pair(recipe, hidden, middle, "meta", **meshes.te_kwargs())
@@ -261,21 +261,21 @@ def tp_alone(recipe: str, hidden: int, middle: int) -> dict[str, Any]:
 def without_shared_scale() -> None:
     """A rank without rows keeps the scale that it had: what stock TE's optimizer kernel leaves it."""
     import te_fsdp
-    from te_fsdp import _torch
-    from te_fsdp.quantized import all_gather
+    from te_fsdp.quantized import fsdp_hooks
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     model = pair("delayed", 48, 16, "meta")
     te_fsdp.fully_shard(model, meshes)
     te_fsdp.materialize(model, seed=bodies.SEED)
-    stock, all_gather.share_scale = all_gather.share_scale, lambda *_: None
+    stock, fsdp_hooks.share_scale = fsdp_hooks.share_scale, lambda *_: None
     try:
         local = _torch.local_of(model.first._parameters["weight"])
         if local.numel() == 0:
             local.get_metadata()["fp8_scale_inv"].fill_(3.0)
         _gathered_weights_agree(model)
     finally:
-        all_gather.share_scale = stock
+        fsdp_hooks.share_scale = stock
     if dist.get_rank() != dist.get_world_size() - 1:
         raise AssertionError("ranks with rows are right")
 

@@ -84,7 +84,7 @@ def training(
 
 def quantized_weights(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tensor]]:
     """Owner, name and parameter of every quantized weight."""
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     return [
         (module, name, parameter)
@@ -96,7 +96,7 @@ def quantized_weights(model: nn.Module) -> list[tuple[nn.Module, str, torch.Tens
 
 def scales_agree(model: nn.Module) -> bool | None:
     """Whether all ranks hold the same per-tensor scales; None for formats without one."""
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     weights = [_torch.local_of(p) for _, _, p in quantized_weights(model)]
     scales = [w._scale_inv.flatten()[0] for w in weights if type(w).__name__ == "Float8Tensor"]
@@ -114,8 +114,8 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
     Returns:
         Number of weights compared; the ranks of an unquantized model compare none.
     """
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     whole = dict(reference.named_parameters())
     checks = harness.Comparisons()
@@ -226,7 +226,7 @@ def _initialised(
 
 def _forget_weight_mesh(model: nn.Module) -> None:
     """Negative control: every shard would be quantized with a scale of its own from now on."""
-    from te_fsdp.parameters import binding_of
+    from te_fsdp.records import binding_of
 
     for module in model.modules():
         binding = binding_of(module)

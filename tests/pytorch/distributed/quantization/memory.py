@@ -9,8 +9,7 @@ from typing import Any
 import harness
 import torch
 import torch.distributed as dist
-from harness.memory import allocated as bytes_allocated
-from harness.memory import size_of, storages
+from harness.memory import allocated as bytes_allocated, size_of, storages
 
 from quantization import bodies
 from quantization.alignment import Pair, pair
@@ -122,7 +121,7 @@ def _compare(
 
 def _held(model: Pair, optimizer: Any) -> Iterator[torch.UntypedStorage]:
     """Storages of parameters, buffer by buffer, and of the optimizer's state."""
-    from te_fsdp import _te, _torch
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     tensors = list(model.parameters())
     if optimizer is not None:
@@ -149,18 +148,18 @@ class _broken:
         self.fault = fault
 
     def __enter__(self) -> None:
-        from te_fsdp import _fsdp2_patches
-        from te_fsdp.modules import base
+        from te_fsdp.modules import mixin
+        from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches
 
-        self.kept = (_fsdp2_patches.keep_no_flat_shard, base.release_of)
+        self.kept = (_fsdp2_patches.disable_flat_shard, mixin.release_function_of)
         if self.fault == "flat":
-            _fsdp2_patches.keep_no_flat_shard = lambda managed: None
+            _fsdp2_patches.disable_flat_shard = lambda managed: None
         elif self.fault == "derived":
-            stock = base.release_of
-            base.release_of = lambda *args: None if stock(*args) is None else lambda: None
+            stock = mixin.release_function_of
+            mixin.release_function_of = lambda *args: None if stock(*args) is None else lambda: None
 
     def __exit__(self, *error: object) -> None:
-        from te_fsdp import _fsdp2_patches
-        from te_fsdp.modules import base
+        from te_fsdp.modules import mixin
+        from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches
 
-        _fsdp2_patches.keep_no_flat_shard, base.release_of = self.kept
+        _fsdp2_patches.disable_flat_shard, mixin.release_function_of = self.kept

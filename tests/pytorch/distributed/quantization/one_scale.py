@@ -163,7 +163,7 @@ def same_outputs(model: nn.Module, oracle: nn.Module, recipe: str, x: torch.Tens
     """
     import transformer_engine.pytorch as te
 
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     names, whole = {id(p): name for name, p in model.named_parameters()}, dict(oracle.named_parameters())
     for module in model.modules():
@@ -194,8 +194,8 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Ten
 
 def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     """The whole original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     info, local = shard_info(module, name, value), _torch.local_of(value)
     whole = torch.full(info.original_shape, -torch.inf, dtype=local.dtype, device=local.device)
@@ -222,7 +222,7 @@ def requantize(oracle: nn.Module, values: dict[str, torch.Tensor]) -> None:
     """What one process does in a training step: scales from the amaxes so far, then one quantization of each weight."""
     import transformer_engine_torch as tex
 
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     for module in oracle.modules():
         if _te.delayed_states(module) is not None:
@@ -278,8 +278,8 @@ def same_buffers(
     checks: harness.Comparisons, label: str, module: nn.Module, own: str, parameter: torch.Tensor, whole: Any
 ) -> int:
     """The buffers of one weight: this rank's are its part of the whole one's."""
-    from te_fsdp import _torch
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     local, info = _torch.local_of(parameter), shard_info(module, own, parameter)
     expected = {c.name: c for c in buffers_of(whole, label)}
@@ -316,7 +316,7 @@ def same_history(
     checks: harness.Comparisons, label: str, module: nn.Module, own: str, oracle: nn.Module
 ) -> None:
     """Delayed scaling's scale and amax history of a weight equal one process's, on every rank."""
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     if _te.delayed_states(module) is None:
         return
@@ -347,8 +347,8 @@ def compare_unsharded(model: nn.Module, oracle: nn.Module) -> int:
 
 def reduce_over_fsdp_only(model: nn.Module, meshes: Any) -> None:
     """Negative control: the amax group that stock TE's gather sets, FSDP2's shard axis."""
-    from te_fsdp.parameters import binding_of
-    from te_fsdp.quantized.shards import attach_group
+    from te_fsdp.quantized.shards import attach_amax_group
+    from te_fsdp.records import binding_of
 
     for module in model.modules():
         binding = binding_of(module)
@@ -356,4 +356,4 @@ def reduce_over_fsdp_only(model: nn.Module, meshes: Any) -> None:
             binding.weight_mesh = meshes.device_mesh["dp_shard"]
             for own_module, _, parameter in quantized_weights(module):
                 if own_module is module:
-                    attach_group(parameter._local_tensor, binding)
+                    attach_amax_group(parameter._local_tensor, binding)

@@ -230,7 +230,7 @@ def delayed_state_dict(dp_replicate: int, tp: int) -> int:
     import os
 
     import te_fsdp
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     os.environ.pop("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", None)
     model, step = prepare("delayed", dp_replicate, tp)

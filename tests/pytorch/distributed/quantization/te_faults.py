@@ -104,7 +104,7 @@ def first_steps(bound: bool) -> list[float]:
 @contextlib.contextmanager
 def stock_hooks() -> Iterator[None]:
     """TE's own all-gather hooks, in a process where te_fsdp has bound a model before."""
-    from te_fsdp import _patches
+    from te_fsdp.upstream import patches as _patches
 
     names = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
     mended = [(cls, name, getattr(cls, name)) for cls in _patches.gathering_tensors() for name in names]

@@ -60,19 +60,25 @@ def trained(
 @contextlib.contextmanager
 def _one_by_one() -> Iterator[None]:
     """TE's way: quantize_ of each weight, which FusedAdam calls for its own main weights itself."""
-    from te_fsdp import _te, step_hooks
-    from te_fsdp.sharding import main_parameters, outer_shards
-    from te_fsdp.sharding.main_weights import lend_main_weights
+    from te_fsdp import lifecycle
+    from te_fsdp.features import main_params
+    from te_fsdp.features.hfsdp import optimizer_shards
+    from te_fsdp.features.main_weights import use_fused_adam_master_weights
+    from te_fsdp.upstream import te as _te
 
     def write_all(pairs: Any) -> None:
         for local, value in pairs:
             local.quantize_(value) if _te.is_quantized(local) else local.copy_(value)
 
-    lists = step_hooks._lists()
-    places = [(main_parameters, "write_all"), (outer_shards, "write_all"), (outer_shards, "scales_of_rows")]
+    lists = lifecycle._lists()
+    places = [
+        (main_params, "quantize_into"),
+        (optimizer_shards, "quantize_into"),
+        (optimizer_shards, "scales_of_rows"),
+    ]
     places.append((lists, "before"))
     kept = [getattr(*place) for place in places]
-    without = tuple(function for function in lists.before if function is not lend_main_weights)
+    without = tuple(function for function in lists.before if function is not use_fused_adam_master_weights)
     assert len(without) < len(lists.before)
     no_scales = lambda cut: {}  # noqa: E731
     for place, new in zip(places, [write_all, write_all, no_scales, without], strict=True):

@@ -105,8 +105,8 @@ def write(way: str, model: nn.Module, values: dict[str, torch.Tensor]) -> None:
 
 def assign_data(module: nn.Module, local: Any, value: torch.Tensor) -> None:
     """Give a float8 weight new bytes and a new scale tensor, as TE's ``data`` setter does; quantize into others."""
-    from te_fsdp.parameters import binding_of
     from te_fsdp.quantized.shards import quantize_shard
+    from te_fsdp.records import binding_of
 
     fresh = quantize_shard(value, local._quantizer.copy(), binding_of(module))
     for part, new in zip(parts_of(local), parts_of(fresh), strict=True):
@@ -124,7 +124,7 @@ def parts_of(local: Any) -> list[Any]:
 
 def piece(module: nn.Module, own: str, parameter: torch.Tensor, value: torch.Tensor) -> DTensor:
     """This rank's part of a whole value, placed as the parameter."""
-    from te_fsdp.parameters import shard_info
+    from te_fsdp.records import shard_info
 
     info = shard_info(module, own, parameter)
     local = torch.empty(info.local_shape, dtype=value.dtype, device=value.device)
@@ -172,9 +172,9 @@ def group_ranks(tensor: torch.Tensor) -> list[int] | None:
     """Ranks over which TE would reduce the amax of a write into this tensor."""
     import torch.distributed as dist
 
-    from te_fsdp.quantized.amax import marked_group
+    from te_fsdp.quantized.amax import amax_group_name
 
-    name = marked_group(tensor)
+    name = amax_group_name(tensor)
     (part,) = (part for part in parts_of(tensor) if hasattr(part, "_scale_inv") or part is tensor)
     group = getattr(part, "amax_reduction_group", None)
     if name is None or group is None:

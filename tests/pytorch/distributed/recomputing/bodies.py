@@ -63,7 +63,7 @@ def trained(
         broken: "gradient" spoils one gradient, for the negative control.
     """
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     way = Way(place, kind, twice)
@@ -127,7 +127,7 @@ def _compare(
 ) -> None:
     """One forward and backward of both on this rank's data."""
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     dtype = next(reference.parameters()).dtype
     tolerance, why = (

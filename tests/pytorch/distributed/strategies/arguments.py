@@ -58,14 +58,14 @@ def rows(strategy: Any, units: Any = "blocks.*") -> dict[str, str]:
     import transformer_engine.pytorch as te
 
     import te_fsdp
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
     named = {"LayerNormMLP": te.LayerNormMLP}
     if isinstance(strategy, dict):
         strategy = {named.get(key, key): row for key, row in strategy.items()}
     model = te_fsdp.fully_shard(Model("meta"), meshes, units=units, strategy=strategy)
-    state: Any = sharding_state(model)
+    state: Any = get_sharded_model(model)
     return {name: str(state.units[name]) for name in state.modules}
 
 

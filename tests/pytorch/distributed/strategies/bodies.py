@@ -110,9 +110,9 @@ def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Name -> parameter, as the optimizer has it."""
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
-    state = sharding_state(model)
+    state = get_sharded_model(model)
     return dict(model.named_parameters()) if state is None else state.parameters()
 
 
@@ -154,18 +154,22 @@ def replaced(owner: Any, **names: Callable[..., Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _unreduced() -> Iterator[None]:
     """The check before a norm and a step is gone: what was not reduced goes unnoticed."""
-    from te_fsdp.sharding import grad_norm, steps
+    from te_fsdp import optimizer_step
+    from te_fsdp.features import clip_grad_norm
 
-    with replaced(grad_norm, require_reduced=_nothing), replaced(steps, require_reduced=_nothing):
+    with (
+        replaced(clip_grad_norm, require_reduced=_nothing),
+        replaced(optimizer_step, require_reduced=_nothing),
+    ):
         yield
 
 
 @contextlib.contextmanager
 def _counted_twice() -> Iterator[None]:
     """The last reduction adds up what earlier ones had reduced already: g1 + (g1 + g2)."""
-    from te_fsdp.sharding import steps
+    from te_fsdp import optimizer_step
 
-    stock = steps.require_reduced
+    stock = optimizer_step.require_reduced
 
     def twice(state: Any, where: str, only: Any = None) -> None:
         stock(state, where, only)
@@ -173,7 +177,7 @@ def _counted_twice() -> Iterator[None]:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.5)
 
-    with replaced(steps, require_reduced=twice):
+    with replaced(optimizer_step, require_reduced=twice):
         yield
 
 

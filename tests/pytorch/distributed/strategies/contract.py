@@ -106,12 +106,12 @@ def kept_over_step(strategy: str, released: bool = True) -> dict[str, Any]:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
     pair = Pair(strategy)
     for _ in range(2):
         run(pair.model, pair.mine(), "more")
-        state: Any = sharding_state(pair.model)
+        state: Any = get_sharded_model(pair.model)
         assert len(state.gathered()) == 3
         pair.same_gradients()
         if not released:
@@ -133,11 +133,11 @@ def changed_by_hand(strategy: str, checked: bool = True) -> dict[str, Any]:
         checked: False: without the check the forward runs with the old weights.
     """
     import te_fsdp
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
 
     pair, state = Pair(strategy), None
     run(pair.model, pair.mine(), "more")
-    state = sharding_state(pair.model)
+    state = get_sharded_model(pair.model)
     with torch.no_grad():
         for ours, theirs in zip(parameters(pair.model).values(), pair.reference.parameters(), strict=True):
             ours.mul_(1.5)
@@ -155,7 +155,7 @@ def changed_by_hand(strategy: str, checked: bool = True) -> dict[str, Any]:
 
 def flags(model: nn.Module) -> list[tuple[bool, ...]]:
     """What FSDP2 will do at the end of the next backward."""
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     groups = [
         g
@@ -204,14 +204,14 @@ def _forgetful() -> Iterator[None]:
     """Torch's own recovery drops every gradient, in any version as in 2.15; nothing where there is none."""
     from torch.distributed.fsdp import FSDPModule
 
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     stock = getattr(FSDPModule, "reset_iter_state", None)
 
     def forget(root: Any) -> None:
         stock(root)
         for unit in filter(_torch.is_fsdp_module, root.modules()):
-            for managed in _torch.managed_by(unit):
+            for managed in _torch.managed_fsdp_params(unit):
                 managed.sharded_param.grad = None
                 if hasattr(managed, "_unsharded_param"):
                     managed._unsharded_param.grad = None
@@ -229,7 +229,7 @@ def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> 
         stock: Whether to recover by torch's own function, where there is one.
     """
     import te_fsdp
-    from te_fsdp import _fsdp2
+    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     pair = Pair(strategy, dp_replicate)
     by_hand = _fsdp2.reset_iteration
@@ -253,7 +253,7 @@ def failed_forward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> 
 def failed_backward(strategy: str, dp_replicate: int = 1, stock: bool = True) -> dict[str, Any]:
     """A backward raises when one unit is through: the step refuses until all microbatches have been run again."""
     import te_fsdp
-    from te_fsdp import _fsdp2
+    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     pair = Pair(strategy, dp_replicate)
     by_hand = _fsdp2.reset_iteration
@@ -308,10 +308,10 @@ def by_hand(strategy: Any, dp_replicate: int = 1) -> dict[str, Any]:
 
 def _nothing_to_wait_for(model: nn.Module) -> None:
     """No stream has a reduction that the current one did not wait for; values would show it by chance, on GPUs."""
-    from te_fsdp import _fsdp2
-    from te_fsdp.sharding.state import sharding_state
+    from te_fsdp.sharded_model import get_sharded_model
+    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
-    state: Any = sharding_state(model)
+    state: Any = get_sharded_model(model)
     for root in state.roots():
         comm = _fsdp2._comm(root)
         assert not getattr(comm, "_last_post_reduce_events", {}), "reductions that nobody waits for"

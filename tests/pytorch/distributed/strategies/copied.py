@@ -9,7 +9,7 @@ import harness
 import torch
 
 import te_fsdp
-from te_fsdp import _torch
+from te_fsdp.upstream import torch_dtensor as _torch
 
 HIDDEN, TOKENS = 128, 32
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode": True}
@@ -73,10 +73,10 @@ def _build(
 
 
 def _values(parameter: torch.Tensor) -> list[torch.Tensor]:
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     local = _torch.local_of(parameter)
-    return [b.cpu() for b in (_te.values_of(local) if _te.is_quantized(local) else [local.detach()])]
+    return [b.cpu() for b in (_te.value_buffers_of(local) if _te.is_quantized(local) else [local.detach()])]
 
 
 def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: int, by_hand: bool) -> None:
@@ -119,9 +119,11 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: i
 
 def _staged(model: Any) -> int:
     """Bytes of shards that gathers have copied since the last question."""
-    from te_fsdp.sharding.state import required_state
+    from te_fsdp.sharded_model import require_sharded_model
 
-    found = {id(t.gathers): t.gathers for t in required_state(model, "").transports.values() if t.gathers}
+    found = {
+        id(t.gathers): t.gathers for t in require_sharded_model(model, "").transports.values() if t.gathers
+    }
     staged = sum(gathers.staged for gathers in found.values())
     for gathers in found.values():
         gathers.staged = 0
@@ -148,10 +150,10 @@ def training(
     """
     from quantization.models import recipe_of
 
-    from te_fsdp import _fsdp2_copies
+    from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
     made = None if recipe == "none" else recipe_of(recipe)
-    stock = _fsdp2_copies.CopiedGathers._stage
+    stock = _fsdp2_copies.CopyEngineGathers._stage
     found: dict[str, Any] = {}
     for transport in ("nccl", "copy_engine"):
         how = (made, axes, strategy, precision, prefetch, transport, outer, hidden)
@@ -164,25 +166,25 @@ def training(
             _steps(model, optimizer, made, seen, steps, by_hand)
             for name, parameter in model.named_parameters():
                 seen["values"] += [(name, value) for value in _values(parameter)]
-        state = te_fsdp.sharding.state.required_state(built[0][0], "")
+        state = te_fsdp.sharded_model.require_sharded_model(built[0][0], "")
         seen["transports"] = {name: tuple(t[:2]) for name, t in state.transports.items()}
         found[transport] = seen
-    _fsdp2_copies.CopiedGathers._stage = stock  # the worker goes on with other tests
+    _fsdp2_copies.CopyEngineGathers._stage = stock  # the worker goes on with other tests
     return found
 
 
 def _stale(model: Any) -> None:
     """A shard that has moved is taken to be where it was."""
-    from te_fsdp import _fsdp2_copies
+    from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
-    _fsdp2_copies.CopiedGathers._stage = lambda self, targets, sources: None
+    _fsdp2_copies.CopyEngineGathers._stage = lambda self, targets, sources: None
 
 
 def _early(model: Any) -> None:
     """Memory of a gathered weight is used for another one before what has read it has ended: here, before it begins."""
-    from te_fsdp.sharding.state import required_state
+    from te_fsdp.sharded_model import require_sharded_model
 
-    for transport in required_state(model, "").transports.values():
+    for transport in require_sharded_model(model, "").transports.values():
         gathers = transport.gathers
         if gathers is not None:
             copy = gathers._copy
@@ -202,12 +204,12 @@ def gathered(recipe: str) -> dict[str, list[str]]:
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of
 
-    from te_fsdp import _fsdp2_copies
+    from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
     made = None if recipe == "none" else recipe_of(recipe)
     model, optimizer = _build(made, DP2, *_PLAIN, "copy_engine")
     x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device=harness.device())
-    kind, names = _fsdp2_copies.CopiedGathers, list[str]()
+    kind, names = _fsdp2_copies.CopyEngineGathers, list[str]()
     stock, release = kind._lay_out, kind._release
 
     def lay_out(self: Any, group: Any) -> Any:
@@ -265,7 +267,7 @@ _PLAIN: tuple[Any, ...] = ("optim_grads_params", {}, 0)
 
 def deserted() -> tuple[str, float]:
     """A forward that another rank does not make: what rank 0 is told, and after how many seconds."""
-    from te_fsdp.all_ranks import DEFAULT_TIMEOUT
+    from te_fsdp.collectives.rendezvous import DEFAULT_TIMEOUT
 
     model, _ = _build(None, DP2, "optim_grads_params", {}, 0, "copy_engine")
     # What is looked at in a first forward alone asks the other ranks too: the gathers themselves are to give up here.
@@ -288,9 +290,9 @@ def deserted() -> tuple[str, float]:
 
 def late(when: str) -> dict[str, Any]:
     """Losses of forwards between which shards are written to, while a rank is late with its copies, or its writes."""
-    from te_fsdp import _fsdp2_copies
+    from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
-    stock = _fsdp2_copies.CopiedGathers._copy
+    stock = _fsdp2_copies.CopyEngineGathers._copy
     me, losses = torch.distributed.get_rank(), {}
 
     def copy(self: Any, gather: Any, is_first: bool) -> None:
@@ -301,7 +303,7 @@ def late(when: str) -> dict[str, Any]:
     for transport in ("nccl", "copy_engine"):
         model, _ = _build(None, DP2, "optim_grads_params", {}, 0, transport)
         torch.manual_seed(0)
-        _fsdp2_copies.CopiedGathers._copy = copy
+        _fsdp2_copies.CopyEngineGathers._copy = copy
         try:
             with torch.no_grad():
                 for _ in range(2):
@@ -312,5 +314,5 @@ def late(when: str) -> dict[str, Any]:
                     for parameter in model.parameters():
                         parameter.mul_(0.5)
         finally:
-            _fsdp2_copies.CopiedGathers._copy = stock
+            _fsdp2_copies.CopyEngineGathers._copy = stock
     return losses

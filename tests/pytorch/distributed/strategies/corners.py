@@ -66,7 +66,7 @@ def learn(model: nn.Module, step: int = 0, dtype: torch.dtype = torch.float32) -
 
 def shards(model: nn.Module) -> list[torch.Tensor]:
     """This rank's parts of all parameters, copied."""
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     return [_torch.local_of(p.detach()).clone() for p in parameters(model).values()]
 
@@ -260,7 +260,7 @@ def broadcast(cases: list[dict[str, Any]]) -> None:
         cases: Options of fully_shard, and how the names of parameters begin that both ranks hold then.
     """
     import te_fsdp
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     for options in cases:
         options = dict(options)

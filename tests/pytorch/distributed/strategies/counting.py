@@ -142,7 +142,7 @@ def _memory(strategy: str) -> dict[str, tuple[int, int]]:
 
 def _elements(model: nn.Module, ranks: int) -> tuple[int, int, int]:
     """Of all parameters: elements, those of a rank with rows filled up, and those of this rank's own rows."""
-    from te_fsdp import _torch
+    from te_fsdp.upstream import torch_dtensor as _torch
 
     whole = sum(p.numel() for p in model.parameters())
     cut = sum(-(-p.shape[0] // ranks) * p.shape[1:].numel() for p in model.parameters())

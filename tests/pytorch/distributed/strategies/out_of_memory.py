@@ -101,7 +101,7 @@ def disturbed(
         **options: Of `te_fsdp.fully_shard`.
     """
     from strategies.bodies import replaced
-    from te_fsdp import _fsdp2
+    from te_fsdp.upstream import fsdp2_state as _fsdp2
 
     meshes = te_fsdp.Meshes.build(**axes)
     calm, job = (Job(recipe, meshes, **options) for _ in range(2))

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import te_fsdp
-from te_fsdp import _torch
-from te_fsdp.sharding import main_parameters
+from te_fsdp.features import main_params
+from te_fsdp.upstream import torch_dtensor as _torch
 
 HIDDEN = 32
 
@@ -97,7 +97,7 @@ def sums_over_tp() -> list[int]:
 
 def microbatches_over_tp(together: bool) -> list[torch.Tensor]:
     """Gradients of norms after microbatches that do not reduce and one that does; summed together, or by DTensor."""
-    from te_fsdp.sharding import tp_gradients
+    from te_fsdp import tp_gradients
 
     stock = tp_gradients._sum
     if not together:
@@ -121,9 +121,9 @@ def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: 
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     outer = {"outer_strategy": "optim"} if axes.get("dp_replicate", 1) > 1 else {}
-    stock = main_parameters.put_locals_in
+    stock = main_params.put_locals_in
     if not local:
-        main_parameters.put_locals_in = lambda optimizer: []
+        main_params.put_locals_in = lambda optimizer: []
     try:
         with te.quantized_model_init(enabled=is_fp8, recipe=Float8CurrentScaling()):
             model, _ = _model(axes, **outer)
@@ -134,7 +134,7 @@ def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: 
             te_fsdp.shard_optimizer(optimizer)
         losses = [_step(model, optimizer, seed=n).cpu() for n in range(5)]
     finally:
-        main_parameters.put_locals_in = stock
+        main_params.put_locals_in = stock
     held = [p for group in optimizer.param_groups for p in group["params"]]
     states = {
         f"{number} {name}": _torch.local_of(value).float().cpu()

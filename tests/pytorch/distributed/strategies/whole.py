@@ -9,8 +9,8 @@ import harness
 import torch
 
 import te_fsdp
-from te_fsdp import _fsdp2_patches, _torch
-from te_fsdp.quantized import all_gather
+from te_fsdp.quantized import fsdp_hooks
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
 
 HIDDEN, TOKENS = 128, 32
 OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode": True}
@@ -18,10 +18,10 @@ OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode"
 
 def _buffers(parameter: torch.Tensor) -> list[torch.Tensor]:
     """What holds the values of a parameter."""
-    from te_fsdp import _te
+    from te_fsdp.upstream import te as _te
 
     local = _torch.local_of(parameter)
-    return _te.values_of(local) if _te.is_quantized(local) else [local.detach()]
+    return _te.value_buffers_of(local) if _te.is_quantized(local) else [local.detach()]
 
 
 def _copied(arrange: Any, *args: Any) -> Any:
@@ -81,15 +81,15 @@ def training(
         model = torch.nn.Sequential(
             *[te.LayerNormMLP(HIDDEN, 2 * HIDDEN, **OPTIONS, **meshes.te_kwargs()) for _ in "ab"]
         )
-    stock, arrange = _fsdp2_patches.alias_whole_shards, all_gather._arrange
+    stock, arrange = _fsdp2_patches.alias_single_rank_shards, fsdp_hooks._customize_gather
     if not lend:
-        _fsdp2_patches.alias_whole_shards = lambda unit: None
-        all_gather._arrange = functools.partial(_copied, arrange)
+        _fsdp2_patches.alias_single_rank_shards = lambda unit: None
+        fsdp_hooks._customize_gather = functools.partial(_copied, arrange)
     try:
         policy = te_fsdp.MixedPrecisionPolicy(**precision) if precision else None
         te_fsdp.fully_shard(model, meshes, units=[te.LayerNormMLP], strategy=strategy, precision=policy)
     finally:
-        _fsdp2_patches.alias_whole_shards = stock
+        _fsdp2_patches.alias_single_rank_shards = stock
     te_fsdp.materialize(model, seed=0)
     shards = {name: {b.data_ptr() for b in _buffers(p)} for name, p in model.named_parameters()}
     lent: dict[str, bool] = {}
@@ -102,7 +102,7 @@ def training(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     te_fsdp.main_weights(model, optimizer)
     losses = _losses(model, optimizer, made, handle)
-    all_gather._arrange = arrange
+    fsdp_hooks._customize_gather = arrange
     return {
         "lent": lent,
         "losses": losses,

@@ -1,0 +1,477 @@
+"""``set_device_mesh``: plan, check, then bind every module of a tree to its meshes.
+
+A bound module has one of te_fsdp's classes, made when first asked for (TE is not imported before):
+
+    te_fsdp.Linear  =  MeshModule  +  te.Linear  +  ShardedInit  +  TransformerEngineBaseModule
+
+``ShardedInit`` stands between TE's class and TE's base class, so that TE's own ``reset_parameters`` of the
+class runs, and only the generic part, which knows neither shards nor foreign axis names, is replaced.
+
+``load_state_dict(assign=True)`` of a bound model copies what is loaded into the parameters that are there. Assigned
+tensors would take their places: FSDP2, optimizers and te_fsdp's own notes hold the old ones.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from te_fsdp.boxed_dtensor import place_full_tensors
+from te_fsdp.collectives.agreement import raised_on_all_ranks
+from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.errors import CheckpointError, PlacementError, require_flags
+from te_fsdp.initialize import (
+    find_equal_shards,
+    has_device_parameters,
+    initialize_te_parameters,
+    refuse_equal_shards,
+)
+from te_fsdp.lifecycle import (
+    StepFunctions,
+    refuse_replaced,
+    register_step_functions,
+    require_equal_gradients,
+    schedule_gradient_checks,
+    sync_tp_replicas,
+    track_replaced_parameters,
+)
+from te_fsdp.mesh_checks import check_1d
+from te_fsdp.modules.fused_states import patch_fused_adam
+from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
+from te_fsdp.modules.inputs import watch_inputs
+from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
+from te_fsdp.modules.options import HEADS, check_multiple
+from te_fsdp.modules.own_dtensors import on_known_mesh
+from te_fsdp.modules.plan import ModuleMeshes, plan_modules
+from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, restore_optimizer_params
+from te_fsdp.quantized.boxed import describe_shards, patch_loading, take_waiting
+from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
+from te_fsdp.quantized.shards import requantize
+from te_fsdp.records import (
+    BINDING,
+    NO_SHARD,
+    ModuleBinding,
+    OwnDTensor,
+    binding_of,
+    param_attrs_to_copy,
+    require_model,
+)
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.versions import warn_if_untested
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    from te_fsdp.layout import ExpertRange
+    from te_fsdp.modules.plan import ModulePlan
+
+
+_log = logging.getLogger("te_fsdp")
+
+
+@functools.cache
+def _sharded_init_class() -> type:
+    """``TransformerEngineBaseModule`` whose generic ``reset_parameters`` is shard-aware."""
+    base = _te.base_module_class()
+
+    class ShardedInit(base):  # type: ignore[misc, valid-type]
+        """Replaces the generic part of TE's ``reset_parameters`` for bound modules."""
+
+        def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
+            """Initialise this rank's shards; see :meth:`MeshModule.reset_parameters`."""
+            if binding_of(self) is None:
+                super().reset_parameters(defer_init=defer_init)  # type: ignore[not-callable]
+            elif not defer_init:
+                initialize_te_parameters(self)
+
+    return ShardedInit
+
+
+@functools.cache
+def mesh_class(kind: str) -> type[torch.nn.Module]:
+    """te_fsdp's class of a module kind, for example ``te_fsdp.Linear``."""
+    stock = _te.module_class(kind)
+
+    def __init__(
+        self: Any,
+        *args: Any,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_1d(tp_mesh, "tp_mesh", kind)
+        check_1d(weight_mesh, "weight_mesh", kind)
+        check_switch(kwargs)
+        if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
+            kwargs.setdefault("tp_group", tp_mesh.get_group())
+            kwargs.setdefault("tp_size", tp_mesh.size())
+        _check_divisible(kind, stock, args, kwargs)
+        super(cls, self).__init__(*args, **kwargs)  # type: ignore[invalid-argument]
+        if tp_mesh is not None or weight_mesh is not None:
+            self.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
+
+    doc = f"""TransformerEngine's ``{kind}`` that can be bound to meshes.
+
+    Takes everything that ``transformer_engine.pytorch.{kind}`` takes, and two keywords more.
+
+    Args:
+        *args: As for TE.
+        tp_mesh: 1-D tensor-parallel mesh; gives ``tp_group`` and ``tp_size`` where these are left out.
+        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight (FSDP shard x tp), for the scale of
+            quantized weights with one scale per tensor.
+        **kwargs: As for TE.
+
+    Raises:
+        MeshError: A mesh is not 1-D, or contradicts ``tp_size`` or ``tp_group``.
+        PlacementError: Heads or features that ``tp_size`` does not divide.
+    """
+    cls = type(kind, _bases(stock), {"__init__": __init__, "__doc__": doc, "__module__": "te_fsdp"})
+    return cls
+
+
+#: Arguments of TE's constructors that are divided by ``tp_size``. Those of linears depend on ``parallel_mode``.
+_DIVIDED = {
+    "TransformerLayer": (*HEADS, "ffn_hidden_size"),
+    "MultiheadAttention": HEADS,
+    "DotProductAttention": HEADS,
+    "LayerNormMLP": ("ffn_hidden_size",),
+}
+_BY_MODE = {"column": ("out_features",), "row": ("in_features",)}
+
+
+def _check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise if ``tp_size`` does not divide what TE's class would cut by it, given a constructor's arguments."""
+    try:
+        given = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
+    except TypeError:
+        return  # TE says which argument is wrong
+    given = {**given, **given.get("kwargs", {})}
+    group = given.get("tp_group")  # decides over tp_size, as in TE
+    tp_size = group.size() if group is not None else given.get("tp_size", 1)
+    names = _DIVIDED.get(kind, ())
+    if kind in ("Linear", "LayerNormLinear", "GroupedLinear"):
+        names = _BY_MODE.get(str(given.get("parallel_mode")), ())
+    for name in names:
+        size = given.get(name)
+        if isinstance(size, int) and isinstance(tp_size, int) and tp_size > 1:
+            check_multiple(kind, name, size, tp_size)
+
+
+@functools.cache
+def bound_class(cls: type) -> type:
+    """The class of a bound instance of ``cls``: TE's own become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``).
+
+    A user's subclass, and a module that TE does not know, keep their code and name behind the mixin.
+    """
+    if issubclass(cls, MeshModule):
+        return cls
+    for kind in _te.KINDS if _te.is_loaded() else ():
+        if cls is _te.module_class(kind):
+            return mesh_class(kind)
+    return type(cls.__name__, _bases(cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+
+
+def _bases(cls: type) -> tuple[type, ...]:
+    """Bases of a bound class over ``cls``."""
+    if _te.is_loaded() and issubclass(cls, _te.base_module_class()):
+        grouped = issubclass(cls, _te.module_class("GroupedLinear"))
+        return (GroupedModule if grouped else ResettableModule, cls, _sharded_init_class())
+    if hasattr(cls, "op_backward"):
+        return (OpMeshModule, cls)
+    from_te = cls.__module__.split(".")[0] == "transformer_engine"
+    return (ForeignModule if hasattr(cls, "reset_parameters") and not from_te else MeshModule, cls)
+
+
+#: Around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
+BEFORE_STEP: StepFunctions = (
+    restore_optimizer_params,
+    refuse_replaced,
+    require_main_weights,
+    require_equal_gradients,
+    sync_tp_replicas,
+)
+AFTER_STEP: StepFunctions = (refresh_quantized,)
+
+
+def set_device_mesh(
+    model: nn.Module,
+    tp_mesh: DeviceMesh | None = None,
+    weight_mesh: DeviceMesh | None = None,
+    *,
+    ep_mesh: DeviceMesh | None = None,
+    expert_weight_mesh: DeviceMesh | None = None,
+    experts: Selection = None,
+    check_inputs: bool = True,
+) -> None:
+    """Bind a tree of TE modules to meshes, in place: parameters become DTensors, rightly placed over tp.
+
+    Call it once, before FSDP2's ``fully_shard``, on parameters made on the device or on meta. Each module's
+    class becomes te_fsdp's subclass of its TE class, so that ``isinstance``, names and ``state_dict`` keys stay.
+    Modules that TE does not know are replicated over tp; mark a parameter ``sequence_parallel = True`` if each tp rank
+    computes only its part of that parameter's gradient. Calling again with the same meshes changes nothing.
+
+    Local for parameters on meta. With parameters on the device it is collective over ``tp_mesh`` and ``weight_mesh``:
+    a few bytes per parameter tell whether ranks of tp hold equal parts, and quantized weights with one scale per tensor
+    are requantized with the scale of the whole weight. With an ``ep_mesh`` it is collective over that too: the ranks
+    tell each other how many experts they hold.
+
+    Args:
+        model: A TE module, or any tree that contains some.
+        tp_mesh: 1-D tensor-parallel mesh, or ``None`` for no tensor parallelism. A parameter of local shape
+            ``(out / tp, in)`` becomes a DTensor of global shape ``(out, in)``, and so on.
+        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight: FSDP shard x tp, flattened, without
+            replicas. Needed for weights with one scale per tensor under tensor parallelism.
+        ep_mesh: 1-D expert-parallel mesh, or ``None``. The ``GroupedLinear`` modules of each of its ranks then hold
+            other experts (``num_gemms`` of them), and their parameters are registered under global indices
+            (``weight2``, ``weight3`` on the second of two ranks with two experts each).
+        expert_weight_mesh: As ``weight_mesh``, for expert modules: without ``ep``.
+        experts: Names or classes of the grouped modules to deal out, or of modules that hold some; by default all.
+        check_inputs: Compare over tp what enters ``model`` in new shapes, unless it is a TE module itself, which may be
+            part of another; and gradients of what each rank holds whole, in the first two steps.
+
+    Raises:
+        MeshError: A mesh is not 1-D, or not in ascending order, contradicts a module's ``tp_size`` or
+            ``tp_group``, or the meshes do not fit together; or experts that are not dealt out over ``ep_mesh`` as
+            ``torch.chunk`` cuts.
+        OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
+        PlacementError: A module or option for which there is no right placement, or a quantized weight of which no
+            cut consists of whole blocks of its format.
+        InitError: Ranks of tp hold equal parts of a weight, or ranks of ep equal experts, as equal seeds draw them.
+        CollectiveError: Where it communicates: some ranks did not make the call.
+
+    Source: semantics of TransformerEngine PR #2713, signature included.
+    """
+    require_flags("set_device_mesh", check_inputs=check_inputs)
+    mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
+    together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
+    meshings = _meshings(tp_mesh, weight_mesh, ep_mesh, expert_weight_mesh)
+    with together, track_replaced_parameters(model, "set_device_mesh"):
+        with raised_on_all_ranks(mesh, "set_device_mesh"):
+            planned = plan_modules(model, *meshings, experts)
+        _check_shards_differ(planned, tp_mesh, ep_mesh)
+        bind(model, planned)
+    if _te.kind_of(model) is None:
+        watch_inputs(model, tp_mesh if check_inputs else None)
+    schedule_gradient_checks(model, check_inputs)
+
+
+def _module_meshes(
+    tp_mesh: DeviceMesh | None,
+    weight_mesh: DeviceMesh | None,
+    expert_weight_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+) -> tuple[ModuleMeshes, ModuleMeshes]:
+    """Return the meshes of modules that are not experts, and those of experts. Local operation."""
+    split = _split(tp_mesh)
+    return ModuleMeshes(split, weight_mesh), ModuleMeshes(split, expert_weight_mesh, ep_mesh)
+
+
+def _check_shards_differ(
+    planned: Collection[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+) -> None:
+    """Refuse equal parts of what ranks should hold parts of. Collective over both, if anything is on the device."""
+    if has_device_parameters(planned):
+        with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
+            refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
+
+
+def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
+    """Carry a plan out. Collective over the weight meshes of quantized weights on the device that have one scale."""
+    warn_if_untested()
+    register_step_functions(BEFORE_STEP, AFTER_STEP)
+    adopted: dict[int, tuple[Any, Any]] = {}
+    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
+        if item.kind == "GroupedLinear" and binding_of(item.module) is None:
+            adopt_single(item.module, adopted)
+    replaced: dict[int, torch.nn.Parameter] = {}
+    for item in planned:
+        _bind(item, replaced)
+    for module in model.modules():
+        if _WATCHED not in module.__dict__:
+            module.__dict__[_WATCHED] = True
+            module.register_load_state_dict_pre_hook(_before_load)
+    place_full_tensors()
+    patch_loading()
+    if _te.is_loaded():
+        patch_fsdp_hooks()
+        patch_fused_adam()
+
+
+def _meshings(
+    tp_mesh: DeviceMesh | None,
+    weight_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+    expert_weight_mesh: DeviceMesh | None,
+) -> tuple[ModuleMeshes, ModuleMeshes]:
+    """Return the meshes of dense modules and of expert modules."""
+    tp = _split(tp_mesh)
+    single = None if tp is not None else tp_mesh
+    return ModuleMeshes(tp, weight_mesh, single=single), ModuleMeshes(tp, expert_weight_mesh, ep_mesh)
+
+
+def _split(tp_mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """Return a tensor-parallel mesh of several ranks, or ``None``: one rank is no tensor parallelism."""
+    return None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
+
+
+def _communicates_over(
+    model: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+) -> DeviceMesh | None:
+    """The ranks that must come first, if the call communicates; ``None`` if it is local. Local operation."""
+    require_model(model, "set_device_mesh(model, tp_mesh, weight_mesh)")
+    for mesh, argument in ((tp_mesh, "tp_mesh"), (weight_mesh, "weight_mesh"), (ep_mesh, "ep_mesh")):
+        check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
+    if ep_mesh is not None:
+        return ep_mesh
+    device = [p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)]
+    if device and tp_mesh is not None:
+        return tp_mesh if weight_mesh is None else weight_mesh
+    return weight_mesh if any(map(_te.is_quantized, device)) else None
+
+
+def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
+    """Bind one module: class, process group, parameters. ``replaced`` keeps tied parameters tied."""
+    module, meshes = item.module, item.meshes
+    tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
+    known = binding_of(module)
+    if known is not None:
+        # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier ones.
+        known.rules.update(item.rules)
+        known.weight_mesh = known.weight_mesh or weight_mesh
+        known.name = item.name if len(item.name) > len(known.name) else known.name
+        for name, parameter in module._parameters.items():
+            describe_shards(module, known, name, parameter)
+        return
+    binding = ModuleBinding(item.name, tp_mesh, weight_mesh, dict(item.rules))
+    binding.distributed = dict(item.distributed)
+    if item.experts is not None:
+        binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts
+        binding.rules = {item.experts.registered_name(name): rule for name, rule in item.rules.items()}
+        _register_globally(module, item.experts)
+        binding.experts_mesh = meshes.experts_mesh
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            binding.attributes[name] = param_attrs_to_copy(parameter)
+    module.__dict__[BINDING] = binding
+    module.__class__ = bound_class(type(module))
+    is_cut = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
+    if is_cut and hasattr(module, "set_tensor_parallel_group"):
+        module.set_tensor_parallel_group(tp_mesh.get_group())
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        if id(parameter) not in replaced:
+            mesh, new = binding.whole_mesh(name), parameter
+            if isinstance(parameter, DTensor):
+                new = on_known_mesh(parameter, binding.distributed.get(name) or _as_bound(parameter, mesh))
+            elif mesh is not None:
+                new = _to_dtensor(parameter, name, binding, mesh)
+            local = _torch.local_of(new)
+            if _te.is_quantized(local) and not local.is_meta:
+                requantize(local, binding)
+                patch_new_zeros(local)
+            binding.carry(name, new)
+            describe_shards(module, binding, name, new)
+            replaced[id(parameter)] = new
+            replaced.setdefault(id(new), new)
+        module._parameters[name] = replaced[id(parameter)]
+
+
+def _as_bound(parameter: DTensor, mesh: DeviceMesh | None) -> OwnDTensor:
+    """Return the placement of TE's own parameter that is a DTensor on the tp mesh already."""
+    assert mesh is not None
+    return OwnDTensor(mesh, tuple(parameter.placements), False, None)
+
+
+def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
+    """Register a module's parameters under global expert indices, in the order that they have. Local operation."""
+    own = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
+    replicated = module.__dict__.get(NO_SHARD)
+    if isinstance(replicated, frozenset):
+        module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, replicated))
+    _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in own})
+
+
+def _to_dtensor(
+    parameter: torch.nn.Parameter, name: str, binding: ModuleBinding, mesh: DeviceMesh
+) -> torch.nn.Parameter:
+    """The parameter as a DTensor on its mesh (of all experts: on ``ep`` too); data and quantized buffers stay."""
+    rule, local = binding.rules[name], parameter.detach()
+    kept = _te.high_precision_value(parameter)
+    if kept is not None:
+        _te.attach_high_precision_value(local, kept)
+    shape = list(local.shape)
+    placements: list[Placement] = [Replicate()] * mesh.ndim
+    if binding.experts is not None and rule.layout.is_grouped:
+        shape[0], placements[0] = binding.experts.total, Shard(0)
+    if rule.shard_dim is not None and binding.tp_mesh is not None:
+        shape[rule.shard_dim] *= binding.tp_mesh.size()
+        placements[-1] = Shard(rule.shard_dim)
+    like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
+    return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
+
+
+#: Key in a module's ``__dict__``: what is assigned to it is looked at.
+_WATCHED = "_te_fsdp_assignments"
+_ASSIGN = "assign_to_params_buffers"
+
+
+def _before_load(
+    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
+) -> None:
+    """Runs for the module that is loaded first: all that is below it is checked before anything changes."""
+    assign = bool(metadata.get(_ASSIGN))
+    take_waiting(module, state_dict, prefix)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(prefix + name)
+        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
+            _check(prefix + name, parameter, value, assign)
+    if not assign:
+        return
+    own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+    if own and not any(parameter.is_meta for parameter in own):
+        metadata[_ASSIGN] = False
+
+
+def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:
+    """The value must be cut as the parameter is, and be this rank's."""
+    if _torch.is_of_another_rank(value, parameter):
+        raise CheckpointError(
+            f"{label}: load_state_dict of a sharded parameter",
+            expected="this rank's part",
+            got="that of another rank, as torch.load of a file that one rank saved gives it",
+            why="torch.save writes of a sharded tensor the part of the rank that calls it",
+            fix="te_fsdp.checkpoint.save and load, on all ranks",
+        )
+    why = (
+        "It would take the place of this rank's part"
+        if assign
+        else "Of a whole tensor each rank needs its part"
+    )
+    if not isinstance(value, DTensor):
+        got = f"a plain tensor of shape {tuple(value.shape)}"
+    elif assign and (value.placements != parameter.placements or value.device_mesh != parameter.device_mesh):
+        got = f"one with {tuple(value.placements)} on {value.device_mesh}"
+    else:
+        return
+    raise PlacementError(
+        f"{label}: load_state_dict({'assign=True' if assign else ''}) of a sharded parameter",
+        expected=f"a DTensor with placements {tuple(parameter.placements)}",
+        got=got,
+        why=why,
+        fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
+        "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
+        "te_fsdp.set_device_mesh and te_fsdp.fully_shard",
+    )

@@ -1,0 +1,365 @@
+"""A DTensor whose shards are several rectangles of the original tensor, for torch's own functions and for DCP.
+
+``Shard(0)`` describes a stacked layout (gated fc1, non-interleaved QKV) only for one tensor-parallel size. FSDP2,
+optimizers and kernels need nothing else, because they work on local tensors. ``full_tensor``, ``redistribute`` and
+checkpoints need the positions in the original tensor. :class:`BoxedDTensor` keeps these positions with the tensor.
+
+The class overrides what leaves the local tensor:
+
+- ``full_tensor`` and ``redistribute`` return the rows in the order of the unsharded module;
+- DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
+- ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
+- copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
+
+See "Alternatives considered" in docs/internals.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import _state_dict_utils
+from torch.distributed.checkpoint import filesystem, state_dict, state_dict_loader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from te_fsdp.errors import PlacementError, message
+from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes
+from te_fsdp.upstream import torch_dtensor as _torch
+
+#: Key in a tensor's ``__dict__``.
+_KEY = _torch.BOXES
+#: Attribute of a tensor that DCP plans to write, and not to read into.
+_WRITES = "_te_fsdp_writes"
+#: Memory format in DCP's metadata of tensors whose rows are in the order of the unsharded module. DCP writes it and
+#: does not use it; DTensors of torch have ``torch.contiguous_format``.
+ORIGINAL_ORDER = torch.preserve_format
+#: Attribute of an ordinary DTensor that a pickle of a boxed one contains.
+_LOCAL_ORDER = "_te_fsdp_local_order"
+
+
+@dataclass(frozen=True)
+class BoxMap:
+    """How the shards of a DTensor are mapped to the original tensor."""
+
+    rule: ParameterRule  #: Rule of the parameter
+    has_tp: bool  #: Whether the last mesh dimension is the tensor-parallel axis
+    has_ep: bool  #: Whether an expert-parallel mesh dimension precedes it
+    placements: tuple[Placement, ...]  #: Placements for which the mapping is valid
+    #: Weak reference to the module of a quantized parameter, and the parameter's name there
+    owner: tuple[Any, str] | None = field(default=None, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> BoxMap:
+        """Return the same object, which never changes."""
+        return self
+
+
+def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
+    """Return this rank's coordinates from a DTensor's placements.
+
+    The tensor-parallel axis is the last one. The expert-parallel axis and those of FSDP2 come before it.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise PlacementError(message(f"{label}: this rank is not on the parameter's mesh {mesh}"))
+    tp_axis = mesh.ndim - 1 if has_tp else None
+    ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
+    dims = {
+        axis: _torch.shard_dim_of(p) for axis, p in enumerate(placements) if axis not in (tp_axis, ep_axis)
+    }
+    cuts = [(axis, dim) for axis, dim in dims.items() if dim is not None]
+    if len(cuts) > 1:
+        raise PlacementError(
+            f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts)
+        )
+
+    def place(axis: int | None) -> tuple[int, int]:
+        return (1, 0) if axis is None else (mesh.size(axis), coordinate[axis])
+
+    axis, dim = cuts[0] if cuts else (None, 0)
+    return Coordinates(*place(tp_axis), *place(axis), dim, *place(ep_axis))
+
+
+def boxed(tensor: torch.Tensor | None, rule: ParameterRule | None, *, has_tp: bool) -> None:
+    """Change the class of a bound parameter, in place, if its placements do not describe its shards. Local operation.
+
+    Only rows of a stacked layout that tensor parallelism cuts need it. Other tensors keep their class, because every
+    access to an attribute of this one costs a call.
+    """
+    if type(tensor) is DTensor and rule is not None and has_tp and is_reordered(tensor, rule):
+        _mark(tensor, BoxMap(rule, has_tp, False, tuple(tensor.placements)))
+
+
+def is_reordered(tensor: DTensor, rule: ParameterRule) -> bool:
+    """Return whether the rows of a tensor-parallel DTensor are in another order than its placements describe."""
+    return rule.layout.is_stacked and tensor.device_mesh.size(tensor.device_mesh.ndim - 1) > 1
+
+
+def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
+    """Return a tensor made for a parameter, such as an optimizer state, with its mapping. Local operation."""
+    found = parameter.__dict__.get(_KEY)
+    if found is not None and type(tensor) is DTensor and tensor.shape == parameter.shape:
+        _mark(tensor, found, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
+    return tensor
+
+
+def place_full_tensors() -> None:
+    """Let torch's ``full_state_dict=True`` place the rows of original tensors; later calls do nothing.
+
+    torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and in
+    ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
+    """
+    for owner, name, wrap in (
+        (_state_dict_utils, "_distribute_tensors", _place_pairs),
+        (state_dict, "_distribute_state_dict", _place_states),
+    ):
+        stock = getattr(owner, name)
+        if not hasattr(stock, "__wrapped__"):
+            setattr(owner, name, wrap(stock))
+
+
+def _place_pairs(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def distribute(local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
+        for key in keys:
+            pair = local_state_dict.get(key)
+            if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
+                local_state_dict[key] = pair[0].fill(pair[1])
+        stock(local_state_dict, keys, *args, **kwargs)
+
+    return distribute
+
+
+def _place_states(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        own = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
+        boxes = {key: t for key, t in own.items() if isinstance(t, BoxedDTensor) and t._map is not None}
+        stock({key: value for key, value in full.items() if key not in boxes}, local, *args, **kwargs)
+        for key, tensor in boxes.items():
+            local[key] = tensor.fill(full[key])
+
+    return distribute
+
+
+def _mark(tensor: DTensor, found: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
+    tensor.__class__ = cls or BoxedDTensor
+    tensor.__dict__[_KEY] = found
+
+
+def wrap_narrowing(wrap: Callable[[Any], Any]) -> None:
+    """Replace what DCP's reader narrows stored tensors with (``narrow_tensor_by_index``); later calls do nothing."""
+    stock = getattr(filesystem, "narrow_tensor_by_index", None)
+    if stock is not None and not hasattr(stock, "__wrapped__"):
+        filesystem.narrow_tensor_by_index = wrap(stock)  # type: ignore[bad-assignment]
+
+
+def wrap_loading(wrap: Callable[[Any], Any]) -> None:
+    """Replace the function that ``dcp.load`` reads a state dict with (``_load_state_dict``); later calls do nothing."""
+    stock = getattr(state_dict_loader, "_load_state_dict", None)
+    if stock is not None and not hasattr(stock, "__wrapped__"):
+        state_dict_loader._load_state_dict = wrap(stock)  # type: ignore[bad-assignment]
+
+
+#: Functions whose result is filled afterwards, with the attributes of the argument (``StateDictStager``).
+_COPIED_INTO = ("new_empty",)
+
+
+class BoxedDTensor(DTensor):
+    """A DTensor with the positions of its shards in the original tensor."""
+
+    #: Class of tensors made of it; ``None``: this module's.
+    kept_class: type[BoxedDTensor] | None = None
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function as for any DTensor, and give results of the same placements the same class."""
+        if func is torch.Tensor.copy_ and _from_original_order(*args[:2]):
+            return args[0]
+        result = _torch.plain_results(func, types, args, kwargs or {})
+        if type(result) is DTensor:
+            _keep(result, args, func)
+        elif type(result) in (list, tuple):
+            for index, one in enumerate(result):
+                if type(one) is DTensor:
+                    lists = [a[index] for a in args if type(a) in (list, tuple) and len(a) == len(result)]
+                    _keep(one, lists, func)
+        return result
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """Return the original tensor, in the order of the unsharded module. Collective over the mesh."""
+        if not self._needs_values():
+            return super().full_tensor(grad_placements=grad_placements)
+        return self._original()
+
+    def redistribute(
+        self, device_mesh: Any = None, placements: Sequence[Placement] | None = None, **options: Any
+    ) -> DTensor:
+        """Return an ordinary DTensor of the original tensor. Collective over the mesh, unless nothing changes."""
+        mesh = device_mesh or self.device_mesh
+        if (
+            placements is None
+            or not self._needs_values()
+            or (mesh == self.device_mesh and tuple(placements) == tuple(self.placements))
+        ):
+            return super().redistribute(device_mesh, placements, **options)
+        whole = self._original()
+        everywhere = DTensor.from_local(
+            whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False
+        )
+        return everywhere.redistribute(device_mesh, placements, **options)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        if self._map is None:
+            return super().__create_write_items__(fqn, object)
+        self.__dict__[_WRITES] = True
+        properties = TensorProperties.create_from_tensor(self._local_tensor)
+        properties.memory_format = ORIGINAL_ORDER
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self._chunks()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        if self._map is None:
+            return super().__create_chunk_list__()
+        self.__dict__.pop(_WRITES, None)
+        return self._chunks()
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        boxes = self._boxes()
+        return [ChunkStorageMetadata(torch.Size(b.original), torch.Size(b.sizes)) for b in boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        if self._map is None:
+            return super().__get_tensor_shard__(index)
+        for box in self._boxes():
+            if index.offset is not None and tuple(index.offset) == box.original:
+                return self._shard_of(box, to_write=self.__dict__.get(_WRITES, False))
+        raise ValueError(f"{index.fqn}: this rank has no rows at {index.offset}")
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickle an ordinary DTensor, which processes without te_fsdp can read, with a note on its order."""
+        plain = _torch.dtensor(self._local_tensor, self._spec)
+        if self._map is not None:
+            plain.__dict__[_LOCAL_ORDER] = True
+        return plain.__reduce_ex__(proto)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        new = DTensor(
+            copy.deepcopy(self._local_tensor.detach(), memo), self._spec, requires_grad=self.requires_grad
+        )
+        memo[id(self)] = new
+        return boxed_like(new, self)
+
+    @property
+    def _map(self) -> BoxMap | None:
+        """The mapping, if it is valid for the present placements."""
+        found = self.__dict__.get(_KEY)
+        return found if found is not None and tuple(self._spec.placements) == found.placements else None
+
+    @property
+    def _stacked(self) -> BoxMap | None:
+        """The mapping, if rows are not in the order that the placements describe."""
+        found = self._map
+        return found if found is not None and found.has_tp and is_reordered(self, found.rule) else None
+
+    def _boxes(self) -> list[Box]:
+        found = self.__dict__[_KEY]
+        at = coordinates_of(self, found.has_tp, found.has_ep, "tensor")
+        return shard_boxes(tuple(self._spec.shape), found.rule, at)[1]
+
+    def _original(self) -> torch.Tensor:
+        """The original tensor on every rank: that of plain placements, with its blocks put in order."""
+        mesh, found = self.device_mesh, self._stacked
+        whole = DTensor.redistribute(self._plain_values(), placements=[Replicate()] * mesh.ndim).to_local()
+        if found is None:
+            return whole
+        dim, tp = found.rule.shard_dim, mesh.size(mesh.ndim - 1)
+        assert dim is not None
+        parts = [height // tp for height in block_heights(whole.shape[dim], found.rule)]
+        pieces = whole.split(parts * tp, dim)
+        return torch.cat(
+            [pieces[rank * len(parts) + b] for b in range(len(parts)) for rank in range(tp)], dim
+        )
+
+    def _plain_values(self) -> DTensor:
+        """A DTensor of high-precision values."""
+        return self
+
+    def _needs_values(self) -> bool:
+        """Whether torch's own ``redistribute`` would return something else than the original tensor."""
+        return self._stacked is not None
+
+    def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
+        """The rectangle of the local tensor that DCP writes into the files, or reads into."""
+        return self._local_tensor[box.local_slices()]
+
+    def fill(self, whole: torch.Tensor) -> DTensor:
+        """Write this rank's rectangles of an original tensor; return the tensor, a new one on the device for meta."""
+        local = self._local_tensor
+        if local.is_meta:
+            local = torch.empty(local.shape, dtype=whole.dtype, device=whole.device)
+        for box in self._boxes():
+            local[box.local_slices()].copy_(whole[box.original_slices()])
+        return self if local is self._local_tensor else boxed_like(_torch.dtensor(local, self._spec), self)
+
+
+def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
+    """Give a result the class of the first argument that has it, if the placements are the same."""
+    for one in given:
+        if isinstance(one, BoxedDTensor) and (found := one.__dict__.get(_KEY)) is not None:
+            same = (
+                result._spec.shape == one._spec.shape and tuple(result._spec.placements) == found.placements
+            )
+            if same or func.__name__ in _COPIED_INTO:
+                _mark(result, found, one.kept_class)
+            return
+
+
+@torch.no_grad()
+def _from_original_order(target: Any, source: Any) -> bool:
+    """Copy an ordinary DTensor, whose rows are in the original order, into a boxed one; whether that was the case."""
+    if not isinstance(target, BoxedDTensor) or target._stacked is None or not isinstance(source, DTensor):
+        return False
+    same = source.device_mesh == target.device_mesh and source.placements == target.placements
+    if same and (source.__dict__.get(_KEY) == target._map or _LOCAL_ORDER in source.__dict__):
+        return False
+    target.fill(source.full_tensor())
+    return True
+
+
+def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
+    """Return a tensor of a subclass without memory (``Tensor._make_wrapper_subclass``)."""
+    return torch.Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=like.dtype, device=like.device)
+
+
+def byte_item(fqn: str) -> list[WriteItem]:
+    """Return the plan to write an object as bytes, which loads into an object of any size."""
+    return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
+
+
+def tensor_item(fqn: str, tensor: torch.Tensor) -> list[WriteItem]:
+    """Return the plan to write an ordinary tensor."""
+    size = torch.Size(tensor.shape)
+    zeros = torch.Size([0] * tensor.ndim)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(zeros, size),
+        properties=TensorProperties.create_from_tensor(tensor),
+        size=size,
+    )
+    return [WriteItem(index=MetadataIndex(fqn, zeros), type=WriteItemType.TENSOR, tensor_data=data)]

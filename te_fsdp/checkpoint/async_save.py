@@ -1,0 +1,330 @@
+"""Saves that go on while training does: one at a time in a process, each with a handle; and a bar of progress.
+
+Before that tensors are copied to the host, into memory that is kept. A copy of a small tensor costs a call to the
+device each, and so does each call of torch in Python. So tensors of one dtype, shape and device are stacked where they
+are, and copied and written as one. DCP's ``DefaultStager`` keeps memory too, but copies whole storages one by one:
+8,000 tensors of 64 elements take it 0.12 s of CPU time the second time, against 0.015 s here; views of half a tensor
+take it twice the memory; and it page-locks each copy by itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import math
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from te_fsdp.collectives.agreement import rank
+from te_fsdp.errors import CheckpointError, TeFsdpError
+
+K = TypeVar("K")
+_log = logging.getLogger("te_fsdp")
+#: Allocators of page-locked memory round up to powers of two: pieces of this size waste nothing.
+_SLAB = 1 << 28
+#: Copies begin at multiples of this, so that any dtype is aligned.
+_ALIGNMENT = 64
+#: Bytes of a tensor that is stacked with others, or read into memory of its own; and of a stack.
+_SMALL, _STACK = 1 << 16, 1 << 23
+#: Bytes from which memory comes in large pages; and those of a stretch of it that is given away in parts.
+_LARGE, _STRETCH = 1 << 21, 1 << 25
+#: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
+_HEAD_START = 0.005
+#: Seconds between two drawings of a bar.
+_INTERVAL = 0.1
+
+
+@dataclass
+class Block(Generic[K]):
+    """A large tensor, or small ones of one dtype and shape on one device, each with its key; any strides."""
+
+    keys: list[K]
+    tensors: list[torch.Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the tensors."""
+        return len(self.tensors) * self.tensors[0].nbytes
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.tensors[0].device
+
+    @property
+    def is_here(self) -> bool:
+        """Whether that is the host."""
+        return self.device.type == "cpu"
+
+    def rows(self) -> torch.Tensor:
+        """The tensors as rows of one, where they are; a view if it is one alone."""
+        return self.tensors[0].unsqueeze(0) if len(self.tensors) == 1 else torch.stack(self.tensors)
+
+
+def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
+    """Put tensors together that can be copied and written as one. Local operation, moves nothing."""
+    blocks: list[Block[K]] = []
+    open_: dict[tuple[torch.dtype, torch.Size, torch.device], Block[K]] = {}
+    for key, tensor in tensors:
+        kind = tensor.dtype, tensor.shape, tensor.device
+        block = open_.get(kind)
+        if block is None or block.bytes >= _STACK or tensor.nbytes > _SMALL:
+            block = open_[kind] = Block([], [])
+            blocks.append(block)
+        block.keys.append(key)
+        block.tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+    return blocks
+
+
+def flat_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Each row of a tensor flat, one behind the other in memory; copies where they are not. Local operation."""
+    flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
+    # A "contiguous" tensor of one element may have any stride, and then cannot be viewed as bytes.
+    if flat.is_contiguous() and flat.stride(1) == 1:
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
+
+
+def _aligned(count: int) -> int:
+    """So many bytes, rounded up to where the next tensor of any dtype may begin."""
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
+
+
+def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
+    """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
+
+    The system gives fresh memory away page by page when it is first written, 0.4 s of CPU time per GiB in pages of
+    4 KiB and 0.1 s in pages of 2 MiB: as much as it takes to read as many bytes from a file.
+    """
+    if pinned or count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a system that has none gives small ones
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory alive
+
+
+class HostMemory:
+    """Memory on the host for tensors that are kept together: parts of what is spare, then of new stretches."""
+
+    def __init__(self, spare: Iterable[torch.Tensor] = ()) -> None:
+        self._spare, self._rest = [*spare], host_memory(0)
+
+    def take(self, count: int) -> torch.Tensor:
+        """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
+        if count <= _SMALL:
+            return host_memory(count)
+        while _aligned(count) > len(self._rest):
+            self._rest = self._spare.pop() if self._spare else host_memory(max(_aligned(count), _STRETCH))
+        taken, self._rest = self._rest[:count], self._rest[_aligned(count) :]
+        return taken
+
+
+def threads_here(most: int) -> int:
+    """So many threads as there are cores for each process of this host, but no more than ``most``. Local operation."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # torchrun's number of processes of this host.
+    return max(1, min(most, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+class Staging:
+    """Host memory in a few large slabs, page-locked where a device copies into it. One save uses it at a time."""
+
+    def __init__(self) -> None:
+        self.slabs: list[torch.Tensor] = []
+        self._pinned = False
+
+    def copy(self, blocks: list[Block[K]]) -> list[torch.Tensor]:
+        """Each block as rows on the host, complete when this returns; what an earlier call returned is overwritten.
+
+        Copies from a device are queued on its current stream, after the kernels that make the values. Local operation.
+        """
+        devices = {block.device for block in blocks if not block.is_here}
+        if self._pinned != bool(devices):
+            self.slabs, self._pinned = [], bool(devices)
+        copies, count = [], 0
+        for count, some in enumerate(_by_slab(blocks), 1):
+            size = sum(_aligned(block.bytes) for block in some)
+            if len(self.slabs) < count or len(self.slabs[count - 1]) < size:
+                del self.slabs[count - 1 : count]  # freed before the larger one is made
+                self.slabs.insert(count - 1, host_memory(size, pinned=self._pinned))
+            rest = self.slabs[count - 1]
+            for block in some:
+                rows = block.rows()
+                copies.append(rest[: block.bytes].view(rows.dtype).view(rows.shape))
+                copies[-1].copy_(rows, non_blocking=True)
+                rest = rest[_aligned(block.bytes) :]
+        del self.slabs[count:]
+        for device in devices:
+            torch.get_device_module(device.type).current_stream(device).synchronize()
+        return copies
+
+    def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
+        """Blocks, in their order, with their rows on the host until the next is asked for; at most a slab is copied."""
+        for is_here, alike in groupby(blocks, lambda block: block.is_here):
+            for some in _by_slab(alike):
+                yield from zip(some, map(Block.rows, some) if is_here else self.copy(some), strict=True)
+
+
+def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
+    """Blocks, in their order, that fit into a slab together; a larger one alone."""
+    some, size = list[Block[K]](), 0
+    for block in blocks:
+        if some and size + _aligned(block.bytes) > _SLAB:
+            yield some
+            some, size = [], 0
+        some.append(block)
+        size += _aligned(block.bytes)
+    if some:
+        yield some
+
+
+class SaveHandle:
+    """A save that :func:`te_fsdp.checkpoint.save` has begun, perhaps finished.
+
+    Attributes:
+        path: Where the checkpoint appears when it is whole.
+        stall: Seconds that the call held up its caller.
+        bytes: What this rank writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.stall, self.bytes = path, 0.0, 0
+        self._finished = threading.Event()
+        self._error: TeFsdpError | None = None
+        self._asked = False
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not. Local operation."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it has ended, at most so many seconds; whether it has. Local operation."""
+        return self._finished.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until it has ended; the path of the checkpoint. Local operation.
+
+        Raises:
+            CheckpointError: It failed, on this rank or another; all ranks raise the same.
+            TimeoutError: It has not ended within so many seconds. It goes on.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
+        self._asked = True
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def is_unretrieved(self) -> TeFsdpError | None:
+        """What made it fail, unless :meth:`result` has raised it. Local operation."""
+        return self._error if self.done() and not self._asked else None
+
+    def finish(self, error: TeFsdpError | None = None) -> None:
+        """Note how it ended. The save itself calls this."""
+        self._error = error
+        self._finished.set()
+
+
+class Background:
+    """What a process keeps from one save to the next: the running one, memory for copies, and each model's plan."""
+
+    def __init__(self) -> None:
+        self.staging = Staging()
+        self.plans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._last: SaveHandle | None = None
+        self._thread: threading.Thread | None = None
+        atexit.register(self._report)
+
+    def wait(self) -> None:
+        """Wait for the running save, if there is one. Local operation."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def spare(self) -> list[torch.Tensor]:
+        """Memory on the host, uint8, that is kept for saves, and that none needs before the next. Local operation."""
+        return [] if self._thread is not None and self._thread.is_alive() else [*self.staging.slabs]
+
+    def raise_unretrieved(self) -> None:
+        """Raise what made the last save fail, unless its handle was asked, or this has been told before."""
+        last, self._last = self._last, None
+        error = None if last is None else last.is_unretrieved()
+        if error is not None:
+            raise CheckpointError(
+                f"save: the one before has failed, and nobody has asked for its result: {error}",
+                why="This one was not begun",
+                fix="call result() of the handle that save(..., asynchronous=True) returns, before the next save",
+            )
+
+    def _report(self) -> None:
+        """When the interpreter ends, which it does after the thread: say what nobody has heard of."""
+        error = None if self._last is None else self._last.is_unretrieved()
+        if error is not None:
+            # Not through the logger, which may have no handler.
+            sys.stderr.write(f"te_fsdp: {error}\n")
+
+    def start(self, handle: SaveHandle, work: Callable[[], None]) -> None:
+        """Do the rest of a save in a thread, which tells the handle how it ends; the interpreter waits for it."""
+
+        def run() -> None:
+            time.sleep(_HEAD_START)
+            try:
+                work()
+            except TeFsdpError as error:
+                _log.error("%s", error)
+                handle.finish(error)
+            except BaseException as error:  # nothing may vanish with the thread
+                _log.exception("%s: the save has failed", handle.path)
+                handle.finish(CheckpointError(f"{handle.path}: {type(error).__name__}: {error}"))
+
+        self._last = handle
+        self._thread = threading.Thread(target=run, name=f"te_fsdp save {handle.path.name}", daemon=False)
+        self._thread.start()
+
+
+@functools.cache
+def background() -> Background:
+    """The process' own."""
+    return Background()
+
+
+@contextmanager
+def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[[int], None]]:
+    """Yield a function to call with the bytes that were just moved; rank 0 draws a bar on stderr if enabled.
+
+    ``total`` are the bytes that this rank moves at most.
+    """
+    if not enabled or rank() != 0:
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    named = TextColumn("{task.description}", markup=False)  # directories' names may hold brackets
+    columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    # Drawn by whoever moves the bytes: while the interpreter ends, no thread can be started for it.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task, drawn = progress.add_task(text, total=total), 0.0
+
+        def tick(count: int) -> None:
+            nonlocal drawn
+            is_due = time.monotonic() - drawn > _INTERVAL
+            progress.update(task, advance=count, refresh=is_due)
+            drawn = time.monotonic() if is_due else drawn
+
+        yield tick
+        # Replicas that other ranks write never pass here.
+        progress.update(task, completed=total, refresh=True)

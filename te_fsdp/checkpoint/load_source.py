@@ -1,0 +1,264 @@
+"""Where a load reads from: the files of a save of ours, or tensors that lie in files of other kinds.
+
+Those are directories of plain ``torch.distributed.checkpoint``. Plain DCP notes where each value was in the nested dict
+that it was given (``planner_data``); te_fsdp writes keys of its own and no such notes. A directory without a manifest
+whose every key has one is therefore foreign; one without is a checkpoint of te_fsdp that has lost its manifest, and is
+refused.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fsdp.checkpoint import torch_files
+from te_fsdp.checkpoint.async_save import background
+from te_fsdp.checkpoint.directory import damaged, open_checkpoint
+from te_fsdp.checkpoint.index import Index, check_index, read_metadata
+from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Stack
+from te_fsdp.checkpoint.manifest import (
+    DCP_METADATA,
+    FILE_NAME,
+    SUMS_PIECES,
+    Manifest,
+    Tick,
+    check_files,
+    has_manifest,
+    read_manifest,
+)
+from te_fsdp.checkpoint.model_state import tied_names
+from te_fsdp.checkpoint.reader import DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle
+from te_fsdp.checkpoint.shard_files import checksum
+from te_fsdp.checkpoint.state_dicts import open_dcp_contents
+from te_fsdp.checkpoint.storage import absolute, is_remote
+from te_fsdp.checkpoint.tensor_entries import Entry
+from te_fsdp.collectives.agreement import (
+    RankMessenger,
+    all_agree,
+    from_rank_0,
+    gather_if_any,
+    rank,
+    rank_messenger,
+    world_size,
+)
+from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.layout import slices
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_log = logging.getLogger("te_fsdp")
+
+
+@dataclass
+class Source:
+    """A checkpoint that is being loaded."""
+
+    path: Path  #: The directory
+    manifest: Manifest  #: What it holds; for a stage of a pipeline, what of that is the stage's
+    #: By the keys that our files have; ``None``: the files are ours.
+    tensors: Mapping[str, Lazy] | None = None
+    #: What was taken of a foreign directory, and what not, in words.
+    notes: list[str] = field(default_factory=list)
+    staged: Staged = field(default_factory=Staged, repr=False)  #: What was read and has not been copied yet
+    #: The world, if what several ranks want is read once; else each reads what it wants.
+    ranks: RankMessenger | None = None
+    index: Index = field(default_factory=lambda: Index({}, [], lambda keys: iter(())))  #: What lies where
+
+    def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every tensor in the files, by key. Local operation."""
+        files = self.index.tensors
+        return files if self.tensors is None else {k: (t.shape, t.dtype) for k, t in self.tensors.items()}
+
+    def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
+        """Read what goes into entries, and more, into memory of the host, and check it; the entries' own is left alone.
+
+        Collective over the world: CheckpointError on all ranks where one failed; nothing has changed then. No rank
+        reads more than the stored pieces that its own rows lie in.
+        """
+        places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        wanted = [place for place in dict.fromkeys([*places, *more]) if math.prod(place[2])]
+        self.staged.parts.update({place: [] for place in wanted})
+        if self.ranks is None:
+            all_agree(lambda: self._read(wanted))
+            return
+        dtypes = all_agree(lambda: {key: dtype for key, (_, dtype) in self.described().items()})
+        share = ReadShare.of(self.ranks, wanted, dtypes)
+
+        def read() -> None:
+            share.provide(self.staged)
+            self._read(share.own)
+
+        all_agree(read)
+        share.exchange(self.staged)
+        _log.info("%s: read together with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
+
+    def _read(self, wanted: list[Rectangle]) -> None:
+        if self.tensors is None:
+            read_stored(self.path, self.manifest, self.index, wanted, self.staged)
+            return
+        # Tensors that are what lies in a DCP directory, by their keys there; the others are made of such.
+        names = {}
+        for key, _, _ in wanted:
+            tensor = self.tensors[key]
+            pieces = [piece for _, piece in tensor.chunks] if isinstance(tensor, Chunked) else []
+            if pieces and all(isinstance(piece, torch_files.Piece) for piece in pieces):
+                names[key] = tensor.key  # type: ignore[missing-attribute]
+        if stored := [place for place in wanted if place[0] in names]:  # other kinds have no metadata
+            read_stored(self.path, self.manifest, self.index, stored, self.staged, names)
+        for place in (place for place in wanted if place[0] not in names):
+            key, offsets, shape = place
+            self.staged.parts[place] = [((0,) * len(shape), _values(self.tensors[key], offsets, shape))]
+
+
+def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+    """A rectangle of a tensor, contiguous, on the host."""
+    if not shape:
+        return tensor.whole().reshape(())
+    begin, end = offsets[0], offsets[0] + shape[0]
+    if isinstance(tensor, Stack):  # no expert's rows are read for another's
+        return torch.stack([_values(tensor.select(i), offsets[1:], shape[1:]) for i in range(begin, end)])
+    return tensor.rows(begin, end)[(slice(None), *slices(offsets[1:], shape[1:]))].contiguous()
+
+
+# --- opening
+
+
+def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, read: str) -> Source:
+    """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
+
+    All but the path is as :func:`te_fsdp.checkpoint.load` takes it. The model says which names are of one tensor;
+    ``optimizer`` is the class where the files do not say it, empty if none is loaded. CheckpointError on all ranks:
+    nothing whole there, neither ours nor certainly foreign, or ranks that do not see the same.
+    """
+
+    def seen(manifest: Manifest | None) -> int | str | None:
+        file = path / (DCP_METADATA if manifest is None else FILE_NAME)
+        try:
+            return checksum(file) if file.is_file() else None
+        except OSError as error:  # other ranks see it, perhaps
+            return str(error)
+
+    def first() -> tuple[Manifest | None, int | str | None, str, str]:
+        if read not in ("auto", "each", "once"):
+            raise CheckpointError("load: read", expected="'auto', 'each' or 'once'", got=repr(read))
+        is_plain = not (has_manifest(path) or (path / FILE_NAME).exists()) and (path / DCP_METADATA).is_file()
+        manifest = None if is_plain else open_checkpoint(path)
+        return manifest, seen(manifest), str(path), read
+
+    manifest, there, where, read = from_rank_0(first)
+    # Each rank reads its own part. They may ask for the newest one at moments between which another appears, or through
+    # file systems that are late.
+    others = gather_if_any("" if seen(manifest) == there else f"{path} on rank {rank()}")
+    if others:
+        raise CheckpointError(
+            f"{where}: the ranks see different checkpoints",
+            expected="the same on all ranks",
+            got=", ".join([f"{where} on rank 0", *[one for one in others if one][:3]]),
+            why="Weights of two moments would be mixed. Nothing was loaded",
+            fix="find the path on rank 0, by te_fsdp.checkpoint.latest for example, and broadcast it; if it is the "
+            "same path, mount one file system on all nodes",
+        )
+    if manifest is None:
+        source = _foreign_source(path, model, optimizer, verify)
+    else:
+        if verify:
+            _verify_together(path, manifest)
+        elif manifest.format_version < SUMS_PIECES and rank() == 0:
+            text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
+            _log.info(text, path)
+        source = Source(path, manifest, index=all_agree(lambda: check_index(path, manifest)))
+    if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
+        background().wait()  # a running save talks over the same group
+        source.ranks = rank_messenger()
+    return source
+
+
+def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) -> Source:
+    """A plain directory, with what is taken of it. Collective over the world."""
+
+    def opened() -> torch_files.DcpContents:
+        metadata = read_metadata(path)
+        keys = set(metadata.state_dict_metadata)
+        if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
+            open_checkpoint(path)  # ours perhaps, that has lost its manifest: raises, and tells why
+        return torch_files.open_dcp(path, metadata)
+
+    plain = all_agree(opened)
+    if verify:
+        _verify_together(path, plain)
+    choices = Choices(optimizer_class=optimizer or None)
+    contents = all_agree(lambda: open_dcp_contents(path, choices, plain))
+    for name, first in from_rank_0(lambda: _equal_ties(contents, model)).items():
+        contents.manifest.parameters.pop(name)
+        contents.tensors.pop(f"model.{name}")
+        contents.notes.append(f"{name}: tied to {first} here, and equal to it")
+    if contents.manifest.optimizer is not None and not optimizer:
+        contents.notes.append("optimizer: left, since none was given to load")
+    count = f"{len(contents.manifest.parameters)} tensors of a state dict"
+    told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
+    return Source(path, contents.manifest, contents.tensors, told, index=plain.index)
+
+
+def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
+    """Further names of the model's tied tensors under which the files hold equal values."""
+    have, equal = contents.manifest.parameters, {}
+    for name, first in tied_names(model).items():
+        if {name, first} <= have.keys() and have[name] == have[first] and have[name]["format"] is None:
+            a, b = (contents.tensors[f"model.{n}"] for n in (name, first))
+            if all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks()):
+                equal[name] = first
+    return equal
+
+
+# --- verifying
+
+
+def verify(path: str | os.PathLike[str]) -> None:
+    """Check a checkpoint against its checksums. Local operation; needs no model, reads all files once.
+
+    ``load(..., verify=True)`` does the same on all ranks together. Without it, ``load`` checks what it reads.
+
+    Raises:
+        CheckpointError: No checkpoint there, or a damaged one; names the files.
+    """
+    source = absolute(path)
+    manifest = open_checkpoint(source)
+    damaged(source, check_files(source, manifest, checksums=True))
+    check_index(source, manifest)
+
+
+def problems_of(path: Path, tick: Tick) -> list[str]:
+    """Everything that is wrong with a checkpoint: manifest, files, and the two against DCP's metadata; in words."""
+    try:
+        problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
+        if not problems:
+            check_index(path, open_checkpoint(path))
+    except CheckpointError as error:
+        return [str(error)]
+    return problems
+
+
+def _verify_together(path: Path, opened: Manifest | torch_files.DcpContents) -> None:
+    """Check files against their checksums, of a plain directory ``torch.save``'s, each by one rank.
+
+    Collective over the world: CheckpointError on all ranks, with all damaged files.
+    """
+    mine = slice(rank(), None, world_size())  # of the largest first
+
+    def changed() -> list[str]:
+        if isinstance(opened, Manifest):
+            names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
+            return check_files(path, opened, names[mine], checksums=True)
+        some = sorted(opened.windows, key=lambda window: -window.length)[mine]
+        return [f"{w.key} in {w.file.name}: its contents have changed (CRC-32)" for w in some if w.changed()]
+
+    damaged(path, [text for texts in gather_if_any(all_agree(changed)) for text in texts])

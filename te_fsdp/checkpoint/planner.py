@@ -1,0 +1,324 @@
+"""Entries into files, step by step, so that writing may go on elsewhere: plan, compare replicas, copy, write, describe.
+
+DCP's stock planner knows one contiguous box per rank, and has several objects for each, of which a large job has
+millions. Here a rank tells its boxes as tuples, as many as there are, rank 0 decides who writes which, and a rank hears
+only the numbers of its own. Planning talks to the other ranks, writing does not, and between the two what is to be
+written can be copied. What is converted goes the same way, planned by one process from shapes, in blocks of rows.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import InitVar, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from te_fsdp.checkpoint.async_save import Block, Staging, background, blocks_of, flat_rows
+from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
+from te_fsdp.checkpoint.lazy_tensors import Lazy
+from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_manifest
+from te_fsdp.checkpoint.shard_files import Listed, SummedFile, Tick, crc32, synced, view_of, without_collector
+from te_fsdp.checkpoint.storage import is_remote
+from te_fsdp.checkpoint.tensor_entries import Entry, Piece, add_entry
+from te_fsdp.collectives.agreement import RankMessenger, digest, row_checksums
+from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
+
+#: Where a piece begins in the original, and its shape.
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+#: What a rank holds: key, shape and dtype of each tensor, and its pieces, which count from 0 over all tensors.
+Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Box]]]
+
+
+@dataclass
+class WritePlan:
+    """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all."""
+
+    writes: list[int] = field(default_factory=list)  #: Numbers of the pieces that it writes, ascending
+    #: Its pieces that others hold as well, by the number of that set of ranks, and the number that all ranks give them
+    groups: dict[int, dict[int, int]] = field(default_factory=dict)
+    token: str = ""  #: Drawn by rank 0 for this plan
+    signature: Any = None  #: What this rank had to write; no tensors
+    blocks: list[list[int]] = field(default_factory=list)  #: Numbers of the pieces that are written together
+    #: A row for each piece, in the order of writing: its number, first byte, bytes; ``None`` until they are written
+    places: Rows | None = None
+    #: Of what several ranks hold, by number; rank 0 alone has them, as what follows
+    names: list[str] = field(default_factory=list)
+    tensors: dict[str, Stored] | None = None  #: All of them, until index and metadata are made
+    encoded: Encoded | None = None  #: Index and metadata
+
+
+def file_of(rank: int) -> str:
+    """Name of the file that a rank writes, as DCP has it."""
+    return f"__{rank}_0.distcp"
+
+
+@dataclass
+class Writing:
+    """What this rank has to write, and where."""
+
+    ranks: RankMessenger
+    path: Path
+    manifest: Manifest  #: Of all files; complete on rank 0 alone, when they are written
+    plan: WritePlan  #: For this save; or of one before, if it has places in the files: they must be the same again
+    #: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept
+    tensors: InitVar[list[torch.Tensor]]
+    #: What is written instead: numbers of pieces with their rows on the host
+    copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
+    problem: Exception | None = None  #: What went wrong when they were copied
+
+    def __post_init__(self, tensors: list[torch.Tensor]) -> None:
+        self.own = [Block(numbers, [tensors[at] for at in numbers]) for numbers in self.plan.blocks]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank writes."""
+        return sum(block.bytes for block in self.own)
+
+    @torch.no_grad()  # which takes less than to detach many small tensors one by one
+    def copy(self, staging: Staging) -> None:
+        """Copy what this rank writes to the host, let the model's go; what goes wrong is raised by :meth:`write`."""
+        try:
+            rows = staging.copy(self.own)
+            self.copies = [(block.keys, copy) for block, copy in zip(self.own, rows, strict=True)]
+        except Exception as error:  # out of host memory, for one
+            self.problem = error
+        self.own = []
+
+    def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
+        """Numbers of pieces with their rows on the host, in the order in which they are written."""
+        if self.copies is not None:
+            return iter(self.copies)
+        return ((block.keys, rows) for block, rows in background().staging.through(self.own))
+
+    @torch.no_grad()
+    def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
+        """Write this rank's part, synced to disk; the plan's places, unless known, and what is listed. Local."""
+        if self.problem is not None:
+            raise self.problem
+        name, order = file_of(self.ranks.rank), list[int]()
+        with synced(self.path / name) as raw:
+            file = SummedFile(raw)
+            for numbers, rows in self.blocks():
+                order += numbers
+                file.write(rows)
+                tick(rows.nbytes)
+            listed = file.finish(name, self.manifest.save_id)
+        lengths = np.array([length for length, _ in file.sums], dtype=np.int64)
+        places = np.stack([np.array(order, dtype=np.int64), lengths.cumsum() - lengths, lengths], axis=1)
+        known = self.plan.places
+        if known is not None and not np.array_equal(places, known):
+            text = f"{self.path}: save: pieces do not lie where the metadata says, which an earlier save has made"
+            raise CheckpointError(text, fix="please report this; a model built anew is planned anew")
+        self.plan.places = places
+        return None if known is not None else places, listed
+
+    def finish(self, written: list[tuple[Rows | None, Listed]]) -> None:
+        """Write index and metadata, given what :meth:`write` says on all ranks; list all files. Rank 0 alone.
+
+        Both are marked with what the manifest says: from now on nothing may change there but ``files``.
+        """
+        manifest, plan, files = self.manifest, self.plan, [file_of(rank) for rank in range(self.ranks.size)]
+        manifest.files = {name: listed for name, (_, listed) in zip(files, written, strict=True)}
+        manifest.folder = self.path.name if is_remote(self.path) else ""
+        manifest.format_version = HAS_FOLDER if manifest.folder else SUMS_PIECES
+        if plan.encoded is None:
+            places = [own for own, _ in written if own is not None]
+            plan.encoded = encode(plan.tensors or {}, files, places, manifest.identity)
+            plan.tensors = None
+        plan.encoded.write(self.path, manifest)
+
+
+def signature_of(entries: dict[str, Entry]) -> Any:
+    """All that a plan depends on. Local operation."""
+    return pieces_held_by_rank(entries), [tensor.device for tensor in tensors_of(entries)]
+
+
+def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
+    """The tensors of all pieces, by the numbers that pieces have. Local operation."""
+    return [piece.tensor for entry in entries.values() for piece in entry.pieces]
+
+
+def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], signature: Any) -> WritePlan:
+    """Decide who writes what of this rank's entries, none of them empty. Collective over the ranks: one round.
+
+    ``signature`` is that by which this rank knows that it holds the same again.
+
+    Raises:
+        CheckpointError: The pieces of all ranks do not fit together. All ranks raise it.
+    """
+
+    def mine() -> Held:
+        if not is_remote(path):
+            path.mkdir(parents=True, exist_ok=True)
+        return pieces_held_by_rank(entries)
+
+    plan, tensors = ranks.round(mine, assign_writers), tensors_of(entries)
+    plan.signature = signature
+    plan.blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in plan.writes)]
+    return plan
+
+
+def pieces_held_by_rank(entries: Mapping[str, Entry]) -> Held:
+    """What rank 0 needs to know of a rank's entries. Local operation."""
+    return [
+        (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
+        for key, entry in entries.items()
+    ]
+
+
+@without_collector()
+def assign_writers(all_held: list[Held]) -> list[WritePlan]:
+    """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write. Local.
+
+    Returns what each rank hears; raises CheckpointError if the pieces do not make up the tensors.
+    """
+    described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    pieces: dict[str, dict[Box, list[tuple[int, int]]]] = {}
+    for rank, one in enumerate(all_held):
+        number = 0
+        for key, shape, dtype, boxes in one:
+            described.setdefault(key, (shape, dtype))
+            have = pieces.setdefault(key, {})
+            for box in boxes:
+                have.setdefault(box, []).append((rank, number))
+                number += 1
+    token, names = secrets.token_hex(16), list[str]()
+    plans = [WritePlan(token=token) for _ in all_held]
+    load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
+    tensors: dict[str, Stored] = {}
+    for key, have in pieces.items():
+        (shape, dtype), writers = described[key], list[tuple[int, int]]()
+        for (_, sizes), holders in have.items():
+            writer, number = holders[0]
+            if len(holders) > 1:
+                group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
+                for rank, at in holders:
+                    plans[rank].groups.setdefault(group, {})[len(names)] = at
+                names.append(key)
+                writer, number = min(holders, key=lambda holder: load[holder[0]])
+            load[writer] += math.prod(sizes) * dtype.itemsize
+            plans[writer].writes.append(number)
+            writers.append((writer, number))
+        boxes = np.array(list(have), dtype=np.int64).reshape(len(have), 2, len(shape))
+        tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
+    for plan in plans:
+        plan.writes.sort()
+    wrong = [key for key, stored in tensors.items() if not is_tiling(stored.shape, stored.boxes)]
+    if wrong:
+        raise CheckpointError(
+            f"save: the pieces of {shorten(wrong)}",
+            expected="together the whole tensor, each element once",
+            got="others",
+            fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
+        )
+    plans[0].names, plans[0].tensors = names, tensors
+    return plans
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest: Manifest) -> Manifest:
+    """Write a checkpoint's tensors, its files synced to disk; the manifest as of a save of its own, with the files.
+
+    Local operation: one process, no process group. Empty tensors are left out, as in every checkpoint of te_fsdp.
+
+    Raises:
+        CheckpointError: A tensor cannot be read.
+        OSError: The files cannot be written.
+    """
+    manifest = replace(manifest, save_id=secrets.token_hex(16))
+    blocks = [(tensor, *block, key) for key, tensor in tensors.items() for block in tensor.blocks()]
+    entries: dict[str, Entry] = {}
+    for tensor, first, last, key in blocks:
+        piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
+        begin = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
+        add_entry(entries, key, Entry(tensor.shape, tensor.dtype, (Piece(begin, piece),)))
+    alone = RankMessenger(0, 1, None)
+    plan = plan_entries(alone, path, entries, None)
+    rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
+    copies = (([at], row) for at, row in enumerate(rows))
+    writing = Writing(alone, path, manifest, plan, tensors_of(entries), copies)
+    writing.finish([writing.write(tick)])
+    return manifest
+
+
+def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
+    """The error of a save that failed somewhere in its second half."""
+    why = "Nothing has appeared there of this save; earlier checkpoints are as they were"
+    with suppress(CheckpointError):  # there is none
+        if read_manifest(path).save_id == save_id:  # a rank died after it had written
+            why = "The checkpoint was whole by then, and lies there"
+    return CheckpointError(
+        f"{path}: save failed {error}",
+        why=why,
+        fix="see the cause above; check that all ranks reach the directory, and the space left",
+    )
+
+
+def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Tensor]) -> None:
+    """Raise on all ranks unless this rank's pieces that others hold too have the same bytes on all of them.
+
+    Collective over the ranks: a round of a number for each set of ranks that hold the same, of which there are few; one
+    more, of a number for each piece, only if they differ.
+
+    Raises:
+        CheckpointError: Names the tensors and the ranks.
+    """
+    if ranks.size == 1:
+        return
+
+    def of_groups() -> dict[int, int]:
+        return {group: checksum(tensors[at] for at in own.values()) for group, own in plan.groups.items()}
+
+    def of_pieces() -> dict[int, int]:
+        return {number: checksum([tensors[at]]) for own in plan.groups.values() for number, at in own.items()}
+
+    def refuse(seen: list[dict[int, int]]) -> list[None]:
+        differing: dict[str, set[tuple[int, int]]] = {}
+        for number, pairs in _differing_ranks(seen).items():
+            differing.setdefault(plan.names[number], set()).update(pairs)
+        shown = []
+        for name, pairs in sorted(differing.items()):
+            who = [f"rank {rank} from rank {holder}" for rank, holder in sorted(pairs)]
+            shown.append(f"{name} ({', '.join(who[:2])}{', ...' if len(who) > 2 else ''})")
+        raise CheckpointError(
+            f"save: {len(shown)} tensor(s) differ between ranks that must hold the same: {shorten(shown)}",
+            expected="equal values on all ranks",
+            got="differing ones",
+            why="The files hold one of them, and the others would be lost",
+            fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
+            "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; buffers "
+            "that each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts "
+            "that every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
+        )
+
+    if ranks.round(of_groups, lambda seen: [bool(_differing_ranks(seen))] * len(seen)):
+        ranks.round(of_pieces, refuse)
+
+
+def _differing_ranks(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
+    """Of numbers whose values differ: each rank that has another value than the first rank that has one, and that."""
+    first: dict[int, tuple[int, int]] = {}
+    found: dict[int, list[tuple[int, int]]] = {}
+    for rank, values in enumerate(seen):
+        for number, value in values.items():
+            holder, expected = first.setdefault(number, (rank, value))
+            if value != expected:
+                found.setdefault(number, []).append((rank, holder))
+    return found
+
+
+def checksum(tensors: Iterable[torch.Tensor]) -> int:
+    """One number for the bytes of tensors: CRC-32 on the host, on a device weighted sums, fetched all at once."""
+    sums, elsewhere = list[int](), list[torch.Tensor]()
+    for block in blocks_of(enumerate(tensors)):
+        rows = flat_rows(block.rows())
+        if block.is_here:
+            sums.append(crc32(view_of(rows.view(torch.uint8).view(-1))))
+        else:
+            elsewhere.append(row_checksums(rows))
+    return digest(repr([*sums, *(torch.cat(elsewhere).tolist() if elsewhere else [])]))

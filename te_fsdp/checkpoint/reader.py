@@ -1,0 +1,357 @@
+"""What a file or directory holds, whatever wrote it: a manifest's description, and tensors read by blocks."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import te_fsdp
+from te_fsdp.checkpoint.directory import open_checkpoint
+from te_fsdp.checkpoint.index import check_index, stored_tensors
+from te_fsdp.checkpoint.lazy_tensors import (
+    Chunked,
+    InMemory,
+    Lazy,
+    Stack,
+    dequantized,
+    mapped,
+    open_safetensors,
+    total_bytes,
+)
+from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
+from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
+from te_fsdp.checkpoint.torch_files import tensors_of
+from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.modules.semantics import NOTHING
+
+CHECKPOINT = "te_fsdp checkpoint"
+#: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
+DCP_KIND = "torch.distributed.checkpoint"
+#: Where portable files carry a manifest of ours; and what stands before names of tensors that are no weights.
+MANIFEST_KEY = "te_fsdp"
+_OTHER = "te_fsdp:"
+#: A weight of one expert in TE's modules.
+_OF_EXPERT = re.compile(r"(|.*\.)(weight|bias)(0|[1-9]\d*)")
+
+
+@dataclass
+class Contents:
+    """Contents of a checkpoint of any kind."""
+
+    source: Path
+    kind: str  #: What it is, in words
+    manifest: Manifest  #: Its ``files`` are empty unless it is a checkpoint of te_fsdp
+    tensors: dict[str, Lazy] = field(default_factory=dict)  #: By te_fsdp's keys (``model.<name>``, ...)
+    notes: list[str] = field(default_factory=list)  #: What was taken and what was left, in words
+
+    @property
+    def names(self) -> list[str]:
+        """Names of parameters and buffers."""
+        return [*self.manifest.parameters, *self.manifest.buffers]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return total_bytes(self.tensors)
+
+    def components(self, name: str) -> dict[str, Lazy] | None:
+        """The components of a quantized weight; ``None`` for a high-precision one."""
+        described = self.manifest.parameters.get(name, {})
+        if described.get("format") is None:
+            return None
+        return {part: self.tensors[f"model.{name}:{part}"] for part in described["components"]}
+
+    def value(self, name: str) -> Lazy:
+        """A weight's or buffer's value; a quantized one dequantized, CheckpointError if its format cannot be."""
+        parts = self.components(name)
+        if parts is None:
+            return self.tensors[f"model.{name}"]
+        described = self.manifest.parameters[name]
+        shape, dtype = tuple(described["shape"]), getattr(torch, described["dtype"])
+        if described["layout"] != GROUPED:
+            return dequantized(name, shape, dtype, described["format"], parts)
+        experts = [{part: t.select(index) for part, t in parts.items()} for index in range(shape[0])]
+        return Stack([dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
+
+    def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
+        """A parameter's or buffer's value, and where it came from: ``"main"``, ``"dequantized"`` or ``"stored"``.
+
+        With ``weights`` of ``"auto"`` the optimizer's main weight where there is one, of ``"compute"`` never; with
+        ``"main"`` CheckpointError for a quantized weight that has none.
+        """
+        states = (self.manifest.optimizer or {"state": {}})["state"].get(name, {})
+        quantized = self.components(name) is not None
+        if weights != "compute" and "master_param" in states:
+            main = self.tensors[f"optimizer.state.{name}.master_param"]
+            return with_remainders(self.value(name), main) if main.dtype == torch.int16 else main, "main"
+        if weights == "main" and quantized:
+            raise CheckpointError(
+                f"{name}: no main weight",
+                expected="an optimizer that keeps main weights (FusedAdam with master_weights=True)",
+                got="a checkpoint without one",
+                fix="export with --weights auto, which takes the dequantized weight",
+            )
+        return self.value(name), "dequantized" if quantized else "stored"
+
+
+def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
+    """fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 bits that these lack, as int16.
+
+    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
+    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
+    """
+
+    def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+        lower = lower.to(torch.int32)
+        upper = upper.view(torch.int16).to(torch.int32) - (lower < 0).to(torch.int32)
+        return ((upper << 16) | (lower & 0xFFFF)).view(torch.float32)
+
+    return mapped(joined, torch.float32, upper, lower)
+
+
+@dataclass
+class Choices:
+    """What a reader cannot know."""
+
+    key: str | None = None  #: Where the model's state dict is, dots between keys; or by its name
+    extra_state: str = "read"  #: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it
+    optimizer_class: str | None = None  #: Of the optimizer where its options do not tell
+
+
+def empty_manifest() -> Manifest:
+    """A manifest of nothing, written now, by one process."""
+    versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
+    return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
+
+
+def describe(tensor: Lazy) -> dict[str, Any]:
+    """The manifest's entry of a high-precision parameter of unknown layout."""
+    return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
+
+
+def open_checkpoint_contents(path: Path) -> Contents:
+    """A checkpoint of te_fsdp; CheckpointError if it is not whole, damaged, or of two saves. Local operation."""
+    manifest = open_checkpoint(path)
+    tensors = tensors_of(manifest.at(path), check_index(path, manifest))
+    return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
+
+
+def _empty(manifest: Manifest) -> dict[str, Lazy]:
+    """Tensors without elements are described, but stored nowhere."""
+    return {
+        key: InMemory(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
+        for key, shape, dtype in stored_tensors(manifest, empty=True)
+        if shape is not None and dtype is not None and key.startswith(("model.", "optimizer."))
+    }
+
+
+def open_safetensors_contents(path: Path) -> Contents:
+    """Files of safetensors, ours with everything, or anybody's with weights alone; as :func:`from_portable`. Local."""
+    tensors, metadata = open_safetensors(path)
+    if MANIFEST_KEY in metadata:
+        return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
+    if others := [name for name in tensors if name.startswith(_OTHER)]:
+        raise CheckpointError(
+            f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
+            fix="the file was changed after te_fsdp wrote it",
+        )
+    manifest = replace(empty_manifest(), parameters={name: describe(t) for name, t in tensors.items()})
+    return Contents(path, "safetensors", manifest, {f"model.{name}": t for name, t in tensors.items()})
+
+
+def portable_name(key: str) -> str:
+    """Name in portable files of a tensor that has a key in ours: weights have their own name."""
+    return key.removeprefix("model.") if key.startswith("model.") else f"{_OTHER}{key}"
+
+
+def portable_text(manifest: Manifest) -> str:
+    """A manifest as text for a portable file."""
+    # Of a file, not of what it holds.
+    return json.dumps({k: v for k, v in asdict(manifest).items() if k not in ("files", "folder")})
+
+
+def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str) -> Contents:
+    """Contents of a file with a manifest of ours; CheckpointError if that is unreadable, or lists what is missing."""
+    with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
+        manifest = parse_manifest(json.loads(text))
+    keys = {
+        name.removeprefix(_OTHER) if name.startswith(_OTHER) else f"model.{name}": tensor
+        for name, tensor in tensors.items()
+        if name.partition(":")[0] not in manifest.tied
+    }
+    absent = []
+    for key, shape, dtype in stored_tensors(manifest):
+        have = None if key not in keys else (*keys[key].shape, dtype_name(keys[key].dtype))
+        if have is None or (shape is not None and have != (*shape, dtype)):
+            absent.append(key if shape is None else f"{key} as {dtype} {tuple(shape)}")
+    if absent:
+        raise CheckpointError(
+            f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
+            fix="the file was changed after te_fsdp wrote it",
+        )
+    return Contents(path, kind, manifest, keys | _empty(manifest))
+
+
+# ------------------------------------------------------------- experts: a tensor for each, as TE has it, or one for all
+
+
+def stack_experts(contents: Contents) -> None:
+    """Put the weights of each expert (``weight0``, ``weight1``, ...) together, with their optimizer state; changes it.
+
+    A module's tensors are experts' if they are numbered from 0 without gaps, are of one kind, and the module is TE's
+    (it has an ``_extra_state``) or has nothing else, in files without such entries.
+    """
+    manifest, tensors = contents.manifest, contents.tensors
+    found = _layers(manifest)
+    stacked_of = {name: stacked for stacked, members in found.items() for name in members}
+    if not found:
+        return
+    parameters: dict[str, dict[str, Any]] = {}
+    for name, described in manifest.parameters.items():
+        stacked = stacked_of.get(name, name)
+        if stacked in found and stacked not in parameters:
+            members = found[stacked]
+            described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
+            for end in _ends(described):
+                tensors[f"model.{stacked}{end}"] = Stack([tensors.pop(f"model.{n}{end}") for n in members])
+        parameters.setdefault(stacked, described)
+    manifest.parameters = parameters
+    if manifest.optimizer is not None:
+        groups = [
+            {**group, "parameters": [*dict.fromkeys(stacked_of.get(n, n) for n in group["parameters"])]}
+            for group in manifest.optimizer["groups"]
+        ]
+        states = _stacked_states(contents, manifest.optimizer["state"], found)
+        states = {n: own for n, own in manifest.optimizer["state"].items() if n not in stacked_of} | states
+        manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
+    layers = {stacked.rpartition(".")[0] for stacked in found}
+    contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
+
+
+def _ends(described: Mapping[str, Any]) -> list[str]:
+    """What the keys of a parameter's tensors end with."""
+    return [f":{part}" for part in described["components"]] if "components" in described else [""]
+
+
+def _layers(manifest: Manifest) -> dict[str, list[str]]:
+    """By the name of the tensor of all experts: the names of theirs, in order."""
+    parameters, extras = manifest.parameters, manifest.extra_states
+    numbered: dict[str, dict[int, str]] = {}
+    others: set[str] = set()
+    for name in parameters:
+        if match := _OF_EXPERT.fullmatch(name):
+            numbered.setdefault(stacked_name(name), {})[int(match[3])] = name
+        else:
+            others.add(name.rpartition(".")[0])
+    found = {}
+    for stacked, by_index in numbered.items():
+        if sorted(by_index) != list(range(len(by_index))) or stacked in parameters:
+            continue
+        module, members = stacked.rpartition(".")[0], [by_index[n] for n in range(len(by_index))]
+        kinds: list[dict[str, Any]] = [{**parameters[name], "layout": None} for name in members]
+        is_layer = module in extras if extras else module not in others
+        is_layer = is_layer or parameters[members[0]].get("layout") == GROUPED
+        dims = 2 if stacked.endswith("weight") else 1
+        if is_layer and len(kinds[0]["shape"]) == dims and all(kind == kinds[0] for kind in kinds):
+            found[stacked] = members
+    return found
+
+
+def _stacked_states(
+    contents: Contents, states: Mapping[str, Any], found: Mapping[str, list[str]]
+) -> dict[str, dict[str, Any]]:
+    """Descriptions of the optimizer state of all experts, whose tensors are put together."""
+    tensors, stacked_states = contents.tensors, {}
+    for stacked, members in found.items():
+        whole = contents.manifest.parameters[stacked]["shape"][1:]
+        joined: dict[str, dict[str, Any]] = {}
+        for index, name in enumerate(members):
+            place, own = ExpertPlace(index, len(members)), states.get(name, {})
+            join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
+        for key, described in joined.items():
+            if "dtype" in described:
+                # Of an expert that does not have the state: one zero in memory, as often as wanted.
+                zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
+                zeros = InMemory(zero.expand(described["shape"][1:]))
+                parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
+                tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
+        if joined:
+            stacked_states[stacked] = joined
+    return stacked_states
+
+
+def split_experts(contents: Contents) -> Contents:
+    """The same contents with weights for each expert, under TransformerEngine's names. Changes nothing.
+
+    CheckpointError for an optimizer's state of all experts, which has no place under these names.
+    """
+    totals = {n: d["shape"][0] for n, d in contents.manifest.parameters.items() if d.get("layout") == GROUPED}
+    if not totals:
+        return contents
+    if contents.manifest.optimizer is not None:
+        raise CheckpointError(
+            f"{contents.source}: the optimizer's state of {', '.join(totals)}",
+            expected="weights and states of one expert each",
+            got="those of all experts in one tensor",
+            fix="leave the optimizer (no --everything), or write a checkpoint or safetensors",
+        )
+    manifest = replace(contents.manifest, parameters={})
+    split = Contents(contents.source, contents.kind, manifest, dict(contents.tensors), list(contents.notes))
+    for name, described in contents.manifest.parameters.items():
+        if name not in totals:
+            manifest.parameters[name] = described
+            continue
+        for end in _ends(described):
+            whole = split.tensors.pop(f"model.{name}{end}")
+            split.tensors |= {f"model.{name}{i}{end}": whole.select(i) for i in range(totals[name])}
+        for index in range(totals[name]):
+            manifest.parameters[f"{name}{index}"] = {**described, "shape": described["shape"][1:]}
+    return split
+
+
+def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
+    """Groups of a state dict with the experts of all ranks: DCP writes lists of names as rank 0 has them."""
+    held = {name for group in groups for name in group["params"]}
+    groups = [{**group, "params": list(group["params"])} for group in groups]
+    for name in (n for n in manifest.parameters if n in states and n not in held and stacked_name(n) != n):
+        homes = [g for g in groups if stacked_name(name) in {stacked_name(str(n)) for n in g["params"]}]
+        if len(homes) == 1:
+            homes[0]["params"].append(name)
+    return groups
+
+
+# ---------------------------------------------------------------- pieces of a plain directory, as a mesh has cut them
+
+
+def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
+    """Keys of the tensors whose rows are cut, in a directory of tensor parallelism; else none.
+
+    Directories that te_fsdp's models have written say that their rows are in the original order.
+
+    Tensor parallelism cuts the columns of every weight whose outputs it adds up, FSDP columns only if told to.
+    """
+    chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
+    if any(tensor.in_original_order for tensor in chunked):
+        return set()
+    cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
+    if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):
+        return set()
+    return {key for key, chunks in cut.items() if len({offsets[:1] for offsets, _ in chunks}) > 1}
+
+
+def refuse_scrambled(contents: Contents) -> None:
+    """CheckpointError where tensor parallelism has cut a plain directory: rows of gated weights lie rank by rank."""
+    if cut := sorted(key.removeprefix("model.") for key in cut_by_tp(contents.tensors)):
+        raise CheckpointError(
+            f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",
+            expected="rows as in the unsharded module",
+            got="those of fused and gated weights rank by rank, and nothing that tells which weights these are",
+            fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
+        )

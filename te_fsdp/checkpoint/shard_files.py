@@ -1,0 +1,318 @@
+"""A checkpoint's files of tensors, written and read: each stored piece has a checksum, in a table at the end.
+
+    file:   piece, piece, ..., table
+    table:  mark, id of the save, name of the file, then bytes (u64) and CRC-32 (u32) of each piece in turn
+
+The manifest has each file's size, its table's CRC-32 and where the table begins. A piece is thus checked as it is read,
+and a file of another save, or under another's name, is no good one.
+
+A piece is a ``torch.save`` file, as in all of DCP's, which takes torch 0.1 ms: so what stands around the elements is
+made once for all pieces of one dtype and shape.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import gc
+import io
+import logging
+import math
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from zlib_ng.zlib_ng import crc32  # the same sums as zlib's in a fifth of the time
+
+from te_fsdp.checkpoint.async_save import flat_rows
+from te_fsdp.checkpoint.storage import is_remote, read_at
+from te_fsdp.errors import CheckpointError
+
+_log = logging.getLogger("te_fsdp")
+#: Told the bytes that were just read or written.
+Tick = Callable[[int], None]
+#: The manifest's entry of a file: bytes and CRC-32; with a third number, that of the part from this byte on, a table.
+Listed = list[int]
+
+#: What file systems that cannot sync directories answer; every other error means that entries may be lost.
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES)
+_FULL = {
+    errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
+    errno.EDQUOT: ("the quota of this user or project is used up", "free some of it, or have it raised"),
+    errno.EFBIG: ("a file would be too large", "raise the limit (ulimit -f), or that of the file system"),
+}
+
+_HEAD, _ROW = struct.Struct("<8s32sH"), struct.Struct("<QI")
+_MARK = b"te_fsdp\x01"
+_BLOCK = 1 << 20
+
+
+def no_progress(count: int) -> None:
+    """The tick of whoever wants to hear nothing."""
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """Python's garbage collector pauses: it walks over millions of descriptions again and again while they are made."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    with path.open("rb") as file:
+        return _crc(file, math.inf, no_progress)
+
+
+def _crc(file: Any, length: float, tick: Tick) -> int:
+    """CRC-32 of the next bytes of an open file; of those that there are, if they are fewer."""
+    crc = 0
+    while block := file.read(min(length, _BLOCK)):
+        crc = crc32(block, crc)
+        length -= len(block)
+        tick(len(block))
+    return crc
+
+
+def view_of(data: torch.Tensor) -> memoryview:
+    """The memory of a uint8 tensor on the host."""
+    return memoryview(data.numpy())  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------------- writing
+
+
+@contextmanager
+def synced(path: Path) -> Iterator[Any]:
+    """A file to write, which is on disk when the context ends well; on object storage when it is closed."""
+    with path.open("wb") as file:
+        yield file
+        if not is_remote(path):
+            file.flush()
+            os.fsync(file.fileno())
+
+
+@contextmanager
+def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]:
+    """CheckpointError for what the system refuses to write, of a full disk that it is full.
+
+    ``needed`` are the bytes that this process has to write.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL or is_remote(target):
+            raise CheckpointError(
+                f"{target}: cannot be written ({error.strerror or error}: {error.filename or target})",
+                why="Nothing has appeared there",
+                fix="check the path and the permissions",
+            ) from error
+        what, fix = _FULL[error.errno]
+        place = next(path for path in target.parents if path.exists())
+        raise CheckpointError(
+            f"{target}: {what} ({error.strerror})",
+            expected="space for it" if needed is None else f"space for {needed:,} bytes of this process",
+            got=f"{shutil.disk_usage(place).free:,} bytes free on the file system of {place}",
+            fix=f"{fix}, or write elsewhere",
+        ) from error
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or a directory's entries where the system can, to disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Network file systems report a full disk or a lost server here, not at the write.
+        if error.errno not in _CANNOT_SYNC or not path.is_dir():
+            raise
+        _log.debug("%s: this file system cannot sync directories", path)
+    finally:
+        os.close(handle)
+
+
+class Frame(NamedTuple):
+    """A ``torch.save`` file of a contiguous tensor but for its elements: what stands around them.
+
+    The checksums that the zip format has for its members are zero there, which ``torch.load`` does not look at.
+    """
+
+    head: bytes
+    size: int
+    tail: bytes
+
+    @property
+    def length(self) -> int:
+        """Bytes of the file."""
+        return len(self.head) + self.size + len(self.tail)
+
+
+class _Gaps(io.BytesIO):
+    """A file that leaves out what is skipped, and notes where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[int] = []
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.found.append(self.tell())
+        return offset
+
+
+@functools.lru_cache(maxsize=4096)
+def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
+    """The frame of a plain tensor on the host, as torch writes it now. Local operation; takes 0.1 ms once."""
+    file, size = _Gaps(), math.prod(shape) * dtype.itemsize
+    with torch.serialization.skip_data():  # of this thread alone
+        # Its memory is never touched, so that the system gives none.
+        torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
+    assert len(file.found) == 1 or not size, "torch leaves the elements out in one place"
+    begin, around = [*file.found, 0][0], file.getvalue()
+    return Frame(around[:begin], size, around[begin:])
+
+
+def elements_of(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """The tensor in the bytes of a piece, uint8 on the host; a view. ``None``: torch writes it otherwise now."""
+    frame = frame_of(dtype, shape)
+    begin = len(frame.head)
+    if len(data) != frame.length or bytes(data[:begin].numpy()) != frame.head:
+        return None
+    return data[begin : begin + frame.size].view(dtype).view(shape)
+
+
+class SummedFile:
+    """A file of pieces, open for writing. Summing up and writing release the interpreter, for all but small tensors."""
+
+    def __init__(self, raw: Any) -> None:
+        self.raw, self.sums = raw, list[tuple[int, int]]()
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Add a piece for each row of a tensor on the host."""
+        frame = frame_of(rows.dtype, tuple(rows.shape[1:]))
+        data = flat_rows(rows).view(torch.uint8).numpy()
+        if frame.length > _BLOCK:
+            for row in data:
+                cut = range(0, frame.size, _BLOCK)
+                self.add([frame.head, *(row[at : at + _BLOCK] for at in cut), frame.tail])
+            return
+        # Many small ones are put together, and written, at once: their number is the time that training must wait for.
+        length, around, together = frame.length, (frame.head, frame.tail), _BLOCK // frame.length
+        for some in (data[at : at + together] for at in range(0, len(data), together)):
+            head, tail = (np.frombuffer(b * len(some), np.uint8).reshape(len(some), -1) for b in around)
+            pieces = np.concatenate([head, some, tail], axis=1)
+            self.raw.write(pieces.reshape(-1))
+            self.sums += [(length, crc32(piece)) for piece in pieces]
+
+    def add(self, parts: list[Any]) -> None:
+        """Add a piece, given as bytes that follow one another."""
+        crc = length = 0
+        for part in parts:  # each is written while the processor still has it
+            crc = crc32(part, crc)
+            length += self.raw.write(part)
+        self.sums.append((length, crc))
+
+    def finish(self, name: str, save_id: str) -> Listed:
+        """Add the table, with the save's id of 32 characters; the manifest's entry of the file."""
+        table = _HEAD.pack(_MARK, save_id.encode(), len(name.encode())) + name.encode()
+        table += b"".join(_ROW.pack(*row) for row in self.sums)
+        self.raw.write(table)
+        begin = sum(length for length, _ in self.sums)
+        return [begin + len(table), crc32(table), begin]
+
+
+# ------------------------------------------------------------------------------------------------------- reading
+
+
+class DamagedFileError(CheckpointError):
+    """A file that is not as it was saved; the text says what is wrong, without the name of the file."""
+
+    def __init__(self, what: str, begin: int | None = None) -> None:
+        super().__init__(what)
+        self.begin = begin  #: Byte at which the piece begins that is wrong, where it is one
+
+
+def _changed(at: int, length: int) -> DamagedFileError:
+    return DamagedFileError(f"its contents have changed (CRC-32 of bytes {at} to {at + length})", at)
+
+
+@contextmanager
+def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[CheckedFile]:
+    """A file of a checkpoint, to be compared with its checksums as it is read.
+
+    Files that te_fsdp wrote before format 3 have no table: only their size is known. DamagedFileError: it is not the
+    file that the manifest, with this id of the save, lists.
+    """
+    if listed is None:
+        raise DamagedFileError("not listed in the manifest")
+    with path.open("rb", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        if size != listed[0]:
+            raise DamagedFileError(f"expected {listed[0]} bytes, got {size}")
+        if len(listed) != 3:
+            yield CheckedFile(file, size, None)
+            return
+        file.seek(listed[2])
+        table, name = file.read(size - listed[2]), path.name.encode()
+        head = _HEAD.size + len(name)
+        if table.startswith(_MARK) and table[8:40] != save_id.encode():
+            raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
+        if table.startswith(_MARK) and table[_HEAD.size : head] != name:
+            raise DamagedFileError("another file of the same save")
+        if crc32(table) != listed[1] or (len(table) - head) % _ROW.size:
+            raise DamagedFileError("its table of checksums has changed (CRC-32)")
+        pieces, at = {}, 0
+        for length, crc in _ROW.iter_unpack(table[head:]):
+            pieces[at] = length, crc
+            at += length
+        yield CheckedFile(file, size, pieces)
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """What :func:`open_checked` gives."""
+
+    file: Any
+    size: int
+    #: Bytes and CRC-32 of each piece, by the byte at which it begins; ``None`` where nothing is known
+    pieces: dict[int, tuple[int, int]] | None
+
+    def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
+        """Fill ``data``, uint8 on the host, with pieces of these lengths from a byte on. Any thread may call this.
+
+        DamagedFileError: they are not the bytes that were saved, or there are no such pieces.
+        """
+        view, have = view_of(data), 0
+        while have < len(view):
+            count = read_at(self.file, view[have:], offset + have)
+            if not count:
+                raise DamagedFileError(f"expected {offset + len(view)} bytes, got {offset + have}")
+            have += count
+        for length in lengths if self.pieces is not None else ():
+            known, crc = self.pieces.get(offset, (None, 0))  # type: ignore[union-attr]
+            if known != length:
+                raise DamagedFileError(f"no piece of {length} bytes begins at byte {offset}", offset)
+            if crc32(view[:length]) != crc:
+                raise _changed(offset, length)
+            view, offset = view[length:], offset + length
+        return data
+
+    def check(self, crc: int, tick: Tick) -> None:
+        """Read all of it; DamagedFileError if something has changed. ``crc`` is of the whole, where it has no table."""
+        self.file.seek(0)
+        reader = io.BufferedReader(self.file)
+        pieces = {0: (self.size, crc)} if self.pieces is None else self.pieces
+        for at, (length, expected) in pieces.items():
+            if _crc(reader, length, tick) != expected:
+                raise _changed(at, length)

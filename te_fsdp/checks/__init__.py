@@ -1,0 +1,1 @@
+"""Comparisons between ranks and validation of what the user does."""

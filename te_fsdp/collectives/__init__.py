@@ -1,0 +1,1 @@
+"""Agreement of ranks, rendezvous, and moves of tensors between placements."""

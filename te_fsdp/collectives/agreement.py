@@ -1,0 +1,348 @@
+"""Cross-rank agreement: either all ranks continue, or all ranks raise.
+
+    :func:`raised_on_all_ranks`  a failing rank raises its own error, the others raise one that names it
+    :func:`all_agree`            all raise the same error, or each rank gets its own result
+    :func:`from_rank_0`          rank 0 runs the function; all get its result or raise its error
+    :meth:`RankMessenger.round`          all send to rank 0, which replies to each, in any thread
+    :func:`maximum`, :func:`on_any_rank`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
+                                 numbers and small objects, the same on all ranks afterwards
+
+Without an error, each rank receives a few numbers, independent of the number of ranks. Objects are gathered only
+over few ranks, or when a rank has an error.
+
+Each of these calls waits for all its ranks: :func:`te_fsdp.collectives.rendezvous.collective_call` ensures that
+they arrive.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import pickle
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from te_fsdp import errors
+from te_fsdp.collectives.rendezvous import collective_timeout
+from te_fsdp.errors import CheckpointError, TeFsdpError
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+# Odd multiplier of a linear congruential generator (Knuth): mixes positions for checksums.
+_MULTIPLIER = 6364136223846793005
+# Words per block: each needs 24 bytes while its checksum is computed, and embeddings have up to 1e9 words.
+_PIECE = 1 << 23
+
+
+def rank() -> int:
+    """Return the rank of this process; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    """Return the number of processes; 1 without torch.distributed."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+# ------------------------------------------------------------------------------------------- numbers and small objects
+
+
+def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list[T]:
+    """Return every rank's value on every rank. Values are pickled, so keep them small. Collective over the ranks.
+
+    ``over`` is a group, a 1-D mesh, or ``None`` for the world.
+    """
+    group = over.get_group() if isinstance(over, DeviceMesh) else over
+    size = world_size() if group is None else group.size()
+    if size == 1:
+        return [value]
+    values: list[Any] = [None] * size
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
+    """Map each global rank of a mesh to its value, for error texts. Collective: :func:`gather` over each axis."""
+    told = {rank(): value}
+    for axis in range(mesh.ndim):
+        if mesh.size(axis) > 1:
+            told = {key: own for part in gather(told, mesh.get_group(axis)) for key, own in part.items()}
+    return told
+
+
+def gather_if_any(value: T) -> list[T]:
+    """Call :func:`gather` over the world, or return an empty list if no rank's value is true, as in most checks.
+
+    Collective over the world: an all-reduce of one number, and :func:`gather` if any value is true.
+    """
+    return gather(value) if on_any_rank(bool(value)) else []
+
+
+def on_any_rank(mine: bool, over: DeviceMesh | dist.ProcessGroup | None = None) -> bool:
+    """Return whether ``mine`` is true on any rank (``None``: of the world). Collective as :func:`maximum`."""
+    if over is None and world_size() == 1:
+        return mine
+    told = torch.tensor([int(mine)], device=_device(over))
+    maximum(told, over)
+    return bool(told.item())
+
+
+def _device(over: DeviceMesh | dist.ProcessGroup | None) -> str:
+    """Return the device type for small messages: the CPU for "cpu:gloo,cuda:nccl", which avoids waiting for the GPU."""
+    group = over.get_group(0) if isinstance(over, DeviceMesh) else over
+    devices = [part.split(":")[0] for part in dist.get_backend_config(group).split(",")]
+    return "cpu" if "cpu" in devices else devices[0]
+
+
+def maximum(
+    values: torch.Tensor, over: DeviceMesh | dist.ProcessGroup | None = None, *, leave_out: Sequence[str] = ()
+) -> None:
+    """Compute the maximum over ranks (``None``: the world), elementwise and in place.
+
+    Collective: one all-reduce over a group, or one over each axis of a mesh except ``leave_out``, in sequence, so that
+        the
+    result reaches every rank. ``values`` must be on a device of the ranks' process groups.
+    """
+    if not isinstance(over, DeviceMesh):
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over)
+        return
+    for axis, name in enumerate(over.mesh_dim_names or ("",) * over.ndim):
+        if over.size(axis) > 1 and name not in leave_out:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over.get_group(axis))
+
+
+def are_equal(
+    values: torch.Tensor | Sequence[int],
+    over: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    device: torch.device | str | None = None,
+    leave_out: Sequence[str] = (),
+) -> torch.Tensor:
+    """Return a mask of the integers that are the same on all ranks. The mask is the same on all ranks.
+
+    Integers must be between -2^62 and 2^62. Collective as :func:`maximum`, with two integers for each. Python numbers
+    are moved to ``device``, by default one that the process group supports.
+
+    Returns:
+        A bool tensor with the shape and device of ``values``.
+    """
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=torch.int64, device=device or _device(over))
+    mine = values.to(torch.int64)
+    extremes = torch.stack([mine, -mine])
+    maximum(extremes, over, leave_out=leave_out)
+    return extremes[0] == -extremes[1]
+
+
+def digest(data: str | bytes) -> int:
+    """Return a 56-bit hash of a text or bytes, for :func:`are_equal`."""
+    data = data.encode() if isinstance(data, str) else data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def row_checksums(rows: torch.Tensor) -> torch.Tensor:
+    """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor.
+
+    The checksum is halved so that its negative can be represented. Same device, local operation.
+    """
+    words = bits_of(rows)
+    total = torch.zeros(len(words), dtype=torch.int64, device=rows.device)
+    size = max(1, _PIECE // max(1, len(words)))
+    for start in range(0, words.shape[1], size):
+        piece = words[:, start : start + size]
+        places = torch.arange(start + 1, start + 1 + piece.shape[1], dtype=torch.int64, device=rows.device)
+        # A linear function of the position is not enough: biases after Adam's first step have only two
+        # distinct values, and many such patterns have equal sums of positions.
+        places.mul_(_MULTIPLIER)
+        places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
+        total += (places * piece).sum(dim=1)
+    return total // 2
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the bits of a plain, contiguous tensor as integers of the same size. Local operation."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    return tensor.view(sizes.get(tensor.element_size(), torch.int64))
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+@contextmanager
+def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
+    """Raise any error of one rank on all ranks of ``mesh`` when the context ends, so that no rank hangs.
+
+    Collective over ``mesh`` (``None``: this rank alone) when the context ends: an all-reduce of one number per axis,
+    then a gather of the error text if a rank failed. Collectives inside the context are safe only if failing ranks
+    reach them too. ``where`` names the operation in the error of the other ranks.
+
+    Raises:
+        TeFsdpError: On ranks without their own error: the class and text of the first failing rank's error.
+    """
+    mine: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # raised again below, on every rank
+        mine = error
+    told: dict[int, tuple[str, str] | None] = {}
+    if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
+        told = gather_by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
+    if mine is not None:
+        raise mine
+    for first, problem in sorted(told.items()):
+        if problem is not None:
+            kind, text = problem
+            known = getattr(errors, kind, TeFsdpError) if kind in errors.__all__ else TeFsdpError
+            raise known(f"{where} failed on rank {first}: {kind}: {text}")
+
+
+def from_rank_0(call: Callable[[], T]) -> T:
+    """Run a function on rank 0; return its result or raise its exception on all ranks. Collective over the world.
+
+    Exceptions other than ``TeFsdpError`` become ``CheckpointError``.
+    """
+    outcome: list[Any] = [*_call(call, "rank 0: ")] if rank() == 0 else [None, None]
+    if world_size() > 1:
+        dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]
+
+
+def all_agree(call: Callable[[], T]) -> T:
+    """Run a function on every rank; if any rank fails, raise the first error on all. Collective over the world."""
+    result, mine = _call(call)
+    problem = _first_error(gather_if_any(_serialize_error(mine)))
+    if problem is None:
+        return result  # type: ignore[return-value]
+    raise problem from (mine.__cause__ if mine is not None else None)
+
+
+def _call(call: Callable[[], T], where: str = "") -> tuple[T | None, TeFsdpError | None]:
+    """Return the function's result, and its exception converted to a ``TeFsdpError``."""
+    from torch.distributed.checkpoint import CheckpointException  # the caller has already imported DCP
+
+    try:
+        return call(), None
+    except TeFsdpError as error:
+        return None, error
+    except (Exception, CheckpointException) as error:  # the latter does not derive from Exception
+        mine = CheckpointError(f"{where}{type(error).__name__}: {error}")
+        mine.__cause__ = error
+        return None, mine
+
+
+def _serialize_error(error: TeFsdpError | None) -> tuple[type[TeFsdpError], str] | None:
+    return None if error is None else (type(error), str(error))
+
+
+def _first_error(seen: list[tuple[type[TeFsdpError], str] | None]) -> TeFsdpError | None:
+    """Return the error of the first failing rank; it lists the failing ranks unless all failed."""
+    failed = [r for r, problem in enumerate(seen) if problem is not None]
+    if not failed:
+        return None
+    kind, text = seen[failed[0]]  # type: ignore[misc]
+    if len(failed) < len(seen):
+        text = f"on rank(s) {', '.join(map(str, failed))}: {text}"
+    return kind(text)
+
+
+# ------------------------------------------------------------------------------------------- a process group of our own
+
+
+#: te_fsdp's gloo group for each default process group. Freed with the process group.
+_groups = functools.cache(weakref.WeakKeyDictionary[Any, Any])
+
+
+def rank_messenger() -> RankMessenger:
+    """Return the world over te_fsdp's own gloo group, separate from training collectives. Collective at first use."""
+    if world_size() == 1:
+        return RankMessenger(0, 1, None)
+    world, groups = dist.group.WORLD, _groups()
+    if world not in groups:
+        groups[world] = dist.new_group(backend="gloo")
+    return RankMessenger(rank(), world_size(), groups[world])
+
+
+@dataclass(frozen=True)
+class RankMessenger:
+    """Rank 0 as coordinator of all ranks; pickled messages over a dedicated gloo group.
+
+    It works in any thread, for one call at a time. It keeps working after the program destroys its process groups: it
+    calls the methods of the group object, because torch.distributed's functions would raise.
+    """
+
+    rank: int  #: Rank of this process
+    size: int  #: Number of ranks
+    group: Any  #: Their gloo group; ``None`` for one rank
+
+    def round(self, mine: Callable[[], T], on_rank_0: Callable[[list[T]], list[U]]) -> U:
+        """Run a function on every rank, then run another on rank 0 with all results. Return each rank's reply.
+
+        Collective over the ranks: point-to-point messages to rank 0 and back. An error on any rank is raised on all
+        ranks: that of the first failing rank, which lists the failing ranks unless all failed. Errors other than
+        ``TeFsdpError`` become ``CheckpointError``. So does a rank that has ended, or is silent for
+        :func:`te_fsdp.set_collective_timeout`.
+        """
+        result, error = _call(mine)
+        try:
+            if self.rank != 0:
+                self._send((result, _serialize_error(error)), 0)
+                reply, problem = self._receive(0)
+            else:
+                reply, problem = self._answer(result, error, on_rank_0)
+        except RuntimeError as lost:  # raised by gloo
+            if isinstance(lost, TeFsdpError):
+                raise
+            raise CheckpointError(f"rank {self.rank} lost another rank: {lost}") from lost
+        if problem is not None:
+            raise problem from (error.__cause__ if error is not None else None)
+        return reply
+
+    def _answer(
+        self, result: Any, error: TeFsdpError | None, on_rank_0: Callable[[list[Any]], list[U]]
+    ) -> Any:
+        """Run rank 0's side of a round."""
+        results, told, dead = [result], [_serialize_error(error)], set()
+        for other in range(1, self.size):
+            try:
+                value, problem = self._receive(other)
+            except RuntimeError as lost:
+                dead.add(other)
+                text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
+                value, problem = None, (CheckpointError, text)
+            results.append(value)
+            told.append(problem)
+        replies, worst = None, _first_error(told)
+        if worst is None:
+            replies, worst = _call(lambda: on_rank_0(results))
+        for other in set(range(1, self.size)) - dead:
+            try:
+                self._send((None if replies is None else replies[other], worst), other)
+            except RuntimeError as lost:  # the other ranks must still get their reply
+                worst = worst or CheckpointError(f"on rank(s) {other}: the rank has ended: {lost}")
+        return (None if replies is None else replies[0]), worst
+
+    def _send(self, value: Any, to: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        self._wait(self.group.send([torch.tensor([data.numel()], device="cpu")], to, 0))
+        self._wait(self.group.send([data], to, 0))
+
+    def _receive(self, source: int) -> Any:
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
+        self._wait(self.group.recv([size], source, 0))
+        data = bytearray(int(size))
+        self._wait(self.group.recv([torch.frombuffer(data, dtype=torch.uint8)], source, 0))
+        return pickle.loads(data)
+
+    def _wait(self, work: dist.Work) -> None:
+        work.wait(datetime.timedelta(seconds=collective_timeout()))

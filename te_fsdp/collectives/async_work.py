@@ -1,0 +1,215 @@
+"""Asynchronous moves: collectives that are started now and waited for later.
+
+Moves that start during a backward start in the same order on all ranks (:class:`UnitOrder`):
+
+    first backward    nothing starts early; the ranks agree on the units that backward leaves, and on their order
+    later backwards   a unit's moves start when the unit is complete and all units before it have started
+    end of backward   the remaining moves start in the same order
+
+Thus every rank issues the same collectives in the same order, whatever units it has used. If a rank has not used a
+unit, or only a part of it, this unit and the later ones start at the end of the backward. No move is waited for before
+the end. Otherwise a rank could wait for a unit that a different rank starts at its end, and keep that rank from
+reaching it.
+
+A unit is complete when each of its parameters (with FSDP2: each parameter group) has received a gradient in this
+backward. Autograd first accumulates all uses of a parameter in one graph. However, activation checkpoints with
+``use_reentrant=True`` run nested backwards: a parameter used in several of them receives several gradients. A unit for
+which this happens in the first backward never starts early.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.collectives.agreement import maximum
+from te_fsdp.upstream import torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.mesh import Meshes
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+
+@dataclass(eq=False)
+class Pending(Generic[T]):
+    """A move that has started.
+
+    Attributes:
+        finish: Returns the result from the received data: casts, divides, unpacks. It issues no collective, except for
+            the all-gather of an fp32-summed all-reduce.
+        work: The transport's handle. ``None`` if the stream that started the move already waits.
+        stream: The stream that owns the result's memory. ``None`` if the device has no streams.
+        event: Recorded after the result is available. ``None`` if ``work`` reports completion.
+    """
+
+    finish: Callable[[], T]
+    work: Any = None
+    stream: Any = None
+    event: Any = None
+
+    @torch.no_grad()
+    def wait(self) -> T:
+        """Return the result. The current stream waits for it (without streams: the caller).
+
+        Local operation, except for :attr:`finish`.
+        """
+        if self.work is not None:
+            self.work.wait()
+        now: Any = None if self.stream is None else current_stream(self.stream.device)
+        if self.event is not None:
+            now.wait_event(self.event)
+        result = self.finish()
+        if now != self.stream and isinstance(result, torch.Tensor):
+            result.record_stream(now)
+        return result
+
+    def then(self, finish: Callable[[T], U]) -> Pending[U]:
+        """Return the same move with a further final function."""
+        return Pending(lambda: finish(self.wait()))
+
+
+def all_of(moves: Sequence[Pending[Any]]) -> Pending[None]:
+    """Combine several moves into one that waits for each in this order."""
+
+    def finish() -> None:
+        for move in moves:
+            move.wait()
+
+    return Pending(finish)
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """Return the current stream on ``device``; ``None`` for the CPU."""
+    return None if device.type == "cpu" else torch.get_device_module(device.type).current_stream(device)
+
+
+class SideStream:
+    """A stream next to the compute stream that runs complete moves, including packing and unpacking.
+
+    The CPU has no streams: transports work in the background, and the wait unpacks the received data.
+    """
+
+    def __init__(self) -> None:
+        self._stream: Any = None
+
+    @contextlib.contextmanager
+    def after_current(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[None]:
+        """Run on the side stream after all work on the current stream, and after the events that are not ``None``."""
+        if device.type == "cpu":
+            yield
+            return
+        module = torch.get_device_module(device.type)
+        if self._stream is None:
+            self._stream = module.Stream(device)
+        self._stream.wait_stream(module.current_stream(device))
+        for event in filter(None, events):
+            self._stream.wait_event(event)
+        with module.stream(self._stream):
+            yield
+
+    def begun(
+        self, begin: Callable[[], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
+    ) -> Pending[T]:
+        """Start a move within :meth:`after_current`. Collective if the move is.
+
+        ``touched`` are tensors of other streams that the move uses: their memory is not reused before it ends.
+        """
+        pending = begin()
+        if self._stream is None:
+            return pending
+        result = pending.wait()
+        for tensor in touched:
+            if tensor is not None:
+                tensor.record_stream(self._stream)
+        return Pending(lambda: result, stream=self._stream, event=self._stream.record_event())
+
+
+def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Create a process group of the ranks of one axis for these moves alone.
+
+    Moves that ranks may start in different orders must not share a group: FSDP2's own and these, when ranks use
+    different units. Collective over the world. Every rank creates the groups of all pipeline stages, since torch names
+    groups by counting them.
+
+    Args:
+        root: The mesh of the job, or of this rank's stage.
+        axis: The axis of that mesh.
+        backend: ``None`` for the default backend of the job.
+    """
+    at = (root.mesh_dim_names or ()).index(axis)
+    stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)
+    rows = stages.movedim(at + 1, -1).reshape(-1, root.size(at)).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)
+    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+    return group
+
+
+class UnitOrder:
+    """The order in which backwards leave units while the set of trained parameters stays the same.
+
+    Args:
+        units: Unit names. This order decides between units that backward leaves at the same time.
+
+    Attributes:
+        agreed: The units that may start early, in order. ``None`` before the ranks have agreed.
+    """
+
+    def __init__(self, units: Sequence[str]) -> None:
+        self._units = tuple(units)
+        self.agreed: tuple[str, ...] | None = None if self._units else ()
+        self._missing: Counter[str] = Counter()
+        self._seen: set[Hashable] = set()
+        self._complete: list[str] = []
+        self._again: set[str] = set()
+
+    def begin(self, expected: Iterable[str]) -> None:
+        """Start a backward. ``expected`` contains the unit of each gradient that is needed to complete a unit."""
+        self._missing = Counter(expected)
+        self._seen.clear()
+        self._complete.clear()
+        self._again.clear()
+
+    def arrived(self, unit: str, key: Hashable) -> None:
+        """Record a gradient of a unit. ``key`` identifies the gradient, so that a repeated one is detected."""
+        if key in self._seen:
+            self._again.add(unit)
+            return
+        self._seen.add(key)
+        self._missing[unit] -= 1
+        if self._missing[unit] == 0:
+            self._complete.append(unit)
+
+    def is_complete(self, unit: str) -> bool:
+        """Return whether all gradients of a unit have arrived in this backward."""
+        return unit in self._complete
+
+    def next(self, begun: int) -> str | None:
+        """Return the next unit that may start, given the number of started units. ``None`` if no unit may start."""
+        agreed = self.agreed or ()
+        return agreed[begun] if begun < len(agreed) and self.is_complete(agreed[begun]) else None
+
+    def agree(self, meshes: Meshes) -> None:
+        """Fix the order at the end of a first backward. Units that a rank has not used come last.
+
+        Collective over all ranks of this model (not the world, because other pipeline stages have different units): one
+        all-reduce of two integers for each unit and axis.
+        """
+        never = len(self._units)
+        mine = [
+            (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
+            for unit in self._units
+        ]
+        seen = torch.tensor(mine, dtype=torch.int64, device=meshes.device)
+        maximum(seen, meshes.device_mesh)
+        left = [(place, at) for at, (again, place) in enumerate(seen.tolist()) if not again]
+        self.agreed = tuple(self._units[at] for _, at in sorted(left))

@@ -1,0 +1,343 @@
+"""Collective calls that start only after all their ranks have entered them.
+
+A call that only some ranks make (``if rank == 0: checkpoint.save(...)``) would block inside a collective, where
+te_fsdp cannot apply a timeout. Therefore calls outside the training step first synchronize through the key-value store
+of ``torch.distributed`` (usually torchrun's TCPStore). The n-th call of a set of ranks uses keys under
+``te_fsdp/calls/<ranks>/<n>/``:
+
+    <rank>      name of the call that the rank has entered; the rank removes it in its next call
+    came        number of ranks that have entered any call
+    in/<call>   number of ranks that have entered this call
+    outcome     ``go``, or the text of the error that all ranks raise. The first writer decides (compare-and-set), so
+                that ranks that time out agree with a rank that arrives at that moment
+
+Before its first call, each rank writes the key ``alive/<rank>``. Waiting ranks use it to check whether missing ranks
+are alive (:mod:`te_fsdp.collectives.liveness`). If a process has ended, all ranks raise at once instead of after
+the timeout.
+
+A call costs each rank a few requests, independent of the number of ranks. Missing ranks are searched for only after
+``REPORT_AFTER`` seconds. Training steps (forward, backward, gradient norm, optimizer) do not synchronize here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.collectives.liveness import Liveness
+from te_fsdp.errors import CollectiveError, message
+from te_fsdp.upstream import torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+_log = logging.getLogger("te_fsdp")
+
+#: Seconds until a waiting rank logs the missing ranks.
+REPORT_AFTER = 10.0
+#: Seconds until a waiting rank checks whether missing ranks are alive, and between two checks.
+ASK_AFTER = 3.0
+#: Seconds until a waiting rank times out, as in torch's CPU process groups (``default_pg_timeout``).
+DEFAULT_TIMEOUT = 1800.0
+_GO = b"go"
+#: Seconds that waiting ranks get to read an outcome. They poll at least once per second.
+_READING = 3.0
+# Maximum number of ranks in a message: longer lists are not readable, and each rank costs requests.
+_NAMED = 8
+
+
+@dataclass
+class _Process:
+    """State of this process: the timeout, the flag of a running call per thread, and the calls of each set of ranks."""
+
+    timeout: float = DEFAULT_TIMEOUT
+    thread: threading.local = field(default_factory=threading.local)
+    liveness: Liveness = field(default_factory=Liveness)
+    #: Default process group -> ranks -> number and name of their last call. Freed with the process group.
+    last: WeakKeyDictionary[Any, dict[tuple[int, ...], tuple[int, str]]] = field(
+        default_factory=WeakKeyDictionary
+    )
+
+
+_process = functools.cache(_Process)
+
+
+def is_simulated() -> bool:
+    """Return whether the other ranks are simulated: torch's fake process group echoes what the rank sends."""
+    return dist.get_backend() == "fake"
+
+
+def is_capturing() -> bool:
+    """Return whether a CUDA graph is being captured, which forbids reading values or waiting for other ranks."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def set_collective_timeout(seconds: float) -> None:
+    """Set how long ranks wait for each other in a collective call before all of them raise ``CollectiveError``.
+
+    The timeout applies to the calls of te_fsdp outside the training step (``Meshes.build``, ``fully_shard``,
+    ``materialize``, ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...). It applies to
+    this process and to later calls. The shortest timeout among the ranks decides. All-gathers with
+    ``transport="copy_engine"`` use each rank's own timeout. A checkpoint save waits as long for ranks that are still
+    writing. Local operation.
+
+    Args:
+        seconds: More than 0; 1800 (half an hour) by default. Choose more than the longest time that one rank works
+            alone, for example in an evaluation.
+
+    Raises:
+        CollectiveError: Not a positive number.
+    """
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise CollectiveError(
+            "set_collective_timeout", expected="a positive number of seconds", got=repr(seconds)
+        )
+    _process().timeout = float(seconds)
+
+
+def collective_timeout() -> float:
+    """Return the timeout in seconds (:func:`set_collective_timeout`)."""
+    return _process().timeout
+
+
+@contextmanager
+def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]:
+    """Enter the context only after all ranks have reached it. Nested calls do not wait again.
+
+    Collective over the ranks of ``mesh`` (``None``: all), through the store of the default process group. Nothing is
+    sent for one rank or for torch's fake process group. ``call`` names the public call, the same on all ranks.
+
+    Raises:
+        CollectiveError: On all participating ranks: a rank did not arrive within :func:`set_collective_timeout`, or
+            entered a different call.
+    """
+    thread = _process().thread
+    if getattr(thread, "inside", False):
+        yield
+        return
+    if dist.is_initialized() and not is_simulated():
+        ranks = range(dist.get_world_size()) if mesh is None else sorted(mesh.mesh.flatten().tolist())
+        if len(ranks) > 1:
+            _Rendezvous.next(call, tuple(ranks)).wait()
+    thread.inside = True
+    try:
+        yield
+    finally:
+        thread.inside = False
+
+
+def _start_of_job() -> str:
+    """Return the part of the keys that distinguishes one start of an elastic job from another, same on all ranks.
+
+    torchrun's agent keeps its store across restarts, including the keys of dead ranks. Each node counts its own
+    restarts. Therefore only a single-node job can distinguish all its starts. Other jobs distinguish starts with
+    different numbers of ranks (docs/nodes.md).
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else ""
+    return f"{dist.get_world_size()}.{restarts}/"
+
+
+def _may_be_of_an_earlier_start() -> bool:
+    """Return whether the store may contain addresses of dead ranks of an earlier start: see :func:`_start_of_job`."""
+    return (
+        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
+    )
+
+
+@dataclass(frozen=True)
+class _Rendezvous:
+    """The n-th joint call of a set of ranks, as seen by one of them."""
+
+    call: str
+    ranks: tuple[int, ...]
+    number: int
+    me: int  # global rank of this process
+    before: str  # name of the previous call, which has ended on every rank that has entered this one
+    store: Any
+
+    @classmethod
+    def next(cls, call: str, ranks: tuple[int, ...]) -> _Rendezvous:
+        """Return the next joint call of these ranks."""
+        known = _process().last.setdefault(dist.group.WORLD, {})
+        number, before = known.get(ranks, (-1, ""))
+        known[ranks] = number + 1, call
+        whole = len(ranks) == dist.get_world_size()
+        name = "world" if whole else hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
+        store = dist.PrefixStore(f"te_fsdp/calls/{_start_of_job()}{name}", _torch.default_store())
+        return cls(call, ranks, number + 1, dist.get_rank(), before, store)
+
+    def wait(self) -> None:
+        """Enter the call and wait for all ranks. Raises ``CollectiveError`` on all ranks if some do not arrive."""
+        try:
+            self._meet()
+        except (dist.DistError, ConnectionError) as lost:
+            holder = (
+                "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+            )
+            raise CollectiveError(
+                f"te_fsdp.{self.call}: {holder}, which hosts the store of torch.distributed, has ended",
+                got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
+                why="It may have been killed or have raised an error; check its own output",
+                fix="restart the job from its last checkpoint",
+            ) from lost
+
+    def _meet(self) -> None:
+        me, number, address = self.me, self.number, _process().liveness.publish()
+        if number == 0 and address:
+            self.store.set(f"alive/{me}", address)
+        # Before counting: a rank that sees all ranks counted can read all names.
+        self.store.set(f"{number}/{me}", self.call)
+        mine = self.store.add(f"{number}/in/{self.call}", 1)
+        came = self.store.add(f"{number}/came", 1)
+        self.store.delete_key(f"{number - 1}/{me}")
+        if came == len(self.ranks):
+            everyone_here = mine == came or self.store.add(f"{number}/in/{self.call}", 0) == came
+            self._settle(_GO if everyone_here else self._other_calls().encode())
+            for key in ("came", f"in/{self.before}", "outcome"):
+                self.store.delete_key(f"{number - 1}/{key}")
+        outcome = self._outcome()
+        if outcome != _GO:
+            self._let_others_read(came)
+            raise CollectiveError(outcome.decode())
+
+    def _let_others_read(self, came: int) -> None:
+        """Wait on rank 0 until the others have read the outcome: the store may end with rank 0 after the error."""
+        read, until = self.store.add(f"{self.number}/read", 1), time.monotonic() + _READING
+        while self.me == 0 and read < max(came, self.store.add(f"{self.number}/came", 0)):
+            if time.monotonic() > until:
+                return
+            time.sleep(0.05)
+            read = self.store.add(f"{self.number}/read", 0)
+
+    def _settle(self, outcome: bytes) -> None:
+        """Write the outcome unless another rank has written it."""
+        self.store.compare_set(f"{self.number}/outcome", "", outcome.decode())
+
+    def _outcome(self) -> bytes:
+        """Return the outcome. While waiting, log the missing ranks; after the timeout, write an error as outcome."""
+        key, began, report_at, ask_at = f"{self.number}/outcome", time.monotonic(), REPORT_AFTER, ASK_AFTER
+        while not self.store.check([key]):
+            waited, timeout = time.monotonic() - began, _process().timeout
+            if waited >= timeout:
+                self._settle(self._gave_up(waited).encode())
+                continue
+            if waited >= ask_at:
+                ask_at = waited + ASK_AFTER
+                if ended := self._ended():
+                    self._settle(self._lost(ended).encode())
+                    continue
+            if waited >= report_at:
+                self._report(waited)
+                report_at = min(2 * waited, waited + 300)
+            # Polled, because a blocking wait in the store prints its own warnings. Short intervals at first, longer
+            # ones later, so that thousands of ranks do not overload the store.
+            time.sleep(min(max(waited / 10, 1e-3), 1.0, max(timeout - waited, 1e-3)))
+        return self.store.get(key)
+
+    def _ended(self) -> list[int]:
+        """Return missing ranks whose processes have ended. Each rank checks first the ranks after itself."""
+        if self.number == 0 and _may_be_of_an_earlier_start():
+            return []
+        at = self.ranks.index(self.me)
+        missing = self._without_key((*self.ranks[at + 1 :], *self.ranks[:at]), _NAMED)
+        known = [rank for rank in missing if self.store.check([f"alive/{rank}"])]
+        ended = [
+            rank for rank in known if _process().liveness.has_ended(self.store.get(f"alive/{rank}").decode())
+        ]
+        # A rank may have entered the call and ended since. It then counts as present.
+        return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))
+
+    def _lost(self, ended: list[int]) -> str:
+        return message(
+            f"te_fsdp.{self.call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
+            expected=f"the call on all {len(self.ranks)} ranks",
+            got="an ended process (its connection is closed)",
+            why="It may have been killed or have raised an error; check its own output",
+            fix="restart the job from its last checkpoint",
+        )
+
+    def _report(self, waited: float) -> None:
+        """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""
+        came = self.store.add(f"{self.number}/came", 0)
+        if came != self.store.add(f"{self.number}/in/{self.call}", 0):
+            self._settle(self._other_calls().encode())
+        elif came < len(self.ranks):
+            _log.warning(
+                "te_fsdp.%s: rank %d has waited for %.0f s: of %d ranks, %s not called it yet. It is a collective "
+                "call: every rank must make it.",
+                self.call,
+                dist.get_rank(),
+                waited,
+                len(self.ranks),
+                self._absent(came),
+            )
+
+    def _gave_up(self, waited: float) -> str:
+        came = self.store.add(f"{self.number}/came", 0)
+        return message(
+            f"te_fsdp.{self.call}: {self._absent(came)} not called it",
+            expected=f"the call on all {len(self.ranks)} ranks",
+            got=f"the call on {came} of them after {waited:.0f} s",
+            why="It is a collective call; the ranks that made it have timed out",
+            fix="make the call on every rank (not under `if rank == 0`), or increase the timeout: "
+            "te_fsdp.set_collective_timeout(seconds)",
+        )
+
+    def _other_calls(self) -> str:
+        """Build the error text for ranks that are in different calls."""
+        named: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            if self.store.check([f"{self.number}/{rank}"]):
+                named.setdefault(self.store.get(f"{self.number}/{rank}").decode(), []).append(rank)
+        calls = "; ".join(f"{format_ranks(ranks)} in te_fsdp.{call}" for call, ranks in named.items())
+        return message(
+            f"te_fsdp.{self.call}: the ranks are in different calls",
+            expected=f"the same call on all {len(self.ranks)} ranks",
+            got=calls,
+            why="Mismatched collective calls would wait for each other forever",
+            fix="make the same calls in the same order on every rank",
+        )
+
+    def _absent(self, came: int) -> str:
+        """Format the missing ranks with the start of the verb, for example 'ranks 1, 3 have'."""
+        missing = len(self.ranks) - came
+        found = self._without_key(self.ranks, min(missing, _NAMED))
+        more = f" and {missing - len(found)} more" if missing > len(found) else ""
+        return f"{format_ranks(found)}{more} {'has' if missing == 1 else 'have'}"
+
+    def _without_key(self, ranks: tuple[int, ...], most: int) -> list[int]:
+        """Return the first ``most`` missing ranks by bisection, which takes few requests if few ranks are missing."""
+        if most <= 0 or self.store.check([f"{self.number}/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        half = len(ranks) // 2
+        first = self._without_key(ranks[:half], most)
+        return first + self._without_key(ranks[half:], most - len(first))
+
+
+def format_ranks(ranks: list[int]) -> str:
+    """Format ranks for a message and join consecutive ones, for example 'ranks 0-2, 5'."""
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1][1:] = [rank]
+        else:
+            parts.append([rank])
+    shown = ", ".join("-".join(map(str, part)) for part in parts[:_NAMED])
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}{', ...' if len(parts) > _NAMED else ''}"

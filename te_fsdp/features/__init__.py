@@ -1,0 +1,1 @@
+"""Parts of training that a model may use. Nothing in the core needs them."""

@@ -1,0 +1,1 @@
+"""HFSDP: optimizer state sharded over dp_replicate as well."""

@@ -1,0 +1,349 @@
+"""Reductions over the outer axis, in the step, or begun while its last backward runs.
+
+Gradients below fp32 are sent as they are, by an all-to-all, and added up in fp32 here: what a reduce-scatter in fp32
+gives, for half of the bytes. A replica whose backward has not reached a parameter sends zeros, and says so: behind the
+packed rows each replica sends one number per parameter, 1 where it has a gradient.
+
+Where all ranks tell the last backward of the first step (``microbatch(is_last=True)``), they agree there on the order
+in which backward leaves units. From then on a unit begins when FSDP2 has enqueued its reduction and all units before it
+have begun (:mod:`te_fsdp.collectives.async_work`); the step begins the others, in the same order. So every replica
+calls the same
+collectives, whatever it has used. Else all is averaged at the step, as for a plain loop.
+
+What has begun is stale if a gradient has changed since: after an exception in backward, a further backward,
+``zero_grad``, a change by hand. The step asks whether it is on any replica, over the CPU. All then complete what any of
+them has begun, drop it, and average everything anew: right, but nothing is saved.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import Shard
+
+from te_fsdp.collectives.agreement import maximum
+from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream, own_group
+from te_fsdp.collectives.redistribute import GradComm, PackedLayout, comm_of, redistribute
+from te_fsdp.features.hfsdp.optimizer_shards import (
+    ALIGNED,
+    OUTER,
+    OptimizerShard,
+    copy_pairs,
+    group_by_key,
+    is_sent_alone,
+)
+from te_fsdp.lifecycle import gradients_of
+from te_fsdp.sharded_model import sharded_model_of
+from te_fsdp.tensor_version import TensorVersion
+from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from te_fsdp.sharded_model import ShardedModel
+
+_log = logging.getLogger("te_fsdp")
+
+
+class GradientAveraging:
+    """How gradients of some parameters are averaged over the replicas, or summed if the user wants sums.
+
+    What never changes from step to step is looked at once: which of them are sent together, and where each lies.
+
+    Args:
+        shards: The parameters, in the same order on all replicas.
+    """
+
+    def __init__(self, shards: Sequence[OptimizerShard]) -> None:
+        self.shards = tuple(shards)
+        self._alone = [is_sent_alone(shard.rows) for shard in shards]
+        self._numels = [math.prod(shard.shape) for shard in shards]
+        # Places of those with the same replicas and dtypes, and where the small ones of these lie together.
+        self._kinds: list[tuple[list[int], PackedLayout]] = []
+        self._dtypes: list[torch.dtype | None] | None = None
+
+    def _look(self) -> None:
+        """Settle what is sent together, as long as gradients keep their dtypes."""
+        dtypes = [getattr(shard.parameter, "grad_dtype", None) for shard in self.shards]
+        if dtypes != self._dtypes:
+            self._dtypes, self._kinds = dtypes, []
+            kinds = [(shard.ranks, shard.dtype, shard.sent) for shard in self.shards]
+            for places in group_by_key(range(len(kinds)), kinds):
+                small = tuple([self.shards[at].rows.numel for at in places if not self._alone[at]])
+                self._kinds.append((places, PackedLayout(small, ALIGNED, len(places))))
+
+    def start(
+        self,
+        gradients: Sequence[torch.Tensor | None],
+        comm: GradComm | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> Pending[list[torch.Tensor | None]]:
+        """Begin with local gradients, ``None`` where this rank has none; they must not change until the end.
+
+        Collective over the replicas, all the same: per group and dtype a reduce-scatter, and one more for each large
+        tensor, in what the model's :class:`GradComm` says, or ``comm``. If that is the gradients' own dtype, and below
+        the shards', they are all-to-alls, and added up here. Temporary memory: what is packed, or has another dtype on
+        the wire, and what an all-to-all brings. With a ``group`` for these moves alone nothing waits before the result
+        is asked for where there are no streams.
+
+        Returns:
+            This rank's rows, in the order of the shards; ``None`` where no replica has a gradient.
+        """
+        found: list[torch.Tensor | None] = [None] * len(self.shards)
+        moves: list[Pending[torch.Tensor]] = []
+        asked: list[
+            tuple[int, torch.Tensor]
+        ] = []  # what this rank has no gradient of, and how many replicas have one
+
+        def send(source: torch.Tensor, shape: Sequence[int], first: OptimizerShard, by: Any) -> torch.Tensor:
+            into = torch.empty(shape, dtype=first.dtype, device=source.device)
+            if into.numel():
+                to, flat, late = group or first.group, into.view(-1), group is not None and into.is_cpu
+                moves.append(redistribute(source, first.partial, Shard(0), to, by, into=flat, async_op=late))
+            return into
+
+        self._look()
+        for places, buffer in self._kinds:
+            first = self.shards[places[0]]
+            by = comm or first.comm
+            if first.sent != first.dtype and (by is None or by.dtype is None):
+                by = replace(by or GradComm(), fp32_sum=True)
+            packed = self._packed(places, buffer, gradients)
+            result = send(packed.view(-1), packed.shape[1:], first, by)
+            pieces = iter(buffer.pieces(result))
+            for flag, at in enumerate(places, buffer.numel - buffer.more):
+                shard, gradient = self.shards[at], gradients[at]
+                if not self._alone[at]:
+                    found[at] = next(pieces)[: self._numels[at]].view(shard.shape)
+                else:
+                    whole = (
+                        packed.new_zeros(shard.rows.shape) if gradient is None else gradient.to(packed.dtype)
+                    )
+                    found[at] = send(whole.contiguous().view(-1), shard.shape, first, by)
+                if gradient is None:
+                    asked.append((at, result[flag]))
+
+        def finish(unused: None) -> list[torch.Tensor | None]:
+            for at, replicas in asked:
+                if not bool(replicas > 0):  # waits for the device, on ranks without a gradient alone
+                    found[at] = None
+            return found
+
+        return all_of(moves).then(finish)
+
+    def _packed(
+        self, places: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
+    ) -> torch.Tensor:
+        """What all replicas get of each small gradient, replica after replica, each time with the flags behind."""
+        first, flags = self.shards[places[0]], buffer.numel - buffer.more
+        device = _torch.local_of(first.parameter).device
+        # Padding of uneven rows and gaps between aligned tensors are sent, too: zeros, never old memory.
+        memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
+        memory[:, flags:] = 1
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        pieces = iter(buffer.pieces(memory))
+        for flag, at in enumerate(places, flags):
+            shard, gradient = self.shards[at], gradients[at]
+            if gradient is None:
+                memory[:, flag] = 0
+            if self._alone[at]:
+                continue
+            piece = next(pieces)
+            if gradient is not None:
+                copies += [(there, rows) for rows, there in shard.rows.pairs(gradient, piece)]
+        copy_pairs(copies)
+        return memory
+
+
+# ------------------------------------------------------------------------------------------- during the last backward
+
+
+@dataclass(eq=False)
+class _OverlapPlan:
+    """What is sent together, as long as the same parameters are trained."""
+
+    shards: list[OptimizerShard]  #: All that is averaged
+    state: ShardedModel | None  #: Of the model; ``None`` where nothing can begin early
+    units: dict[str, GradientAveraging]  #: Name -> its parameters, in the optimizer's order
+    groups: list[str]  #: For each of FSDP2's parameter groups that holds some of them, its unit
+    order: UnitOrder  #: In which units begin
+    comm: GradComm | None = None  #: How gradients were sent at the last step
+
+
+class EarlyAverages:
+    """The averages of one optimizer's gradients that may begin in backward; ``shards`` gives what it averages now."""
+
+    def __init__(self, shards: Callable[[], list[OptimizerShard]]) -> None:
+        self._shards = shards
+        self._plan: _OverlapPlan | None = None
+        self._averaged = 0  # ``last_microbatches`` at the last step
+        # For the averages, and for the question at the step.
+        self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+        self._side = SideStream()
+        self._begin_anew(0)
+
+    def _begin_anew(self, backward: int) -> None:
+        """Nothing has begun since the last step; ``backward`` is the last one that runs, 0 for none."""
+        self._backward = backward
+        # Units whose averages are under way, in the agreed order, and the gradients that were sent.
+        self._begun: dict[str, Pending[list[torch.Tensor | None]]] = {}
+        self._sources: list[TensorVersion | None] = []
+        self._events: dict[str, list[Any]] = {}  # unit -> after what its gradients are final
+
+    @torch.no_grad()
+    def reduced(self, state: ShardedModel, unit: str, group: int, event: Any) -> None:
+        """FSDP2 has enqueued the reduction of one of a unit's groups, final after ``event``: begin what may begin.
+
+        Collective over the replicas: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
+        waited for.
+        """
+        backward = state.last_microbatches
+        if not state.last_microbatch or (self._begun and self._backward != backward):
+            return  # the step sees whether what was sent has changed
+        if self._backward != backward:  # the first unit that this backward leaves
+            self._begin_anew(backward)
+            plan = self._plan_now()
+            plan.order.begin(plan.groups)
+        plan = self._plan
+        if plan is not None and unit in plan.units:
+            self._events.setdefault(unit, []).append(event)
+            plan.order.arrived(unit, (unit, group))
+            as_before = plan.comm == comm_of(state.model)
+            while as_before and (complete := plan.order.next(len(self._begun))) is not None:
+                self._begin(plan, complete)
+
+    def _begin(self, plan: _OverlapPlan, unit: str) -> None:
+        """Begin a unit's averages. Collective over the replicas."""
+        averaging = plan.units[unit]
+        given = gradients_of([shard.parameter for shard in averaging.shards])
+        local = [None if g is None else _torch.local_of(g) for g in given]
+        assert self._groups is not None and plan.state is not None
+        start = functools.partial(averaging.start, local, plan.comm, self._groups[0])
+        events = self._events.pop(unit, [])
+        with (
+            torch.profiler.record_function(f"te_fsdp::average {unit}"),
+            self._side.after_current(plan.state.meshes.device, events),
+        ):
+            # A stream of its own waits for each move before the next begins, and frees what that has brought.
+            self._begun[unit] = self._side.begun(start, local)
+        self._sources += TensorVersion.now(given)
+
+    # --- between backward and step
+
+    @property
+    def expected(self) -> bool:
+        """Whether averages may be under way on some rank: the same on all ranks."""
+        return self._plan is not None and bool(self._plan.order.agreed)
+
+    @torch.no_grad()
+    def finish(self) -> dict[int, torch.Tensor | None]:
+        """Complete what has begun on any of the replicas: ``id`` of a parameter -> its average.
+
+        ``None`` where no replica has a gradient; empty if all is yet to be averaged. Parameters of units that never
+        begin early are left out. Collective over the replicas: the reductions that have not begun here, and one
+        all-reduce of two integers on the CPU, once the ranks have agreed on an order; :meth:`_agree` in the first step.
+        """
+        plan = self._plan if self._plan is not None and self._begun else self._plan_now()
+        told = bool(plan.state and plan.units and plan.state.last_microbatches != self._averaged)
+        try:
+            if plan.order.agreed:
+                return self._complete(plan, plan.order.agreed)
+            if plan.order.agreed is None:
+                self._agree(plan, told)
+            if told and not plan.order.agreed:
+                _warn_once(
+                    "microbatch(model, is_last=True) was not used on all ranks in the first step: averages over "
+                    "dp_replicate wait for the step. Use it from the first step on, on all ranks, for the last "
+                    "backward of a step"
+                )
+            return {}
+        finally:
+            self._begin_anew(0)
+            if plan.state is not None:
+                self._averaged = plan.state.last_microbatches
+                plan.comm = copy.copy(comm_of(plan.state.model))
+
+    def _complete(self, plan: _OverlapPlan, agreed: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
+        """What :meth:`finish` does where the order is known."""
+        shards = [shard for unit in agreed for shard in plan.units[unit].shards]
+        sent = gradients_of([shard.parameter for shard in shards[: len(self._sources)]])
+        stale = plan.shards != self._shards() or not all(TensorVersion.are_same(self._sources, sent))
+        asked = torch.tensor([len(self._begun), stale], dtype=torch.int32)
+        assert self._groups is not None and plan.state is not None
+        maximum(asked, self._groups[1])
+        most, dropped = asked.tolist()
+        if most == 0:
+            return {}
+        for unit in agreed[len(self._begun) : most if dropped else None]:
+            self._begin(plan, unit)
+        averages = [rows for pending in self._begun.values() for rows in pending.wait()]
+        stream: Any = current_stream(plan.state.meshes.device)
+        for rows in averages:
+            if rows is not None and stream is not None:
+                rows.record_stream(stream)  # their memory is the side stream's
+        if dropped:
+            _warn_once(
+                "gradients have changed after their last backward, as microbatch(model, is_last=True) has told it: "
+                "what was averaged over dp_replicate during that backward is in vain, and averaged anew. Where each "
+                "step does that, run the backward without telling, or change gradients with te_fsdp.scale_gradients "
+                "and clip_grad_norm_"
+            )
+            return {}
+        return {id(shard.parameter): rows for shard, rows in zip(shards, averages, strict=True)}
+
+    def _agree(self, plan: _OverlapPlan, told: bool) -> None:
+        """Settle the order of units, in the first step, if all ranks have told its last backward; else nothing begins.
+
+        Collective over the model's ranks: one integer; and then over the world: process groups are made, and two
+        integers for each unit all-reduced.
+        """
+        assert plan.state is not None
+        meshes = plan.state.meshes
+        told_by_all = torch.tensor([-int(told)], dtype=torch.int32, device=meshes.device)
+        maximum(told_by_all, meshes.device_mesh)
+        if not told_by_all or not dist.is_gloo_available():
+            plan.order.agreed = ()
+            return
+        if self._groups is None:
+            backends = (dist.get_default_backend_for_device(meshes.device.type), "gloo")
+            averages, question = (own_group(meshes.device_mesh, OUTER, backend) for backend in backends)
+            self._groups = averages, question
+            # Connected here, where all ranks come by, and not in the midst of a backward.
+            dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)
+        plan.order.agree(meshes)
+
+    def _plan_now(self) -> _OverlapPlan:
+        """The plan for what is averaged now. Local operation."""
+        shards = self._shards()
+        if self._plan is None or self._plan.shards != shards:
+            self._plan = _make_overlap_plan(shards)
+        return self._plan
+
+
+def _make_overlap_plan(shards: list[OptimizerShard]) -> _OverlapPlan:
+    states = {
+        id(state): state for shard in shards if (state := sharded_model_of(shard.parameter)) is not None
+    }
+    alike = len(states) == 1 and len({shard.ranks for shard in shards}) == 1
+    state = next(iter(states.values())) if alike else None
+    units: dict[str, GradientAveraging] = {}
+    groups: list[str] = []
+    place = {id(shard.parameter): at for at, shard in enumerate(shards)}
+    for name, unit in state.modules.items() if state is not None else ():
+        own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
+        if any(own):
+            units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*own))])
+            groups += [name for members in own if members]
+    return _OverlapPlan(shards, state, units, groups, UnitOrder(list(units)))
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _log.warning(text)

@@ -1,0 +1,464 @@
+"""``Muon``: torch's Muon on whole matrices, wherever their pieces lie, and AdamW for all other parameters.
+
+Muon orthogonalises the update of a whole matrix. Between ranks that hold its pieces, one of them, the owner, does that
+for all; owners are dealt out so that each rank computes about as much:
+
+    every rank       momentum and update of its pieces, element by element; the update in bf16, as the first operation
+                     of the orthogonalisation makes it
+    all-to-all       pieces to their owners
+    owner            puts the original matrix together, box by box; cuts fused ones (QKV, gated fc1) into their
+                     matrices; orthogonalises each
+    all-to-all       pieces of the result back
+    every rank       weight decay and update of its pieces, element by element
+
+The operations, their order and their shapes are those of one process: given equal gradients, so are the bits. Where
+nothing cuts a matrix (one process, ``no_shard``), each rank computes it by itself and nothing is sent; replicas
+(``dp_replicate``, or ``tp`` of a weight that is not cut over it) each compute their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from te_fsdp.collectives.agreement import gather
+from te_fsdp.errors import MeshError, OrderError, PlacementError, message, require_flags
+from te_fsdp.features.main_params import rows_of_state
+from te_fsdp.features.main_weights import check_optimizer
+from te_fsdp.layout import Box, cut_boxes
+from te_fsdp.modules.plan import fused_matrices
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.records import ParamOwner, binding_of, iter_param_owners, require_model, shard_info
+from te_fsdp.sharded_model import shard_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: How often matrices take turns along the rows of a fused weight, and how many rows each has in a turn.
+_Fused = tuple[int, tuple[int, ...]]
+_WHOLE: _Fused = (1, (1,))
+
+
+class Muon(Optimizer):
+    """Muon for the matrices of a model, AdamW for its other parameters; exact on every mesh.
+
+    The arithmetic is that of ``torch.optim.Muon`` and ``torch.optim.AdamW``. Works with every strategy, tensor and
+    expert parallelism, quantized and bf16 weights (after :func:`te_fsdp.main_weights`) and
+    :func:`te_fsdp.shard_optimizer`; call these as for any other optimizer. State (``momentum_buffer``, ``exp_avg``,
+    ``exp_avg_sq``) is placed as the parameters, and ``te_fsdp.checkpoint`` loads it on any other mesh.
+
+    Each ``step`` is collective over the ranks that hold pieces of a weight: two all-to-alls, of 2 bytes per element of
+    a rank's shards; the first one also exchanges which rank holds what. Memory during ``step``: 4 bytes per element of
+    a rank's shards and 2 of the matrices that it owns, and what the orthogonalisation of one matrix takes.
+
+    Args:
+        model: The model, sharded and materialised, or of one process.
+        params: Matrices that Muon updates: parameters, or groups of them with options of their own. ``None``: all
+            weights of TransformerEngine's linear layers; not embeddings and heads of other classes.
+        adamw: Options of AdamW for the model's other trainable parameters (``lr``, ``betas``, ``eps``,
+            ``weight_decay``); ``None``: they are left to another optimizer.
+        split_fused: Whether the matrices in one fused weight (query, key and value; gate and up) are orthogonalised one
+            by one, as separate weights would be. ``False``: as one matrix, as ``torch.optim.Muon`` does it.
+        **options: Options of ``torch.optim.Muon``, with its defaults: ``lr``, ``weight_decay``, ``momentum``,
+            ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``, ``adjust_lr_fn``.
+
+    Raises:
+        PlacementError: A parameter for Muon that is not a real matrix, such as one weight of all experts.
+        OrderError: Parameters that are not the model's.
+        ValueError: Options that torch's optimizers refuse, or that AdamW has here no use for.
+    """
+
+    # Of a copy, and of one from a pickle: torch's optimizers take their groups and state alone along.
+    _model: nn.Module | None = None
+    _plan: _ExchangePlan | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        params: Iterable[Any] | None = None,
+        *,
+        adamw: Mapping[str, Any] | None = None,
+        split_fused: bool = True,
+        **options: Any,
+    ) -> None:
+        require_model(model, "Muon(model, params)")
+        require_flags("Muon", split_fused=split_fused)
+        # torch's own constructors check the options, and know the defaults.
+        some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
+        defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}
+        others = _adamw_options(some, adamw)
+        matrices = _groups(_matrices_of(model) if params is None else params)
+        for parameter in (p for group in matrices for p in group["params"]):
+            _check_matrix(model, parameter)
+        groups = [group for group in matrices if group["params"]]
+        taken = {id(p) for group in groups for p in group["params"]}
+        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
+        if adamw is not None and rest:
+            groups.append({"params": rest, "algorithm": "adamw", **others})
+        self._model, self._split_fused = model, split_fused
+        super().__init__(groups, defaults)
+        check_optimizer(model, self)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[bad-override]
+        """One step of all parameters that have a gradient. Collective over the ranks that hold pieces of a weight.
+
+        Gives what ``closure`` returns, which is refused where ``AdamW.step(closure)`` is.
+
+        Raises:
+            OrderError: A copy of another Muon, which knows no model.
+        """
+        if self._model is None:
+            raise OrderError(
+                "Muon.step of a copy, or of one from a pickle",
+                expected="te_fsdp.Muon(model, ...)",
+                got="one without a model",
+                why="Which matrices its parameters hold follows from the model",
+                fix="build it anew, and give it state by load_state_dict or te_fsdp.checkpoint.load",
+            )
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["algorithm"] == "adamw":
+                self._adamw(group)
+        self._muon(self._model)
+        return loss
+
+    def _muon(self, model: nn.Module) -> None:
+        """As ``torch.optim.Muon``, but for who computes what. The plan is made anew for other parameters."""
+        main_parameters = getattr(self, KEEPS_MAIN_WEIGHTS, None)
+        pairs = [] if main_parameters is None else main_parameters.pairs
+        originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
+        # Main weights are found by the parameters that they stand in for, which stay.
+        held = [
+            (parameter, original, group)
+            for group in self.param_groups
+            for parameter in group["params"]
+            if group["algorithm"] == "muon"
+            and (original := originals.get(id(parameter), parameter)).requires_grad
+        ]
+        key = tuple((id(original), tuple(_torch.local_of(own).shape)) for own, original, _ in held)
+        plan = self._plan
+        if plan is None or plan.key != key:
+            made = _make_exchange_plan(
+                model, [(own, original) for own, original, _ in held], self._split_fused
+            )
+            plan = self._plan = _ExchangePlan(key, *made)
+        updates: dict[int, torch.Tensor] = {}
+        for index, (parameter, _, group) in enumerate(held):
+            if parameter.grad is not None:
+                updates[index] = self._update(parameter, parameter.grad, group)
+        newton_schulz, adjusted = _torch.muon_arithmetic()
+
+        def orthogonalized(weight: _MuonWeight, whole: torch.Tensor) -> torch.Tensor:
+            group = held[weight.index][2]
+            options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+            return weight.joined([newton_schulz(matrix, *options) for matrix in weight.matrices(whole)])
+
+        with torch.profiler.record_function("te_fsdp::muon"):
+            for ranks, weights in plan.exchanges:
+                updates |= _exchange(ranks, weights, updates, orthogonalized)
+        for index, flat in updates.items():
+            parameter, _, group = held[index]
+            local, rate, weight = _torch.local_of(parameter), float(group["lr"]), plan.weights[index]
+            update = flat.view(local.shape)
+            local.mul_(1 - rate * group["weight_decay"])
+            rates = [adjusted(rate, group["adjust_lr_fn"], torch.Size(shape)) for shape in weight.shapes]
+            if len(set(rates)) == 1:
+                local.add_(update, alpha=-rates[0])
+                continue
+            for rows, own_rate in zip(weight.rows(), rates, strict=True):
+                rows = rows.to(local.device)
+                local[rows] = local[rows].add(update[rows], alpha=-own_rate)
+
+    def _update(self, parameter: torch.Tensor, given: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """This rank's piece of what is orthogonalised, 1-D, bf16, in memory of its own."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(given)
+        gradient, buffer = _torch.local_of(given), _torch.local_of(state["momentum_buffer"])
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
+        # A copy in any case: torch before 2.15 writes into what is bf16 already, here the momentum.
+        return update.to(torch.bfloat16, copy=True).flatten()
+
+    def _adamw(self, group: dict[str, Any]) -> None:
+        """As ``torch.optim.AdamW``."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        states = [self.state[p] for p in parameters]
+        for state, parameter in zip(states, parameters, strict=True):
+            if "step" not in state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        if parameters:
+            adamw(
+                parameters,
+                [p.grad for p in parameters],  # type: ignore[bad-argument-type]
+                [state["exp_avg"] for state in states],
+                [state["exp_avg_sq"] for state in states],
+                [],
+                [state["step"] for state in states],
+                amsgrad=False,
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                lr=group["lr"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+
+def _adamw_options(some: list[Any], adamw: Mapping[str, Any] | None) -> dict[str, Any]:
+    """AdamW's options with their defaults."""
+    known = ("lr", "betas", "eps", "weight_decay")
+    unknown = sorted(set(adamw or ()) - set(known))
+    if unknown:
+        raise ValueError(
+            message(
+                "Muon(adamw=...)",
+                expected=f"options among {', '.join(known)}",
+                got=", ".join(unknown),
+                fix="leave it out, or adamw=None and an optimizer of your own for the other parameters",
+            )
+        )
+    defaults = torch.optim.AdamW(some, **(adamw or {})).defaults
+    return {key: defaults[key] for key in known}
+
+
+def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    """Groups of parameters, of what torch's optimizers take."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    # With or without names, as from named_parameters().
+    return [{**g, "params": [p[1] if isinstance(p, tuple) else p for p in g["params"]]} for g in groups]
+
+
+def _matrices_of(model: nn.Module) -> list[torch.Tensor]:
+    """The trainable weights of TransformerEngine's linear layers, one weight of all experts included."""
+    weights = {
+        id(place.parameter): place.parameter
+        for place in iter_param_owners(model)
+        if place.parameter.requires_grad
+        and place.parameter.ndim > 1
+        and not (place.parameter.ndim == 2 and "bias" in place.name)  # of all experts
+        and _te.kind_of(place.owner) not in (None, "unknown")
+    }
+    return list(weights.values())
+
+
+def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
+    """Raise unless it is a real matrix."""
+    if parameter.ndim == 2 and not parameter.is_complex():
+        return
+    names = [place.label for place in iter_param_owners(model) if place.parameter is parameter]
+    experts = parameter.ndim == 3
+    raise PlacementError(
+        f"Muon: {names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)}, {parameter.dtype}",
+        expected="a real matrix",
+        why="Muon orthogonalises matrices",
+        fix="GroupedLinear(single_grouped_weight=False), which has a weight for each expert"
+        if experts
+        else "leave it out of params: adamw={...} updates what Muon does not",
+    )
+
+
+@dataclass
+class _MuonWeight:
+    """One weight."""
+
+    index: int  #: Its place among all that Muon updates
+    label: str  #: Its name
+    shape: tuple[int, ...]  #: Of the original
+    fused: _Fused  #: The matrices in it
+    boxes: tuple[Box, ...]  #: Rectangles of the original that make up this rank's local tensor
+    boxes_of: Sequence[tuple[Box, ...]] = ()  #: Likewise of each of the ranks that hold pieces of it
+    owner: int = 0  #: Which of these computes it
+
+    @property
+    def heights(self) -> list[int]:
+        """Rows that each matrix has in a turn."""
+        turns, parts = self.fused
+        return [self.shape[0] // (turns * sum(parts)) * part for part in parts]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Of the matrices."""
+        return [(self.fused[0] * height, self.shape[1]) for height in self.heights]
+
+    def matrices(self, whole: torch.Tensor) -> list[torch.Tensor]:
+        """The matrices of a whole weight."""
+        if len(self.fused[1]) == 1:
+            return [whole]
+        turns, columns = self.fused[0], self.shape[1]
+        parts = whole.view(turns, -1, columns).split(self.heights, 1)
+        return [part.reshape(-1, columns) for part in parts]
+
+    def joined(self, matrices: list[torch.Tensor]) -> torch.Tensor:
+        """The opposite of :meth:`matrices`."""
+        if len(matrices) == 1:
+            return matrices[0]
+        turns, columns = self.fused[0], self.shape[1]
+        return torch.cat([m.reshape(turns, -1, columns) for m in matrices], 1).view(-1, columns)
+
+    def rows(self) -> list[torch.Tensor]:
+        """Which rows of the local tensor belong to each matrix."""
+        owners = torch.arange(len(self.heights)).repeat_interleave(torch.tensor(self.heights))
+        owners = owners.repeat(self.fused[0])
+        rows_here = max((box.local[0] + box.sizes[0] for box in self.boxes), default=0)
+        local = torch.empty(rows_here, dtype=torch.long)
+        for box in self.boxes:
+            local[box.local_slices()[0]] = owners[box.original_slices()[0]]
+        return [(local == index).nonzero().flatten() for index in range(len(self.heights))]
+
+
+#: Ranks that hold pieces of some weights, ``None`` where this rank holds all of each; and these weights.
+_Exchange = tuple["dist.ProcessGroup | None", list[_MuonWeight]]
+
+
+class _ExchangePlan(NamedTuple):
+    """Who owns which matrix, for the parameters that ``key`` stands for; weights in the order of these."""
+
+    key: tuple[Any, ...]
+    weights: list[_MuonWeight]
+    exchanges: list[_Exchange]
+
+
+def _make_exchange_plan(
+    model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
+) -> tuple[list[_MuonWeight], list[_Exchange]]:
+    """The weights of parameters, and who exchanges which. Collective over the ranks that hold pieces."""
+    fused = fused_matrices(model) if split_fused else {}
+    places: dict[int, ParamOwner] = {}
+    for place in iter_param_owners(model):
+        places.setdefault(id(shard_of(place.parameter)), place)
+    found: list[_MuonWeight] = []
+    exchanges: dict[tuple[int, ...], _Exchange] = {}
+    for parameter, original in held:
+        place = places.get(id(original))
+        if place is None:
+            raise OrderError(
+                f"Muon.step: a parameter of shape {tuple(original.shape)}",
+                expected="parameters of the model that Muon was built with",
+                fix="build Muon after te_fsdp.fully_shard and te_fsdp.materialize",
+            )
+        info = shard_info(place.owner, place.name, original, label=place.label)
+        cut = rows_of_state(parameter, original)
+        boxes = (
+            info.boxes if cut is None else cut_boxes(info.boxes, *cut)
+        )  # shard_optimizer has cut it further
+        matrices = fused.get((id(place.owner), place.name), _WHOLE)
+        weight = _MuonWeight(len(found), place.label, info.original_shape, matrices, boxes)
+        found.append(weight)
+        group = _group_of(parameter, place)
+        ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        exchanges.setdefault(ranks, (group, []))[1].append(weight)
+    for group, weights in exchanges.values():
+        if group is not None:
+            _assign_owners(group, weights)
+    return found, list(exchanges.values())
+
+
+def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup | None:
+    """The ranks that together hold a weight once; ``None`` where this rank holds it whole.
+
+    Collective over the world where such a group is made: for state that is sharded over replicas.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    mesh = parameter.device_mesh
+    axes = [i for i, p in enumerate(parameter.placements) if not p.is_replicate() and mesh.size(i) > 1]
+    if not axes:
+        return None
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    assert mesh.mesh_dim_names is not None
+    names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
+    cutting, binding = mesh[names], binding_of(place.owner)
+    known = None if binding is None else binding.weight_mesh
+    if known is not None and set(known.mesh.flatten().tolist()) == set(cutting.mesh.flatten().tolist()):
+        return known.get_group()
+    return _torch.flatten_mesh(cutting, f"muon_{'_'.join(names)}").get_group()
+
+
+def _assign_owners(group: dist.ProcessGroup, weights: list[_MuonWeight]) -> None:
+    """Learn which rank holds what, and give each weight an owner. Collective over the group, for small objects."""
+    told = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
+    if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in told):
+        raise MeshError(
+            "Muon.step: ranks that hold pieces of the same weights",
+            expected="the same parameters in the same order on all of them",
+            got=f"{[len(other) for other in told]} matrices, here {', '.join(w.label for w in weights[:3])}, ...",
+            fix="build Muon from the same params on all ranks",
+        )
+    for weight, ranks in zip(weights, zip(*told, strict=True), strict=True):
+        weight.boxes_of = [boxes for _, _, boxes in ranks]
+    # So that the most that one rank computes is little: large ones first, to the idlest.
+    loads = [0] * len(told)
+    costs = {weight.index: math.prod(weight.shape) * min(weight.shape) for weight in weights}
+    for weight in sorted(weights, key=lambda w: -costs[w.index]):
+        weight.owner = min(range(len(told)), key=loads.__getitem__)
+        loads[weight.owner] += costs[weight.index]
+
+
+def _exchange(
+    group: dist.ProcessGroup | None,
+    weights: list[_MuonWeight],
+    updates: Mapping[int, torch.Tensor],
+    orthogonalized: Callable[[_MuonWeight, torch.Tensor], torch.Tensor],
+) -> dict[int, torch.Tensor]:
+    """Orthogonalise this rank's pieces of updates, by ``_MuonWeight.index``: 1-D, bf16; their memory is given away.
+
+    Weights that are not there have no gradient, on any rank. Collective over the ranks: two all-to-alls.
+    """
+    weights = [weight for weight in weights if weight.index in updates]
+    if group is None or not weights:
+        return {w.index: orthogonalized(w, updates[w.index].view(w.shape)).flatten() for w in weights}
+    by_owner = [[w for w in weights if w.owner == rank] for rank in range(group.size())]
+    mine, order = by_owner[group.rank()], list(chain(*by_owner))
+    sent = torch.cat([updates[weight.index] for weight in order])
+    outgoing = [sum(updates[weight.index].numel() for weight in owned) for owned in by_owner]
+    sizes = [
+        [sum(math.prod(box.sizes) for box in weight.boxes_of[rank]) for weight in mine]
+        for rank in range(group.size())
+    ]
+    incoming = list(map(sum, sizes))
+    received = sent.new_empty(sum(incoming))
+    dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
+    parts = [part.split(own) for part, own in zip(received.split(incoming), sizes, strict=True)]
+    for weight, pieces in zip(mine, zip(*parts, strict=True), strict=True):
+        _orthogonalize(weight, pieces, orthogonalized)
+    dist.all_to_all_single(sent, received, outgoing, incoming, group=group)
+    back = sent.split([updates[weight.index].numel() for weight in order])
+    return {weight.index: piece for weight, piece in zip(order, back, strict=True)}
+
+
+def _orthogonalize(
+    weight: _MuonWeight,
+    pieces: Sequence[torch.Tensor],
+    orthogonalized: Callable[[_MuonWeight, torch.Tensor], torch.Tensor],
+) -> None:
+    """Put one weight together, and its result into the memory that the ranks' pieces came in."""
+    whole = pieces[0].new_empty(weight.shape)
+    views = []
+    for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
+        # The boxes of a local tensor follow each other in its memory: stacked blocks are cut along rows alone.
+        for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
+            views.append((box.original_slices(), values.view(box.sizes)))
+    for where, values in views:
+        whole[where] = values
+    result = orthogonalized(weight, whole)
+    for where, values in views:
+        values.copy_(result[where])

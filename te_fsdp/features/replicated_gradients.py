@@ -1,0 +1,397 @@
+"""Gradients of parameters that every data-parallel rank holds whole: added up over the ranks, exactly once each.
+
+    backward     .grad <- what earlier backwards left unreduced; autograd adds to it
+    its end      .grad <- .grad from before + the sum over the ranks of what is unreduced (or, where it shall
+                 not reduce, that is put aside)
+
+So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, and a plain loop over microbatches adds up
+reduced gradients: what was reduced is never reduced again.
+
+Gradients of one unit with strategy ``no_shard`` are sent together as soon as backward has left the unit
+(:mod:`te_fsdp.collectives.async_work`), those of a unit that may not begin early at the end of backward; all
+others at the end,
+together, in the order of the parameters' names, which is the same on all ranks. A parameter that had no gradient on
+this rank is sent as zeros, with a flag, since another rank may have one.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.checks.unsupported import first_te_module, refuse_second_derivatives_of_te
+from te_fsdp.collectives.async_work import UnitOrder, current_stream
+from te_fsdp.collectives.redistribute import comm_of
+from te_fsdp.collectives.rendezvous import is_simulated
+from te_fsdp.errors import OrderError
+from te_fsdp.features.hfsdp.gradients import apply_deferred_grad_scale
+from te_fsdp.layout import REPLICATED
+from te_fsdp.materialization import check_unsharded_replicas
+from te_fsdp.replicated_params import Bucket, GradientSlot, Reduction, ReductionGroup, pack
+from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model
+from te_fsdp.upstream import torch_autograd as _torch_autograd, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_outputs import tensors_in
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.replicated_params import ReplicatedParameter
+
+
+class ReplicatedGradients:
+    """Reduces the gradients of a model's replicated parameters by the end of each backward.
+
+    The reduction is bound to the gradients of what the root's forward returns.
+
+    Args:
+        model: The root.
+        replicated: What stays whole.
+        meshes: The job's meshes.
+        units: Names of the units that stay whole, as backward leaves them if forward runs through the tree.
+        grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
+        average: Divide gradients by the number of data-parallel ranks, an expert's too, over whose data the loss is the
+            mean; otherwise they are sums.
+        beside_fsdp2: Whether FSDP2 manages other parameters of the model: its reductions and those that begin during
+            backward then need process groups of their own, which are made here. Collective over the world.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        replicated: Sequence[ReplicatedParameter],
+        meshes: Meshes,
+        *,
+        units: Sequence[str] = (),
+        grads_dtype: torch.dtype | None = None,
+        average: bool = True,
+        beside_fsdp2: bool = False,
+    ) -> None:
+        apart = beside_fsdp2 and bool(units)
+        divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
+        dense = experts = ReductionGroup.of(
+            meshes.fsdp, "data", meshes.device_mesh if apart else None, divisor
+        )
+        if (mesh := meshes.expert_mesh) is not None:
+            experts = ReductionGroup.of(meshes.expert_fsdp, "expert_data", mesh if apart else None, divisor)
+        self._slots = []
+        for parameter in replicated:
+            plan = parameter.plan
+            ranks = experts if plan.experts else dense
+            partial = plan.rule is not None and plan.rule.partial_grad and meshes.size("tp") > 1
+            # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
+            at_end = partial or ranks.group is None or plan.storage.strategy == REPLICATED
+            self._slots.append(
+                GradientSlot(parameter, ranks, partial, None if at_end else plan.unit, grads_dtype)
+            )
+        self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
+        self._sync, self._owes, self._running = True, False, False
+        self._te_module = first_te_module(model)
+        self._inside: dict[GradientSlot, None] = {}
+        self._away: set[GradientSlot] = set()
+        sent = {slot.unit for slot in self._slots}
+        self._units = [unit for unit in units if unit in sent]
+        self._order, self._trained = UnitOrder(self._units), tuple[GradientSlot, ...]()
+        self._orders = {self._trained: self._order}
+        self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
+        self._reduction: Reduction | None = None
+        self._streams: list[torch.Stream] = []
+        self._words: Any = None
+        if self._units and dist.is_gloo_available() and not is_simulated():
+            # Over the CPU: no word waits for the device. Not over the world, where other stages have other models.
+            ranks = sorted(meshes.device_mesh.mesh.flatten().tolist())
+            self._words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        self._said: tuple[Any, torch.Tensor] | None = None
+        self._gave_up = False
+        self.attach()
+        model.register_forward_pre_hook(_torch.disable_compile(self._before_forward))
+        model.register_forward_hook(_torch.disable_compile(lambda module, inputs, output: self.watch(output)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise OrderError(
+            "deepcopy of a model with no_shard parameters after fully_shard",
+            why="The copy's gradients would be reduced together with the original's",
+            fix="copy the model before te_fsdp.fully_shard",
+        )
+
+    # ------------------------------------------------------------------------------------- what the schedule asks
+
+    @property
+    def pending(self) -> list[str]:
+        """Names of the parameters with gradients that are not reduced yet.
+
+        Of all trained ones when a backward has ended without a reduction: other ranks may have gradients that this one
+        has not, and all must come to the reduction, or refuse to go on.
+        """
+        return [
+            slot.replicated.plan.label
+            for slot in self._slots
+            if slot.unreduced is not None
+            or slot in self._inside
+            or slot in self._away
+            or (self._owes and slot.parameter.requires_grad)
+        ]
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether a backward has raised before its end; what it gave is dropped by the next forward."""
+        return self._running and not _torch.in_backward()
+
+    def recover(self) -> None:
+        """Drop what a backward that has raised gave; ``.grad`` is what it was before.
+
+        Collective over data parallel if reductions may have begun in that backward; it completes them together with
+        the next backward of ranks that raised before theirs had begun, which learn of it (:meth:`settle`).
+        """
+        if self.interrupted:
+            started, self._reduction = self._reduction, None
+            self._leave()
+            if started is not None and started.early:
+                started.abandon()
+                self._say(True)
+                self.settle()  # this rank knows
+
+    def settle(self) -> bool:
+        """Whether a rank has given up one of the reductions since the last answer, so that this one got NaN from it.
+
+        Waits for the word of all ranks, which each gives after its reduction. Local operation otherwise.
+        """
+        if self._said is not None:
+            work, gave_up = self._said
+            work.wait()
+            self._said, self._gave_up = None, self._gave_up or bool(gave_up)
+        found, self._gave_up = self._gave_up, False
+        return found
+
+    def _say(self, gave_up: bool) -> None:
+        """Tell all ranks whether this one gives the reduction up that has just been completed; nothing waits for it.
+
+        Collective over all ranks that hold this model: one all-reduce of one integer, on the CPU.
+        """
+        if self._words is not None:
+            self._gave_up = self.settle()
+            word = torch.tensor(gave_up, dtype=torch.int32)
+            work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
+            self._said = work, word
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether the backwards to come reduce gradients when they end; otherwise they wait."""
+        self._sync = enabled
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Add up over the ranks what is waiting, and add it to ``.grad``.
+
+        Collective over data parallel, on all ranks: an all-reduce for each unit, dtype and group of ranks, and one for
+        all that is sent with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each
+        tensor larger than a bucket; at first all are sent with no unit.
+        """
+        self._owes = False
+        self._finish(self._new_reduction())
+
+    def reduce_after_microbatches(self) -> None:
+        """Reduce what the backwards of a pipeline's microbatches have left, once a stage reduces again.
+
+        Collective as :meth:`reduce`, outside of backward; within one its own end does that.
+        """
+        if self._sync and not self._running and self.pending:
+            self.reduce()
+
+    def waiting(self) -> list[torch.Tensor]:
+        """The local gradients of this rank that wait for their reduction."""
+        return [_torch.local_of(slot.unreduced) for slot in self._slots if slot.unreduced is not None]
+
+    def forget_unreduced(self) -> None:
+        """Forget the gradients that wait; those that are reduced are the parameters' own."""
+        self._owes = False
+        for slot in self._slots:
+            slot.unreduced = None
+
+    def reduced(self) -> set[int]:
+        """``id`` of the parameters whose gradients are reduced here."""
+        return {id(slot.parameter) for slot in self._slots}
+
+    def attach(self) -> None:
+        """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
+        replaced = False
+        for slot in self._slots:
+            parameter = slot.parameter
+            if not parameter.requires_grad or (slot.hooked is not None and slot.hooked() is parameter):
+                continue
+            for handle in slot.handles:
+                handle.remove()
+            slot.hooked, replaced = weakref.ref(parameter), True
+            self._buckets = None
+            if slot.grads_dtype is not None and parameter.dtype != slot.grads_dtype:
+                parameter.grad_dtype = slot.grads_dtype
+            slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
+        model = self._model()
+        state = get_sharded_model(model) if replaced and model is not None else None
+        if state is not None:
+            attach_state_to_params(state)  # optimizer hooks know a model by its parameters
+
+    def let_go(self) -> None:
+        """Remove the hooks on parameters, which the next forward sets again. Local operation.
+
+        A conversion swaps quantized parameters with ``torch.utils.swap_tensors``: it refuses those with weak references
+        to them, and takes their hooks away.
+        """
+        for slot in self._slots:
+            for handle in slot.handles:
+                handle.remove()
+            slot.handles, slot.hooked = [], None
+
+    def renewed(self) -> None:
+        """Take note of replaced parameters; ``InitError`` unless all ranks hold the same. Collective over the world."""
+        self.attach()
+        check_unsharded_replicas([slot.replicated for slot in self._slots], self._meshes)
+
+    # -------------------------------------------------------------------------------------------------- the hooks
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        self.attach()
+        self.recover()
+
+    def watch(self, output: Any) -> None:
+        """Let every rank that runs backward come to the reduction, those without any such gradient included. Local."""
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+
+    def _begin(self, gradient: torch.Tensor) -> None:
+        if not self._running:
+            refuse_second_derivatives_of_te(self._te_module)
+            self._running = True
+            self._reduction = self._new_reduction() if self._sync else None
+            self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
+            self._streams.clear()
+            _torch_autograd.at_end_of_backward(self._end)
+
+    def _arrive(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
+        """A gradient is about to be added to ``.grad``: let it meet those of its kind."""
+        self._begin(gradient)
+        self._start_complete(slot)
+        if slot.unit is not None:
+            self._order.arrived(slot.unit, slot)
+        if slot not in self._inside:
+            parameter = slot.parameter
+            slot.reduced, parameter.grad = parameter.grad, slot.unreduced
+            slot.unreduced = None
+            self._inside[slot] = None
+
+    def _start_complete(self, slot: GradientSlot) -> None:
+        """Begin the reductions of units that backward has left; now that a gradient of ``slot`` arrives.
+
+        Not when their last gradient arrives: it is not added up before the hooks of its parameter have run.
+        """
+        if slot in self._away:
+            raise OrderError(
+                f"{slot.replicated.plan.label}: a gradient after the reduction of its unit has begun",
+                expected="no more uses of the parameter than in the first backward that reduced",
+                got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
+                fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
+                "te_fsdp.finish_grad_reduce(model)",
+            )
+        if self._reduction is None:
+            return
+        stream = current_stream(self._device)
+        if stream is not None and stream not in self._streams:
+            self._streams.append(stream)
+        self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
+
+    def _end(self) -> None:
+        reduction, self._reduction = self._reduction, None
+        self._leave(keep=True)
+        self._owes = reduction is None
+        if reduction is not None:
+            self._finish(reduction)
+            if self._order.agreed is None:
+                self._order.agree(self._meshes)
+                self._buckets = None
+
+    def _leave(self, *, keep: bool = False) -> None:
+        """Put ``.grad`` from before back; what the backward gave waits, or is forgotten (the backward raised).
+
+        Gradients that were cleared since then stay cleared.
+        """
+        for slot in self._inside:
+            parameter = slot.parameter
+            slot.unreduced = parameter.grad if keep else None
+            if keep or parameter.grad is not None:
+                parameter.grad = slot.reduced
+            slot.reduced = None
+        self._inside.clear()
+        self._away.clear()
+        self._running = False
+
+    # ---------------------------------------------------------------------------------------------- the reduction
+
+    def _new_reduction(self) -> Reduction:
+        """A reduction of all that is trained now, not begun."""
+        trained = tuple(slot for slot in self._slots if slot.parameter.requires_grad)
+        if trained != self._trained:
+            self._trained, self._buckets = trained, None
+            self._order = self._orders.setdefault(trained, UnitOrder(self._units))
+        if self._buckets is None:
+            # Unit by unit also what does not begin early: the transport adds in an order that depends on the place in a
+            # bucket, and the first backward shall have the bits that it would have had as a later one, of a training
+            # that goes on.
+            agreed = self._order.agreed or ()
+            units: dict[str | None, list[GradientSlot]] = {unit: [] for unit in agreed}
+            for slot in trained:
+                units.setdefault(slot.unit, []).append(slot)
+            packed = [
+                (unit, bucket) for unit, own in units.items() for bucket in pack(own, self._meshes.tp_or_none)
+            ]
+            early = [(unit, bucket) for unit, bucket in packed if unit is not None and unit in agreed]
+            self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
+        early, rest = self._buckets
+        model = self._model()
+        comm = comm_of(model) if model is not None else None
+        # In a wider dtype than they add up in, gradients would take more memory on their way than before it.
+        if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
+            early, rest = [], [*(bucket for _, bucket in early), *rest]
+        return Reduction(early, rest, comm, self._take)
+
+    @torch.no_grad()
+    def _finish(self, reduction: Reduction) -> None:
+        for slot, value in reduction.finish():
+            _add(slot.parameter, value)
+        if reduction.early:
+            self._say(False)
+
+    def _take(self, slot: GradientSlot) -> torch.Tensor | None:
+        """A slot's gradient, for a bucket: it is nobody's else from now on."""
+        gradient, slot.unreduced = slot.unreduced, None
+        if slot in self._inside:  # backward still runs
+            parameter = slot.parameter
+            gradient, parameter.grad = parameter.grad, slot.reduced
+            slot.reduced = None
+            del self._inside[slot]
+            self._away.add(slot)
+        if gradient is None:
+            return None
+        local, now = _torch.local_of(gradient), current_stream(self._device)
+        for stream in self._streams:  # where gradients may have been made
+            if now is not None and stream != now:
+                now.wait_stream(stream)
+                local.record_stream(now)
+        return local
+
+
+def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Add a reduced local gradient to a parameter's."""
+    if parameter.grad is not None:
+        apply_deferred_grad_scale(parameter.grad)
+        _torch.local_of(parameter.grad).add_(value)
+    elif isinstance(parameter, DTensor):
+        parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))
+    else:
+        parameter.grad = value

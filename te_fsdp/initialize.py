@@ -1,0 +1,421 @@
+"""Initialisation of sharded parameters, and what ranks must not have drawn alike.
+
+Each rank draws the whole original tensor from the default generator, one parameter at a time, and keeps its
+own boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one
+process with that state, on any mesh. The price is one original tensor of temporary memory.
+
+Modules that are built on the device are drawn before. With equal seeds on all ranks they get the same numbers on every
+rank of ``tp`` (and the same experts on every rank of ``ep``), where each holds another part. Training keeps them equal:
+the model has as many different rows as one rank holds. Constant parts (zeros, ones) are what any initialisation gives,
+and not looked at.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.agreement import are_equal, bits_of, digest, gather, row_checksums
+from te_fsdp.collectives.rendezvous import collective_call, is_simulated
+from te_fsdp.errors import InitError, OrderError, shorten
+from te_fsdp.layout import expert_index
+from te_fsdp.mesh import default_device_type, device_of
+from te_fsdp.quantized.components import keep_rowwise_only
+from te_fsdp.quantized.shards import attach_amax_group, quantize_shard
+from te_fsdp.records import (
+    KEY as FACTS,
+    ModuleBinding,
+    ShardInfo,
+    binding_of,
+    copy_param_attrs,
+    name_of,
+    plan_of,
+    replace_local_tensor,
+    shard_info,
+)
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.modules.plan import ModulePlan
+
+# TE raises when it finds these on a parameter that it is about to mark
+# (``set_tensor_model_parallel_attributes``).
+_TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+#: Attribute that a user sets on a parameter whose parts are meant to be equal.
+MEANT = "equal_shards"
+
+
+def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
+    """Raise ``OrderError`` if a forward is about to run on parameters that have no values yet. Local operation."""
+    left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
+    if left:
+        raise OrderError(
+            f"{left[0]}: forward before te_fsdp.materialize",
+            expected="parameters with values, on the device",
+            got=f"{len(left)} parameter(s) on meta",
+            fix="call te_fsdp.materialize(model) after te_fsdp.fully_shard, or load a checkpoint after it",
+        )
+
+
+def initialize_te_parameters(module: nn.Module) -> None:
+    """Initialise the own parameters of a bound TE module from TE's ``init_fn`` of each.
+
+    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE holds
+    quantized are quantized once, with the scale of the whole weight. Collective over the parameters' mesh (a check of
+    the random state; amax of per-tensor formats).
+
+    Raises:
+        InitError: The ranks' random states differ, or an initialiser left values unset.
+    """
+    binding = binding_of(module)
+    assert binding is not None
+    _check_module_random_state(module)
+    first_error: Exception | None = None
+    for name, parameter, elsewhere in _in_order(module, binding):
+        value = None
+        try:
+            value = _draw(module, name, parameter, binding.label(name))
+        except (
+            Exception
+        ) as error:  # raised below: the other ranks need this one in their collectives till then
+            first_error = first_error or error
+        if elsewhere:
+            continue  # and drop it: the random state goes on as in one process
+        if value is None:
+            local = _torch.local_of(parameter)
+            value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
+        store_part(module, name, parameter, value, binding)
+    if first_error is not None:
+        raise first_error
+
+
+def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name, parameter, and whether another rank holds it, in the order in which one process initialises them.
+
+    For the parameters of another rank's experts those of an own expert stand: same shape, same initialiser.
+    """
+    users = binding.distributed  # TE has no initialization for them
+    own = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
+    if binding.experts is None:
+        yield from ((name, p, False) for name, p in own.items())
+        return
+    yield from ((name, p, False) for name, p in own.items() if expert_index(name) is None)
+    first = binding.experts.first
+    kinds = [name.rstrip("0123456789") for name in own if expert_index(name) == first]
+    for index in range(binding.experts.total):
+        for kind in kinds:
+            name = f"{kind}{index}"
+            # Looked up anew: initialising replaces parameters on meta.
+            held = module._parameters.get(name)
+            template = module._parameters[f"{kind}{first}"]
+            assert template is not None
+            yield (name, held, False) if held is not None else (f"{kind}{first}", template, True)
+
+
+def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> torch.Tensor:
+    """This rank's part of a parameter's original tensor, drawn by TE's init method. Local operation."""
+    info = shard_info(module, name, parameter, label=label)
+    with torch.no_grad():
+        full = sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+        fill = _te.init_function(module, name)
+        for part in full if info.rule.layout.is_grouped else (full,):  # expert after expert, as TE draws them
+            fill(part)
+        if has_sentinel(full):
+            raise InitError(
+                f"{label}: never initialised",
+                expected="an init method that fills the whole tensor",
+                got="values left unset",
+                fix="pass an init_method to the TE module that fills the tensor in place",
+            )
+        return take_part(full, info)
+
+
+def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
+    """Initialise a module that TE does not know: its own ``reset`` on original-size tensors.
+
+    Its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device. Collective over their mesh (a
+    check of the random state). Returns the names of own parameters and floating-point buffers that stayed unset.
+    """
+    _check_module_random_state(module)
+    before = {name: p for name, p in module._parameters.items() if p is not None}
+    infos = {name: shard_info(module, name, p) for name, p in before.items()}
+    whole: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
+    for name, parameter in before.items():
+        if id(parameter) not in whole:
+            full = sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
+            whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+            copy_param_attrs(parameter, whole[id(parameter)], leave_out=(FACTS,))
+        module._parameters[name] = whole[id(parameter)]
+    # Buffers that lie on the device already are as their maker wants them, NaN included.
+    pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
+    for name, buffer in pending.items():
+        module._buffers[name] = sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
+    try:
+        reset()
+        filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+    finally:
+        module._parameters.update(before)
+    unset = []
+    stored: dict[int, torch.nn.Parameter | None] = {}
+    for name, parameter in before.items():
+        if id(parameter) in stored:
+            module._parameters[name] = stored[id(parameter)]
+        elif has_sentinel(filled[name]):
+            unset.append(name)
+        else:
+            store_part(module, name, parameter, take_part(filled[name], infos[name]), binding_of(module))
+            stored[id(parameter)] = module._parameters[name]
+    left = {name: module._buffers.get(name) for name in pending}
+    return unset + [name for name, b in left.items() if b is not None and has_sentinel(b)]
+
+
+def target_device(tensor: torch.Tensor) -> torch.device:
+    """Device that a meta tensor shall be materialised on: its mesh's, else the machine's default one."""
+    if not tensor.is_meta:
+        return tensor.device
+    return device_of(tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type())
+
+
+def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:
+    """Raise ``InitError`` on all ranks of ``mesh`` unless all hold the same random state on ``device``.
+
+    Collective over ``mesh`` (one max all-reduce of two integers per axis).
+    """
+    on_cpu = device.type == "cpu"
+    state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
+    with collective_call(f"reset_parameters ({label})", mesh):
+        same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
+    if not same:
+        raise InitError(
+            f"{label}: initialisation with different random states",
+            expected="equal states on all ranks of the mesh",
+            got="differing states",
+            why="Shards of different initialisations, and replicas that disagree, would train silently wrong",
+            fix="call torch.manual_seed with one seed on all ranks before, or pass seed= to te_fsdp.materialize",
+        )
+
+
+def _check_module_random_state(module: nn.Module) -> None:
+    """Check once per module, on the mesh of its first DTensor parameter, and among the ranks that hold its experts.
+
+    Plain parameters have no mesh to agree on.
+    """
+    binding, label = binding_of(module), name_of(module)
+    own = {name: p for name, p in module._parameters.items() if p is not None}
+    if binding is not None and binding.ep_mesh is not None:
+        check_random_state(binding.ep_mesh, label, target_device(next(iter(own.values()))))
+    for name, parameter in own.items():
+        if isinstance(parameter, DTensor):
+            check_random_state(parameter.device_mesh, f"{label} ({name})", target_device(parameter))
+            return
+
+
+def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the original (unsharded) value of a module's own parameter, in high precision.
+
+    On meta every value is one that no initialiser produces. Collective over the mesh axes that cut the parameter: one
+    sum all-reduce of the original tensor for each, in which all ranks but one contribute zero.
+    """
+    local, info = _torch.local_of(parameter), shard_info(module, name, parameter)
+    if local.is_meta:
+        return sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+    with torch.no_grad():
+        value: torch.Tensor = local.dequantize() if _te.is_quantized(local) else local.detach()
+        full = torch.zeros(info.original_shape, dtype=value.dtype, device=value.device)
+        for box in info.boxes:
+            full[box.original_slices()] = value[box.local_slices()]
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for axis, placement in enumerate(parameter.placements):
+                if mesh.size(axis) > 1 and _torch.shard_dim_of(placement) is not None:
+                    dist.all_reduce(full, group=mesh.get_group(axis))
+    return full
+
+
+def take_part(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
+    """This rank's shard of an original tensor, as a tensor of its own."""
+    if info.local_shape == info.original_shape:
+        return full.detach()
+    value = torch.empty(info.local_shape, dtype=full.dtype, device=full.device)
+    for box in info.boxes:
+        value[box.local_slices()] = full[box.original_slices()]
+    return value
+
+
+def store_part(
+    module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: ModuleBinding | None
+) -> None:
+    """Put a shard's value into the tensor that is there, or into a new parameter in place of a meta one."""
+    local = _torch.local_of(old)
+    quantizer = _te.weight_quantizer(module, name) if binding is not None else None
+    if not local.is_meta and _te.is_quantized(local) == (quantizer is not None):
+        with torch.no_grad():
+            if binding is None or quantizer is None:
+                local.copy_(value)
+            else:
+                attach_amax_group(local, binding)
+                local.quantize_(value)  # type: ignore[operator]
+                _te.drop_high_precision_value(local)
+                if _te.keeps_high_precision_value(module):
+                    _te.attach_high_precision_value(local, value.detach().cpu())
+        for mark in _TE_MARKS:
+            old.__dict__.pop(mark, None)
+        return
+    new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
+    parameter = module._parameters[name] = replace_local_tensor(old, new, leave_out=_TE_MARKS)
+    if quantizer is not None and _te.keeps_high_precision_value(module):
+        # On what optimizers look at: a parameter that is no DTensor is another object than ``new``.
+        _te.attach_high_precision_value(_torch.local_of(parameter), value.detach().cpu())
+    plan = plan_of(old)
+    if quantizer is not None and plan is not None and not plan.storage.is_whole:
+        keep_rowwise_only(new)
+    if quantizer is not None and (
+        plan is None or plan.cut_dim is None
+    ):  # else te_fsdp.fully_shard has seen to it
+        _fsdp2_patches.disable_flat_shards(module, new)
+
+
+def sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor whose values no initialiser produces: NaN, or the dtype's smallest integer."""
+    return torch.full(shape, _sentinel_value(dtype), dtype=dtype, device=device)
+
+
+def _sentinel_value(dtype: torch.dtype) -> float | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return False if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+def has_sentinel(tensor: torch.Tensor) -> bool:
+    """Whether values were left unset.
+
+    Integers: only when all are, as the smallest may be meant. Bools and unsigned ones, of which every value may be:
+    never.
+    """
+    if tensor.numel() == 0:
+        return False
+    if tensor.is_meta:
+        return True
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    return tensor.dtype.is_signed and bool((tensor == _sentinel_value(tensor.dtype)).all())
+
+
+# ------------------------------------------------------------------------------------------- equal parts of a weight
+
+
+def has_device_parameters(planned: Iterable[ModulePlan]) -> bool:
+    """Whether modules that are not bound yet have parameters on the device. Local operation."""
+    return any(
+        parameter is not None and not parameter.is_meta
+        for item in planned
+        if binding_of(item.module) is None
+        for parameter in item.module._parameters.values()
+    )
+
+
+def find_equal_shards(
+    planned: Iterable[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+) -> list[str]:
+    """Parameters of which two ranks hold equal parts that should differ, with the ranks. Changes nothing.
+
+    Over ``tp`` those that it cuts, over ``ep`` those of experts. Collective over the meshes where they have several
+    ranks: one object gather of a checksum per parameter over each, after which all find the same. Parameters on meta,
+    and those of modules that are bound already, are left out.
+    """
+    if dist.is_initialized() and is_simulated():
+        return []
+    held = [
+        (f"{item.name}.{name}" if item.name else name, item, item.rules.get(name), _torch.local_of(parameter))
+        for item in planned
+        if binding_of(item.module) is None
+        for name, parameter in item.module._parameters.items()
+        if parameter is not None and not parameter.is_meta and not getattr(parameter, MEANT, False)
+    ]
+    found = []
+    if tp_mesh is not None and tp_mesh.size() > 1:
+        cut = {label: t for label, _, rule, t in held if rule is not None and rule.shard_dim is not None}
+        found += _names_equal_on_two_ranks(tp_mesh, "tp", _drawn(cut))
+    if ep_mesh is not None and ep_mesh.size() > 1:
+        experts = {label: t for label, item, _, t in held if _is_expert(item, label)}  # by local index
+        found += _names_equal_on_two_ranks(ep_mesh, "ep", _drawn(experts, copies=True))
+    return found
+
+
+def _is_expert(item: ModulePlan, label: str) -> bool:
+    own = item.distributed.get(label.rpartition(".")[2])
+    return item.experts is not None if own is None else own.is_expert
+
+
+def refuse_equal_shards(found: list[str]) -> None:
+    """Raise ``InitError`` if anything was found: it names the parameters, and the ways out."""
+    if not found:
+        return
+    raise InitError(
+        f"{shorten(found, 3, '; ')}: equal values where each rank holds another part",
+        expected="different values on ranks that hold different rows, columns or experts",
+        got="those of one random state, as equal seeds draw them",
+        why="Training would keep them equal, so that the model learns what one rank's part can",
+        fix='build the model with device="meta" and call te_fsdp.materialize, which draws the weights of one '
+        "process; or build TE modules with TransformerEngine's RNG tracker (get_rng_state_tracker=), or with "
+        "another seed on each of these ranks, and equal seeds for what they replicate; or load values before. "
+        f"Where equal parts are meant, set parameter.{MEANT} = True",
+    )
+
+
+def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
+    """Label -> checksum of those whose values are not all the same.
+
+    With ``copies`` without kinds of which this rank has several, all equal: experts that begin as copies of one layer.
+    """
+    if not held:
+        return {}
+    sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched at once
+    constant = torch.stack([is_constant(tensor) for tensor in held.values()]).tolist()
+    kinds = [label.rstrip("0123456789") for label in held]
+    by_kind: dict[str, list[int]] = {}
+    for kind, value in zip(kinds, sums, strict=True):
+        by_kind.setdefault(kind, []).append(value)
+    meant = {kind for kind, values in by_kind.items() if copies and len(values) > 1 and len(set(values)) == 1}
+    return {
+        label: value
+        for label, kind, value, same in zip(held, kinds, sums, constant, strict=True)
+        if not same and kind not in meant
+    }
+
+
+def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
+    """Which of them two ranks of a 1-D mesh have alike."""
+    everyone = gather(mine, mesh)
+    found: dict[str, str] = {}
+    for (one, first), (other, second) in combinations(enumerate(everyone), 2):
+        for label, value in first.items():
+            if second.get(label) == value:
+                found.setdefault(label, f"{label} ({axis} ranks {one} and {other})")
+    return list(found.values())
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Position-dependent checksum of a tensor's bytes, int64 on its device, halved: its negative exists too."""
+    return row_checksums(_flat(tensor).unsqueeze(0)).squeeze(0)
+
+
+def is_constant(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether all values of a tensor are the same: a bool on its device."""
+    words = bits_of(_flat(tensor))
+    return (words == words[:1]).all()
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    # Of quantized tensors the values: padding of their scale buffers is left as the kernel finds it.
+    tensor = tensor.dequantize() if _te.is_quantized(tensor) else tensor
+    return tensor.detach().contiguous().view(-1)

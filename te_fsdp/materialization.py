@@ -1,0 +1,486 @@
+"""Values of parameters: drawn (``materialize``), converted, compared over ranks, made equal (``broadcast_params``).
+
+``materialize`` takes a model from meta to the device, every shard its part of one well-defined initialisation. What was
+initialised elsewhere must be the same on several ranks: the model itself, and the values of replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
+from te_fsdp.collectives.redistribute import broadcast
+from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.errors import InitError, MeshError, OrderError, shorten
+from te_fsdp.gradient_sync import release_params
+from te_fsdp.initialize import (
+    checksum,
+    find_equal_shards,
+    has_device_parameters,
+    has_sentinel,
+    initialize_by_reset,
+    refuse_equal_shards,
+    target_device,
+)
+from te_fsdp.lifecycle import track_replaced_parameters
+from te_fsdp.model_init import attributes_on_meta, find_initializers
+from te_fsdp.modules.mixin import ForeignModule
+from te_fsdp.precision import gradient_dtype
+from te_fsdp.quantized.components import components_of, drop_derived_state
+from te_fsdp.records import (
+    ParamOwner,
+    binding_of,
+    copy_param_attrs,
+    inherit,
+    iter_param_owners,
+    param_attrs_to_copy,
+    plan_of,
+    require_model,
+)
+from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
+from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model, leave_unset, mesh_of
+from te_fsdp.unit_communication import move_shards_to_shared_memory
+from te_fsdp.upstream import (
+    fsdp2_patches as _fsdp2_patches,
+    te as _te,
+    te_modules as _te_modules,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.plan import ModelPlan
+    from te_fsdp.records import ParameterPlan
+    from te_fsdp.replicated_params import ReplicatedParameter
+    from te_fsdp.sharded_model import ShardedModel
+
+_log = logging.getLogger("te_fsdp")
+
+ModelT = TypeVar("ModelT", bound="nn.Module")
+
+
+def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
+    """Move a model from meta to the device and initialise it, each rank its own shards.
+
+    The logical weights do not depend on the mesh: they are those that building the same model in one process on the
+    device draws from the same random state. Modules are initialised in the order of ``model.modules()``: TE modules by
+    their init methods, others by their ``reset_parameters``, or else by a ``_reset_parameters``, as
+    ``nn.MultiheadAttention`` has. Weights under ``quantized_model_init`` are quantized, with one scale per weight.
+    Modules without a tensor on meta are left alone. Tied parameters stay tied, with the initial values of the last
+    module that owns them.
+
+    Then the model's own initialization runs, if it has one: ``init_weights()``, else ``initialize_weights()``, else
+    ``_init_weights``, applied to every module. It sees unsharded tensors, and every rank keeps its parts. Code that a
+    constructor runs inline cannot run again.
+
+    Collective over the mesh of the parameters: call on all ranks. Needs memory for one original-size parameter,
+    with an initialization of the model's own for those of one module.
+
+    Args:
+        model: The model, before or after :func:`te_fsdp.fully_shard`; returned.
+        seed: Of the initialisation, the same on all ranks, whose random states are put back afterwards. ``None``: use
+            (and advance) the current default generator, which must then be equal on all ranks.
+
+    Raises:
+        InitError: Parameters or buffers that nothing initialises, all by name; ranks with different random states; or
+            an initialization of the model's own that cannot be called.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
+    """
+    require_model(model, "materialize(model)")
+    pending = [
+        (name, module)
+        for name, module in model.named_modules()
+        if any(t is not None and t.is_meta for t in (*module._parameters.values(), *module._buffers.values()))
+    ]
+    mesh = mesh_of(model)
+    with (
+        collective_call("materialize", mesh) if mesh is not None else nullcontext(),
+        raised_on_all_ranks(mesh, "materialize"),
+        _seeded(seed, model),
+        track_replaced_parameters(model, "materialize"),
+    ):
+        _refuse_computed_weights(pending)
+        left = _draw_all(model, pending)
+        if left:
+            raise InitError(
+                f"{len(left)} tensor(s) were never initialised: {', '.join(sorted(left))}",
+                expected="an initialiser for each",
+                got="tensors on meta, or values that reset_parameters left unset",
+                why="They would hold whatever the memory held",
+                fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer",
+            )
+    state = get_sharded_model(model)
+    if state is not None:
+        if state.replicated is not None:
+            state.replicated.renewed()
+        attach_state_to_params(state)
+        move_shards_to_shared_memory(state)
+    _log.debug("materialize: initialised %d modules", len(pending))
+    return model
+
+
+def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str]:
+    """Initialize the modules, then run the model's own initialization; return the names of tensors left unset."""
+    initializers = find_initializers(model)
+    left, done = set(), 0
+    for initializer in initializers:  # as constructors do, each when its modules have the values of their own
+        inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
+        end = max((done, *(i + 1 for i in inside)))
+        left |= set(_initialize_all(model, pending[done:end]))
+        initializer.run([pending[i][1] for i in inside])
+        done = end
+    left |= set(_initialize_all(model, pending[done:]))
+    left = {name for name in left if has_sentinel(_tensor_at(model, name))}
+    left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
+    return left | set(attributes_on_meta(model))
+
+
+def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
+    owner, _, own = name.rpartition(".")
+    return _torch.local_of(getattr(model.get_submodule(owner), own))
+
+
+def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
+    """Raise where a module computes a weight on meta from others, which its ``reset_parameters`` would not reach."""
+    found = []
+    for name, module in pending:
+        if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            found.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
+        found += [f"{name} ({kind})" for kind in _torch.weight_hook_classes(module)]
+    if found:
+        raise InitError(
+            f"materialize: {shorten(found, 3)}: a parametrization on meta",
+            expected="weight_norm, spectral_norm, pruning and their like on modules that have values",
+            got=f"{len(found)} weight(s) that are computed from tensors on meta",
+            why="reset_parameters writes to what is computed, and would leave the tensors behind it as they are",
+            fix="build these modules on the device, with equal seeds on all ranks, and parametrize them there, before "
+            "te_fsdp.fully_shard; the rest of the model may stay on meta",
+        )
+
+
+def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
+    """Initialise module after module, tied parameters together; returns the names that were left unset.
+
+    An error of one module is raised after the last one: a rank that stopped early would leave the others waiting in
+    the collectives of the modules to come.
+    """
+    # With the tensors themselves: an id stays taken as long as its tensor is referenced.
+    owners: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
+    for owner in model.modules():
+        for own, tensor in (*owner._parameters.items(), *owner._buffers.items()):
+            if tensor is not None:
+                held = owner._parameters if own in owner._parameters else owner._buffers
+                owners.setdefault(id(tensor), []).append((held, own, tensor))
+    unset: list[str] = []
+    first_error: Exception | None = None
+    for name, module in pending:
+        before = {
+            own: t for own, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
+        }
+        try:
+            unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
+        except Exception as error:  # raised below
+            first_error = first_error or error
+        for own, old in before.items():
+            new = module._parameters.get(own, module._buffers.get(own))
+            if new is None or new is old:
+                continue
+            if isinstance(old, torch.nn.Parameter):
+                inherit(old, new)
+            owners[id(new)] = owners[id(old)]
+            for held, other, _ in owners[id(old)]:
+                held[other] = new
+    if first_error is not None:
+        raise first_error
+    return unset
+
+
+def _initialize(module: nn.Module) -> list[str]:
+    """Initialise one module's own tensors; returns the names that were left unset."""
+    reset: Any = getattr(module, "reset_parameters", None)
+    if isinstance(module, ForeignModule):
+        # Its reset_parameters would raise for this module alone; materialize reports all at once.
+        reset = super(ForeignModule, module).reset_parameters  # type: ignore[misc]
+    elif reset is not None and _te.kind_of(module) == "unknown" and not _te_modules.holds_quantized(module):
+        return initialize_by_reset(module, reset)  # te.ops: they are not bound, and know no shards
+    elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
+        if not _has_users_dtensors_alone(module):
+            reset()
+        return []
+    reset = reset or getattr(module, "_reset_parameters", None)
+    # What stays on meta is named at the end, together with all else.
+    return [] if reset is None else initialize_by_reset(module, reset)  # type: ignore[bad-argument-type]
+
+
+def _has_users_dtensors_alone(module: nn.Module) -> bool:
+    """Return whether the user's DTensors have replaced all parameters of a TE module, whose code would miss them."""
+    binding = binding_of(module)
+    own = {name for name, p in module._parameters.items() if p is not None}
+    return binding is not None and bool(own) and own == binding.distributed.keys()
+
+
+@contextmanager
+def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
+    """Run with a seed of its own and put the random states back; without a seed, run with the current state."""
+    if seed is None:
+        yield
+        return
+    devices = {target_device(p) for p in model.parameters()}
+    indices = [d.index for d in devices if d.type != "cpu"]
+    kind = next((d.type for d in devices if d.type != "cpu"), "cuda")
+    with torch.random.fork_rng(indices, device_type=kind):
+        torch.manual_seed(seed)
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------- conversions
+
+
+def wrap_module_apply(state: ShardedModel) -> None:
+    """Carry on what ``Module._apply`` leaves behind (``to``, ``half``, ``to_empty``), or refuse it. Local operation."""
+    _fsdp2_patches.wrap_apply(state.model, functools.partial(_apply_and_carry, state))
+
+
+def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """``Module._apply``, which swaps DTensors for new ones: Python attributes, te_fsdp's marks too, stay behind.
+
+    So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
+    """
+    _refuse_conversion(state, args[0])
+    if state.replicated is not None:
+        state.replicated.let_go()
+    known, gradients = {}, {}
+    for name, parameter in state.parameters().items():
+        known[name] = param_attrs_to_copy(parameter)
+        plan = plan_of(parameter)
+        if plan is not None and plan.gradient_dtype is not None:
+            gradients[name], parameter.grad = parameter.grad, None
+    try:
+        with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
+            result = stock(*args, **kwargs)
+        if "to_empty" in getattr(args[0], "__qualname__", ""):
+            leave_unset(state)
+        return result
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise OrderError(
+            f"{type(state.model).__name__}: a move to a device before its parameters have values",
+            expected="te_fsdp.materialize(model), which puts them where they belong",
+            got="parameters on meta",
+            fix="call te_fsdp.materialize(model, seed=...) in its place",
+        ) from error
+    finally:
+        for name, parameter in state.parameters().items():
+            copy_param_attrs(known[name], parameter)
+            if _te.is_quantized(parameter):
+                _torch_autograd.renew_hooks(parameter)
+            if name in gradients:
+                gradient = gradients[name]
+                parameter.grad_dtype = gradient_dtype(parameter)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        attach_state_to_params(state, moved=True)
+
+
+def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
+    """Raise where ``to(dtype)``, ``half()`` and their like would change dtypes after the first forward. Local."""
+    if not state.roots():
+        return
+    kinds = {
+        (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
+    }
+    for dtype, device in kinds:
+        became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+        if became != dtype:
+            raise OrderError(
+                f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
+                expected="dtypes that stay",
+                why="FSDP2 has allocated what it gathers weights into",
+                fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
+            )
+
+
+# --------------------------------------------------------------------------------------------------------- made equal
+
+
+def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Make all copies of every parameter equal to that of the first rank which holds it, bit for bit.
+
+    Mends copies that have drifted apart, over tp, over ``dp_replicate``, or over data parallel where parameters are not
+    sharded: after an optimizer that is not one of torch's (te_fsdp keeps copies equal through torch's optimizer hooks),
+    or after values that were written rank by rank. Gathered weights are released.
+
+    Collective over every axis along which a parameter is replicated: call on all ranks.
+
+    Args:
+        model: The sharded model: that of :func:`te_fsdp.fully_shard`, or of :func:`te_fsdp.set_device_mesh` alone,
+            where nothing is known of data parallelism.
+        optimizer: Also make its states equal: tensors of the shape of their parameter's shard.
+
+    Raises:
+        OrderError: A call from inside of backward.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
+    """
+    require_model(model, "broadcast_params(model)")
+    mesh = mesh_of(model)
+    with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
+        _make_equal(model, optimizer)
+
+
+def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
+    state = get_sharded_model(model)
+    if state is not None:
+        release_params(model)
+    places: dict[int, ParamOwner] = {}
+    for place in iter_param_owners(model):
+        places.setdefault(id(place.parameter), place)
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    quantized = []
+    for place in places.values():
+        parameter, local = place.parameter, _torch.local_of(place.parameter)
+        buffers = [local]
+        if _te.is_quantized(local):
+            buffers = [component.tensor for component in components_of(local, "broadcast_params")]
+            quantized.append(local)
+        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+        shapes = (parameter.shape, local.shape)
+        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        for group in replica_groups_of_dtensor(parameter):
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
+        # Data-parallel ranks hold those states alike that are not cut over further axes.
+        axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
+        for group in replica_groups_of_plan(state, place) if state is not None else ():
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
+    for group, tensors in found.items():
+        broadcast(tensors, group)
+    for local in quantized:
+        drop_derived_state(local)
+
+
+# ---------------------------------------------------------------------------------------------------------- comparisons
+
+
+def check_same_model(plan: ModelPlan) -> None:
+    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
+
+    Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
+    expert modules, the ranks that hold the same experts must have the same. Collective over the world: three max
+    all-reduces of a few integers per axis.
+    """
+    model, meshes, settings = plan.model, plan.meshes, plan.settings()
+    described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
+    for label, module, name, p in iter_param_owners(model):
+        told = (label, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta)
+        # A DTensor's shape is that of all experts, the same on all ranks.
+        is_local = plan.parameters[id(module), name].experts and not isinstance(p, DTensor)
+        described[is_local].append(told)
+    dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
+    same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
+    mesh = meshes.expert_mesh or meshes.device_mesh
+    same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
+    differs = (~torch.cat([same, same_experts])).long()
+    maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
+    models, others, experts_of_one = differs.tolist()
+    if others and not (models or experts_of_one):
+        raise MeshError(
+            "fully_shard: the ranks of the mesh were given different arguments",
+            expected="the same units, strategies and dtypes everywhere",
+            got=f"here {settings[:1000]}",
+            fix="call it with the same arguments on all ranks",
+        )
+    if models or experts_of_one:
+        count = sum(map(len, described.values()))
+        first = next((f"{told[0]} {told[1]}" for told in described[False]), None)
+        raise MeshError(
+            f"{type(model).__name__}: the ranks of the mesh hold different models",
+            expected="the same names, shapes, dtypes and devices everywhere",
+            got=f"here {count} parameters, the first {first}",
+            fix="build the model from the same configuration on all ranks",
+        )
+
+
+def check_replicas(plan: ModelPlan) -> None:
+    """Raise on all ranks unless parameters on the device are equal wherever they must be.
+
+    Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
+    replicated parameters. Experts are compared among the ranks that hold the same ones. Parts that ranks of tp, and
+    experts that ranks of ep, hold of their own must not be equal. Collective over the world: max all-reduces of two
+    integers per parameter and axis, small object gathers.
+    """
+    meshes, rows = plan.meshes, plan.parameters
+    found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
+    may_differ = any(row.experts for row in rows.values())
+    _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
+    if (meshes.tp_or_none is not None or meshes.ep is not None) and has_device_parameters(plan.modules):
+        with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp_or_none, meshes.ep))
+
+
+def check_unsharded_replicas(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
+    """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut."""
+    found = ((item.plan.label, item.parameter, item.plan) for item in parameters)
+    _require_equal(found, meshes, meshes.device_mesh, "materialize")
+
+
+#: A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it.
+_Held = tuple[str, torch.Tensor, bool]
+
+
+def _require_equal(
+    parameters: Iterable[tuple[str, torch.Tensor, ParameterPlan]],
+    meshes: Meshes,
+    told: DeviceMesh | None,
+    where: str,
+) -> None:
+    """Raise for what has values by now, and others on other ranks; on all ranks of ``told``, if not all see it."""
+    held: dict[bool, list[_Held]] = {False: [], True: []}
+    for label, parameter, plan in parameters:
+        local = _torch.local_of(parameter)
+        if not local.is_meta:
+            whole = plan.rule is None or plan.rule.shard_dim is None
+            held[plan.experts].append((label, checksum(local), whole))
+    with raised_on_all_ranks(told, where):
+        bad = _differing(held[False], meshes.device_mesh)
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        if bad:
+            raise InitError(
+                f"{shorten(bad)}: values differ between ranks that must hold the same",
+                expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
+                got=f"{len(bad)} of {sum(map(len, held.values()))} parameters differ",
+                why="FSDP2 would cut each shard from another initialisation",
+                fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
+            )
+
+
+def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
+    """Labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though tp replicates them.
+
+    Collective over ``mesh`` without ``ep``, of which all ranks find the same.
+    """
+    if not held:
+        return []
+    labels, sums, whole = zip(*held, strict=True)
+    mine = torch.stack(sums)
+    differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
+    if "tp" in (mesh.mesh_dim_names or ()):
+        replicated = torch.tensor(whole, device=mine.device)
+        differs |= replicated & ~are_equal(mine, mesh["tp"])
+        # A difference seen by one tp rank alone must reach the others: all raise, or none.
+        seen = differs.to(torch.int64)
+        maximum(seen, mesh["tp"])
+        differs = seen.bool()
+    return [label for label, flag in zip(labels, differs.tolist(), strict=True) if flag]

@@ -1,0 +1,377 @@
+"""Validation of the named mesh axes of a job."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.collectives.agreement import digest, gather
+from te_fsdp.collectives.rendezvous import is_simulated
+from te_fsdp.errors import MeshError, meant
+from te_fsdp.upstream import torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+#: The axes that shard or replicate dense parameters, in mesh order.
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+#: The data, context, expert and tensor axes of a job, in mesh order.
+ALL_AXES = ("dp_replicate", "dp_shard", "cp", "ep", "tp")
+
+#: The axis along which ranks have different weights of one model: the pipeline stages.
+STAGES = "pp"
+#: Names that other libraries use for the pipeline axis.
+_STAGES = ("pp", "pipe", "pipeline", "pipelineparallel", "stage", "stages")
+# Upper bound on the lists of stages that an error shows: more do not help to find the mistake.
+_KINDS = 256
+#: Axis names of other libraries, normalized as :func:`te_fsdp.errors.meant` compares them.
+_ELSEWHERE = {
+    **dict.fromkeys(("dp", "data", "dataparallel", "fsdp", "shard", "dpshardmod"), "dp_shard"),
+    **dict.fromkeys(("replicate", "replica", "ddp", "hsdp", "dpouter", "outer"), "dp_replicate"),
+    **dict.fromkeys(("tensor", "tensorparallel", "mp", "model", "modelparallel"), "tp"),
+    **dict.fromkeys(("context", "contextparallel", "sequence", "sequenceparallel", "sp"), "cp"),
+    **dict.fromkeys(("expert", "experts", "expertparallel"), "ep"),
+}
+
+
+def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None) -> list[str | None]:
+    """Return te_fsdp's name for each axis of a mesh; ``None`` for an axis of unrelated models or of size 1.
+
+    ``names`` maps the mesh's own names to those in :data:`ALL_AXES`, to :data:`STAGES`, or to ``None``. Unmapped names
+    are kept. Raises ``MeshError`` for a name that is unknown on either side, a duplicate name, or an axis without a
+    known meaning.
+    """
+    where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
+    given = dict(names or {})
+    for name, target in given.items():
+        if name not in have:
+            near = meant(name, have)
+            fix = f"{near!r}, if that is what you mean" if near else "name axes of this mesh"
+            raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
+        if target is not None and target not in (STAGES, *ALL_AXES):
+            near = meant(target, ALL_AXES, _ELSEWHERE)
+            fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis along which weights differ"
+            raise MeshError(
+                f"{where}: names[{name!r}]",
+                expected=f"one of {(STAGES, *ALL_AXES)}, or None",
+                got=repr(target),
+                fix=fix,
+            )
+    found: list[str | None] = []
+    for name, size in zip(have, mesh.shape, strict=True):
+        own = given.get(name, name)
+        # An axis of size 1 affects no weight, so any name is accepted.
+        is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
+        if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
+            own = STAGES if size > 1 else None
+        if own is not None and own not in (STAGES, *ALL_AXES):
+            near = meant(name, ALL_AXES, _ELSEWHERE) or "dp_shard"
+            raise MeshError(
+                f"Meshes.from_device_mesh: axis {name!r} of size {size}",
+                expected=f"axes out of {ALL_AXES}",
+                got=have,
+                why="te_fsdp binds axes by name: gradients are not reduced over an axis that it ignores",
+                fix=f"names={{{name!r}: {near!r}}} for its meaning, or names={{{name!r}: None}} if ranks along it "
+                "have different weights, as pipeline stages do",
+            )
+        if own is not None and own in found:
+            raise MeshError(
+                f"{where}: two axes named {own!r}",
+                expected="each name once",
+                got=f"axes {have} with names={given}",
+                fix="flatten them into one, or give one of them another name",
+            )
+        found.append(own)
+    return found
+
+
+def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
+    """Raise :class:`MeshError` unless ``mesh`` is ``None`` or has exactly one axis."""
+    if mesh is None:
+        return
+    if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
+        raise MeshError(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
+    if mesh.ndim != 1:
+        raise MeshError(
+            f"{where}: {argument}",
+            expected="a 1-D DeviceMesh",
+            got=f"{mesh.ndim}-D mesh of shape {tuple(mesh.shape)} with axes {mesh.mesh_dim_names}",
+            fix=f'pass one axis, for example {argument}=mesh["tp"], or the flattened weight mesh of te_fsdp.Meshes',
+        )
+
+
+def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
+    """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``.
+
+    Process groups number their ranks in ascending order, independent of the mesh. DTensor uses the order of the mesh,
+    FSDP2 and TE that of the group. With a different order, ranks would use each other's shards.
+    """
+    if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
+        raise MeshError(
+            f"{where}: {argument}",
+            expected="ranks that ascend along every axis",
+            got=mesh.mesh.tolist(),
+            why="Process groups number their ranks in ascending order, so shards would be swapped",
+            fix="build the mesh from ascending ranks, as init_device_mesh does",
+        )
+
+
+def check_contains_tp(
+    tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str, which: str
+) -> None:
+    """Raise :class:`MeshError` unless the ranks that shard a weight include those that shard it over tp."""
+    if tp_mesh is None or weight_mesh is None:
+        return
+    tp, weight = set(tp_mesh.mesh.flatten().tolist()), set(weight_mesh.mesh.flatten().tolist())
+    if not tp <= weight:
+        raise MeshError(
+            f"{where}: {which}_mesh",
+            expected=f"a mesh that contains the tp ranks {sorted(tp)}",
+            got=f"ranks {sorted(weight)}",
+            fix=f"pass te_fsdp.Meshes(...).{which}, the flattened (dp_shard, tp) mesh",
+        )
+
+
+def check_expert_ranks_disjoint(
+    ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, where: str
+) -> None:
+    """Raise :class:`MeshError` if ranks with different experts also share the shards of one expert."""
+    ep = set(ep_mesh.mesh.flatten().tolist())
+    for mesh, argument, attribute in (
+        (tp_mesh, "tp_mesh", "tp"),
+        (weight_mesh, "expert_weight_mesh", "expert_weight"),
+    ):
+        both = sorted(ep & set(mesh.mesh.flatten().tolist())) if mesh is not None else []
+        if len(both) > 1:
+            raise MeshError(
+                f"{where}: {argument}",
+                expected="at most one rank of ep_mesh, this one",
+                got=f"ranks {both} in both",
+                why="Ranks along ep have different experts and do not share weights",
+                fix=f"pass te_fsdp.Meshes(...).{attribute}",
+            )
+
+
+def mesh_of_experts(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str) -> DeviceMesh:
+    """Return the mesh of a parameter that contains all experts: ``ep`` or (``ep``, ``tp``). Local operation."""
+    if tp_mesh is None:
+        return ep_mesh
+    try:
+        return _torch.concatenated_meshes(ep_mesh, tp_mesh)
+    except RuntimeError as error:
+        raise MeshError(
+            f"{label}: ep_mesh and tp_mesh of a parameter that contains all experts",
+            expected="axes of one mesh",
+            got=f"{ep_mesh} and {tp_mesh}",
+            why=str(error),
+            fix="pass te_fsdp.Meshes(...).ep and .tp, or one parameter per expert",
+        ) from error
+
+
+def check_nested(ranks: torch.Tensor, mesh: DeviceMesh) -> None:
+    """Raise unless ranks ascend along dp_shard, cp and ep as one axis, the middle one of the 3-D ``ranks``."""
+    if bool((ranks.diff(dim=1) < 0).any()):
+        raise MeshError(
+            "Meshes.from_device_mesh: axes dp_shard, cp and ep",
+            expected="ep within cp within dp_shard, so that ranks ascend along the three as one axis",
+            got=f"axes {mesh.mesh_dim_names} over ranks {mesh.mesh.tolist()}",
+            why="Dense weights are sharded over them as one axis, and process groups number their ranks in "
+            "ascending order",
+            fix="build the mesh with dp_shard before cp before ep",
+        )
+
+
+def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh | None) -> None:
+    """Raise :class:`MeshError` unless the pipeline mesh crosses the mesh of this rank's stage in this rank only.
+
+    ``found`` contains te_fsdp's names for the axes of the stage's mesh.
+    """
+    if pp is None:
+        return
+    where = "Meshes.from_device_mesh"
+    check_1d(pp, "pp", where)
+    check_ascending(pp, "pp", where)
+    both = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
+    if STAGES in found or both != [dist.get_rank()]:
+        raise MeshError(
+            f"{where}: pp",
+            expected=f"for the mesh of one stage, a pp mesh that shares only this rank, {dist.get_rank()}, with it",
+            got=f"ranks {pp.mesh.tolist()} with axes {mesh.mesh_dim_names} over {mesh.mesh.tolist()}",
+            fix='slice both from one mesh: from_device_mesh(whole["dp_shard", "tp"], pp=whole["pp"])',
+        )
+
+
+def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """Return the mesh of this rank's stage, with axes :data:`AXES`, and the pipeline mesh if any. Collective.
+
+    Both are slices of one mesh of all ranks, because torch names process groups by counting them. If ranks created only
+    their own stage's groups, different groups would get the same name and mix up their messages. ``ranks`` has the
+    shape ``(models, stages, dp_replicate, dp_shard, tp)`` and contains this rank. Other ranks may pass different ones.
+    Collective over the world.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if ranks.numel() < dist.get_world_size() and not is_simulated():
+        each = _all_models(ranks.tolist())
+        found = [torch.tensor(model, device="cpu") for model in each]
+        numbers = sorted(n for model in found for n in model.flatten().tolist())
+        alike = all(model.shape == ranks.shape[1:] for model in found)
+        if numbers != list(range(dist.get_world_size())) or not alike:
+            raise MeshError(
+                "Meshes.from_device_mesh: a mesh of some of the ranks",
+                expected="on every rank the mesh that contains it, all of the same shape",
+                got=f"ranks {each}",
+                fix="slice one mesh of all ranks on every rank",
+            )
+        ranks = torch.stack(found)
+    outer = [(name, at) for at, name in enumerate(("model", STAGES)) if ranks.shape[at] > 1]
+    shape = (*(ranks.shape[at] for _, at in outer), *ranks.shape[2:])
+    names = (*(name for name, _ in outer), *AXES)
+    mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
+    return mesh[AXES] if outer else mesh, mesh[STAGES] if STAGES in names else None
+
+
+def _all_models(mine: list) -> list:
+    """Return the models of all ranks without duplicates, in ascending order, the same on all ranks.
+
+    Collective over the world: one number from each rank, then each distinct list from the first rank that has it. So a
+    rank receives one number per rank, and one list per model.
+    """
+    digests = gather(digest(str(mine)))
+    lists: list[list] = []
+    for kind in list(dict.fromkeys(digests))[:_KINDS]:
+        received = [mine]
+        dist.broadcast_object_list(received, src=digests.index(kind))
+        lists += received
+    return sorted({str(model): model for one in lists for model in one}.values())
+
+
+#: Environment variables in which launchers, including torch's own, publish the number of processes.
+_STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
+
+def check_started(sizes: Mapping[str, int]) -> None:
+    """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``.
+
+    Each would become a separate job. If all ``sizes`` are 1, separate jobs are intended.
+    """
+    said = {name: os.environ.get(name, "") for name in _STARTED}
+    several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
+    if several and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
+        raise MeshError(
+            "Meshes.build: several processes, and no RANK in the environment",
+            expected="the variables of torchrun",
+            got=several[0],
+            why="Each process would train a separate model",
+            fix="start the script with torchrun (srun torchrun ..., docs/nodes.md); or Meshes.build(dp_shard=1) if "
+            "each process is a separate job",
+        )
+
+
+def check_device_type(given: str | torch.device) -> str:
+    """Return the device type. Raise ``MeshError`` for an unknown type, or for a device with an index."""
+    try:
+        device = torch.device(given)
+    except RuntimeError:
+        device = None
+    if device is None or device.index is not None:
+        raise MeshError(
+            "Meshes.build: device_type",
+            expected="'cuda' or 'cpu'",
+            got=repr(given),
+            fix="pass the type alone: LOCAL_RANK selects this rank's device",
+        )
+    return device.type
+
+
+def own_device(device_type: str) -> int:
+    """Return the index of this rank's accelerator: ``LOCAL_RANK``.
+
+    Raises ``MeshError`` if the machine does not have that many, or if ``LOCAL_RANK`` is not set and ranks would share
+    the first one.
+    """
+    count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
+    index = int(said) if said.isdecimal() else 0
+    alone = said.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
+    if index >= count or not alone:
+        raise MeshError(
+            f"Meshes.build: LOCAL_RANK={said}" if said else "Meshes.build: no LOCAL_RANK in the environment",
+            expected=f"one of this process' {count} devices of type {device_type}, one for each rank of a node",
+            fix=f"torchrun --nproc-per-node {max(count, 1)}, or set CUDA_VISIBLE_DEVICES to all devices; with "
+            "a different launcher export LOCAL_RANK (SLURM: $SLURM_LOCALID)",
+        )
+    return index
+
+
+def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
+    """Resolve at most one ``-1`` and check that the product of the axes equals the world size."""
+    shown = {axis: size for axis, size in sizes.items() if axis in AXES or size != 1}
+    text = " * ".join(f"{axis}({size})" for axis, size in shown.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    wrong = [s for s in sizes.values() if isinstance(s, bool) or not isinstance(s, int) or s < -1 or s == 0]
+    if len(free) > 1 or wrong:
+        raise MeshError(
+            f"Meshes.build: {text}",
+            expected="positive sizes, at most one of them -1",
+            got=tuple(shown.values()),
+            fix="give every axis a size of 1 or more; only one may be -1 (the default of dp_shard)",
+        )
+    product = math.prod(size for size in sizes.values() if size != -1)
+    if free and world_size % product == 0:
+        return {axis: world_size // product if size == -1 else size for axis, size in sizes.items()}
+    if not free and product == world_size:
+        return sizes
+    left, over = divmod(world_size, product // (sizes["dp_shard"] if sizes["dp_shard"] != -1 else 1))
+    fix = "sizes whose product is WORLD_SIZE"
+    if left and not over:
+        fix = f"dp_shard={left}, or dp_shard=-1 to infer it"
+    if world_size == 1:
+        fix += (
+            "; or start the script with torchrun --nproc-per-node N, because it runs as a single process now"
+        )
+    raise MeshError(
+        f"Meshes.build: {text} = {product}{' * ?' if free else ''}",
+        expected=f"a product equal to WORLD_SIZE = {world_size}",
+        got=f"{product}" if not free else f"{product}, which does not divide {world_size}",
+        fix=fix,
+    )
+
+
+def ranks_of_a_node(world_size: int) -> int:
+    """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set.
+
+    Also return all ranks if nodes have different numbers of ranks, because then no number fits every node.
+    """
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    each = int(said) if said.isdecimal() else world_size
+    return each if each and world_size % each == 0 else world_size
+
+
+def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
+    """Return a sentence for each axis with heavy traffic between nodes that could stay within a node.
+
+    ``groups`` maps an axis to its ranks, ``(groups, size)``. Rank r is on node ``r // node``, as torchrun numbers them.
+    """
+    crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
+    why = {
+        "tp": "it all-reduces the activations of every layer",
+        "ep": "it sends every token to its experts",
+    }
+    found = [
+        f"{axis}={groups[axis].shape[1]} crosses nodes of {node} ranks: {why[axis]}. Choose a size that divides {node}"
+        for axis in ("tp", "ep")
+        if axis in crossing
+    ]
+    if "dp_replicate" in groups and "dp_shard" in crossing and "dp_replicate" not in crossing:
+        found.append(
+            f"dp_shard={groups['dp_shard'].shape[1]} crosses nodes of {node} ranks and dp_replicate does not: "
+            "weights are all-gathered between nodes in every pass. Exchange the two axes"
+        )
+    return found

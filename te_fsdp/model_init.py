@@ -1,0 +1,314 @@
+"""A model's own initialization (``init_weights`` and its like), run on unsharded tensors.
+
+Hugging Face models, and many others, do not leave initialization to ``reset_parameters`` of each module. One method of
+the model writes to the parameters of all modules. Here it runs with a ``TorchFunctionMode`` that passes the original
+(unsharded) tensor to every torch function in place of a parameter. Each rank runs it on the same values with the same
+random state, and keeps its part.
+
+Memory: the tensors of one module at a time. When the method goes on to another module, the parts are stored and the
+tensors are freed, unless a view of one (``parameter.data``) is still referenced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from te_fsdp.errors import InitError, shorten
+from te_fsdp.initialize import (
+    check_random_state,
+    checksum,
+    full_of,
+    has_sentinel,
+    sentinel,
+    store_part,
+    take_part,
+    target_device,
+)
+from te_fsdp.records import BINDING, KEY as FACTS, binding_of, param_attrs_to_copy, shard_info
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Names of methods that initialize a model, in the order in which one of them is chosen.
+METHODS = ("init_weights", "initialize_weights", "_init_weights")
+#: Packages whose modules are initialized by ``reset_parameters``.
+_STOCK = ("torch", "transformer_engine", "te_fsdp")
+#: Hugging Face's mark on modules and parameters that have their values.
+_DONE = "_is_hf_initialized"
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """A module's own initialization, of all modules in it."""
+
+    name: str  #: Name of the module in the model
+    module: nn.Module
+    call: Callable[[], object]
+
+    def contains(self, name: str) -> bool:
+        """Return whether the module of a name is this one, or is in it."""
+        return not self.name or f"{name}.".startswith(f"{self.name}.")
+
+    def run(self, modules: list[nn.Module]) -> None:
+        """Run it on unsharded tensors; every rank keeps its parts. Parameters of other ``modules`` keep their values.
+
+        Collective over the mesh of the parameters: an all-reduce of each parameter that is cut, and a check of the
+        random state.
+        """
+        for parameter in self.module.parameters():
+            if isinstance(parameter, DTensor):
+                label = f"{self.name or type(self.module).__name__}: its own initialization"
+                check_random_state(parameter.device_mesh, label, target_device(parameter))
+                break
+        pending = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
+        mode = _Unsharded(self.name, self.module, pending)
+        with mode.unbound(), torch.no_grad():
+            with mode:
+                self.call()
+            mode.finish()
+
+
+def find_initializers(model: nn.Module) -> list[Initializer]:
+    """Return the initializations of modules that have tensors on meta, inner ones first, in the order of modules.
+
+    Those are of the outermost modules with one, and of modules in these whose constructors run it. Marks that say that
+    a module on meta is initialized are removed. Local operation.
+
+    Raises:
+        InitError: A module has one, but it cannot be called without arguments.
+    """
+    found: list[Initializer] = []
+    for name, module in model.named_modules():
+        if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            continue
+        is_inner = any(outer.contains(name) for outer in found)
+        if is_inner and not _runs_in_constructor(type(module)):
+            continue
+        call = _initializer(name, module)
+        if call is not None:
+            found.append(Initializer(name, module, call))
+    order = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    last = {item.name: max(order[name] for name in order if item.contains(name)) for item in found}
+    for item in found:
+        _forget_marks(item.module)
+    return sorted(found, key=lambda item: (last[item.name], -order[item.name]))
+
+
+def _runs_in_constructor(cls: type) -> bool:
+    """Return whether a constructor of the class names its initialization, or Hugging Face's ``post_init``."""
+    codes = [
+        vars(base)["__init__"].__code__
+        for base in cls.__mro__
+        if hasattr(vars(base).get("__init__"), "__code__")
+    ]
+    return any(word in code.co_names for code in codes for word in (*METHODS, "post_init"))
+
+
+def _forget_marks(root: nn.Module) -> None:
+    """Remove Hugging Face's marks from modules with tensors on meta: their constructors ran without effect."""
+    for module in root.modules():
+        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            module.__dict__.pop(_DONE, None)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.is_meta:
+                tensor.__dict__.pop(_DONE, None)
+
+
+def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
+    """Return the module's own initialization as a function without arguments, ``None`` if it has none."""
+    refused = []
+    for word in METHODS:
+        owner = next((cls for cls in type(module).__mro__ if word in vars(cls)), None)
+        if owner is None or owner.__module__.partition(".")[0] in _STOCK:
+            continue
+        method = getattr(module, word)
+        required = [
+            p.name
+            for p in inspect.signature(method).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        ]
+        if not required:
+            return method
+        if len(required) == 1 and (word == "_init_weights" or required[0] in ("module", "m", "mod", "layer")):
+            return functools.partial(module.apply, method)
+        refused.append(f"{word}({', '.join(required)})")
+    if refused:
+        raise InitError(
+            f"materialize: {name or type(module).__name__}: an initialization of its own that cannot be called",
+            expected=f"{' or '.join(METHODS)} without required arguments, or _init_weights(module)",
+            got=f"{type(module).__name__}.{refused[0]}",
+            why="The model would train from other values than its own initialization gives",
+            fix="give its arguments defaults, or define init_weights(self) on the model, which calls it",
+        )
+    return None
+
+
+class _Entry:
+    """The unsharded tensor that stands for a parameter or a buffer."""
+
+    def __init__(self, module: nn.Module, name: str, held: torch.Tensor, full: torch.Tensor) -> None:
+        self.module, self.name, self.held, self.full = module, name, held, full
+        self.before = _fingerprint(full)
+        self.views: list[weakref.ref[torch.Tensor]] = []
+
+    def is_referenced(self) -> bool:
+        return any(view() is not None for view in self.views)
+
+
+class _Unsharded(TorchFunctionMode):
+    """Passes unsharded tensors to torch functions in place of a model's parameters and buffers on meta."""
+
+    def __init__(self, label: str, root: nn.Module, pending: set[int]) -> None:
+        super().__init__()
+        self.label, self.root, self.pending = label, root, pending
+        #: ``id`` of a tensor -> the tensor and the places where it is registered.
+        self.places: dict[int, tuple[torch.Tensor, list[tuple[nn.Module, str]]]] = {}
+        self.live: dict[int, _Entry] = {}
+        self.bindings: dict[int, Any] = {}
+        for module in root.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and (isinstance(tensor, torch.nn.Parameter) or tensor.is_meta):
+                    self.places.setdefault(id(tensor), (tensor, []))[1].append((module, name))
+
+    @contextmanager
+    def unbound(self) -> Iterator[None]:
+        """Hide the bindings of modules that TE does not own: their ``reset_parameters`` then is the stock one."""
+        foreign = [m for m in self.root.modules() if BINDING in m.__dict__ and _te.kind_of(m) is None]
+        self.bindings = {id(module): module.__dict__.pop(BINDING) for module in foreign}
+        try:
+            yield
+        finally:
+            for module in foreign:
+                module.__dict__[BINDING] = self.bindings[id(module)]
+
+    @contextmanager
+    def _bound(self, module: nn.Module) -> Iterator[None]:
+        """Show the binding of one module."""
+        binding = self.bindings.get(id(module))
+        if binding is not None:
+            module.__dict__[BINDING] = binding
+        try:
+            yield
+        finally:
+            if binding is not None:
+                del module.__dict__[BINDING]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, spec = _torch.flatten((args, kwargs or {}))
+        wanted = [x for x in flat if isinstance(x, torch.Tensor) and id(x) in self.places]
+        if any(id(x) not in self.live for x in wanted):
+            self._release([self.places[id(x)][1][0][0] for x in wanted])
+        for tensor in wanted:
+            if id(tensor) not in self.live:
+                self.live[id(tensor)] = self._unshard(tensor)
+        flat = [
+            self.live[id(x)].full if isinstance(x, torch.Tensor) and id(x) in self.live else x for x in flat
+        ]
+        args, kwargs = _torch.unflatten(flat, spec)
+        result = func(*args, **kwargs)
+        for tensor in _torch.flatten(result)[0]:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                self._note_view(tensor)
+        return result
+
+    def _note_view(self, tensor: torch.Tensor) -> None:
+        for entry in self.live.values():
+            if tensor is not entry.full and _memory(tensor) == _memory(entry.full):
+                entry.views.append(weakref.ref(tensor))
+
+    def _unshard(self, tensor: torch.Tensor) -> _Entry:
+        module, name = self.places[id(tensor)][1][0]
+        binding = binding_of(module)
+        if binding is not None and binding.ep_mesh is not None and binding.ep_mesh.size() > 1:
+            raise InitError(
+                f"materialize: {binding.label(name)}: written by {type(self.root).__name__}'s own initialization",
+                expected="experts that every rank holds",
+                got="experts distributed over ep",
+                why="The ranks would draw different numbers for all that follows",
+                fix="leave experts to their init_method, and skip them in the model's own initialization",
+            )
+        if not isinstance(tensor, torch.nn.Parameter):
+            return _Entry(
+                module, name, tensor, sentinel(tuple(tensor.shape), tensor.dtype, target_device(tensor))
+            )
+        with self._bound(module):
+            full = torch.nn.Parameter(full_of(module, name, tensor), requires_grad=tensor.requires_grad)
+        full.__dict__.update({k: v for k, v in param_attrs_to_copy(tensor).items() if k != FACTS})
+        return _Entry(module, name, tensor, full)
+
+    def _release(self, modules: list[nn.Module]) -> None:
+        """Store the parts of the tensors of all modules but these."""
+        for key, entry in list(self.live.items()):
+            if not any(entry.module is module for module in modules) and not entry.is_referenced():
+                self._store(key)
+
+    def _store(self, key: int) -> None:
+        entry = self.live.pop(key)
+        if _fingerprint(entry.full) == entry.before or id(entry.held) not in self.pending:
+            return
+        if has_sentinel(entry.full):
+            return  # reported by name as never initialized
+        module, name, held = entry.module, entry.name, entry.held
+        if not isinstance(held, torch.nn.Parameter):
+            for owner, own in self.places[key][1]:
+                owner._buffers[own] = entry.full
+            return
+        with torch.no_grad(), self._bound(module):
+            value = take_part(entry.full.detach(), shard_info(module, name, held))
+            store_part(module, name, held, value, binding_of(module))
+        new = module._parameters[name]
+        assert new is not None
+        if new is not held:
+            _, places = self.places[key]
+            self.places[id(new)] = new, places
+            self.pending.add(id(new))
+            for owner, own in places:
+                owner._parameters[own] = new
+
+    def finish(self) -> None:
+        """Store what is left, also parameters that the initialization has assigned. Collective."""
+        for key in list(self.live):
+            self._store(key)
+        assigned = []
+        for held, places in list(self.places.values()):
+            for module, name in places:
+                now = module._parameters.get(name) if isinstance(held, torch.nn.Parameter) else None
+                if now is not None and id(now) not in self.places:
+                    assigned.append(f"{type(module).__name__}.{name}")
+        if assigned:
+            raise InitError(
+                f"materialize: {self.label or type(self.root).__name__}: its own initialization assigned parameters",
+                expected="values that are written in place",
+                got=shorten(assigned, 3),
+                why="The new parameters would not be sharded",
+                fix="with torch.no_grad(): parameter.copy_(value)",
+            )
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return a checksum of a tensor's bits: writes through ``.data`` do not count as versions."""
+    return tuple(checksum(tensor.detach()).flatten().tolist())
+
+
+def attributes_on_meta(model: nn.Module) -> Iterator[str]:
+    """Yield the names of tensors on meta that users' modules have as plain attributes: nothing gives them values."""
+    for name, module in model.named_modules():
+        if _te.kind_of(module) is None:
+            for key, value in vars(module).items():
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    yield f"{name}.{key}" if name else key

@@ -1,0 +1,481 @@
+"""What a TE module gains when ``set_device_mesh`` swaps its class: the mixin in front of TE's class.
+
+For the time of a forward its DTensor parameters are the local tensors that TE's kernels read:
+
+    forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
+    backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
+
+The object identity matters: FSDP2 refills the buffers of one local tensor object for the backward pass, and
+TE swaps attributes on that very object (rowwise bytes for forward, columnwise for backward). A view would
+keep stale ones. Modules that TE does not know get another object over the same memory: torch's own functions
+save what they are given, and the autograd node is taken off the very object at the end of forward.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+import te_fsdp
+from te_fsdp.errors import InitError, OrderError, PrecisionError
+from te_fsdp.initialize import check_initialised, initialize_by_reset
+from te_fsdp.lifecycle import mark_replaced, refuse_same_gradient, track_replaced_parameters
+from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
+from te_fsdp.quantized.boxed import describe_shards
+from te_fsdp.quantized.fsdp_hooks import (
+    GATHERS,
+    check_cut,
+    gather_missing_direction,
+    mark_unsharded,
+    release_function_of,
+)
+from te_fsdp.quantized.shards import register_shard, sync_quantizers_with_history
+from te_fsdp.records import (
+    BINDING,
+    KEY as FACTS,
+    ModuleBinding,
+    ShardedUnshardedPair,
+    binding_of,
+    copy_param_attrs,
+    inherit,
+    param_attrs_to_copy,
+    share_record,
+)
+from te_fsdp.upstream import (
+    fsdp2_state as _fsdp2,
+    te as _te,
+    te_modules as _te_modules,
+    torch_dtensor as _torch,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class _ToLocal(torch.autograd.Function):
+    """DTensor parameters -> their local tensors, one autograd node for a whole module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, binding: ModuleBinding, names: Sequence[str], is_foreign: bool, *parameters: DTensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # Specs, not the parameters: those would form a cycle through their local tensors.
+        ctx.binding, ctx.names = binding, names
+        local, specs = _torch.locals_and_specs(parameters)
+        ctx.specs = specs
+        if is_foreign:
+            local = tuple([t.detach() for t in local])
+        frozen = []
+        for place, parameter in enumerate(parameters):
+            if not parameter.requires_grad:
+                specs[place] = None
+                frozen.append(local[place])
+        if frozen:
+            ctx.mark_non_differentiable(*frozen)
+        return local
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
+        if binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+            for place, name in enumerate(ctx.names):
+                if binding.rules[name].partial_grad and specs[place] is not None:
+                    found[place], specs[place] = _partial(binding, name, specs[place], found[place])
+        return None, None, None, *_torch.dtensors(found, specs)
+
+
+def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
+    """Within the context TE's delayed scaling reduces over ``group``, if that is the recipe."""
+    recipe = _te.active_recipe()
+    if recipe is None or not (recipe.delayed() or recipe.custom()):
+        return nullcontext()
+    return _te_modules.amax_reduced_over(group)
+
+
+def _partial(
+    binding: ModuleBinding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor | None
+) -> tuple[torch.Tensor | None, _torch.DTensorSpec]:
+    """A gradient of which each rank of tp has another part, and the spec that says so; ``None`` stays ``None``.
+
+    It stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over data parallel. Without
+    FSDP2 nobody would, so it is all-reduced over ``tp`` here.
+    """
+    assert binding.tp_mesh is not None
+    if binding.grad_checks_left and gradient is not None:
+        refuse_same_gradient(binding, name, gradient)
+    if binding.is_managed_by_fsdp:
+        # The gathered parameter is the same object in every backward, and so is its spec.
+        known = binding.partial_specs.get(name)
+        if known is None or known[0] is not spec:
+            partial = _torch.with_placements(spec, (Partial(),))
+            known = binding.partial_specs[name] = spec, partial
+        return gradient, known[1]
+    if gradient is not None:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=binding.tp_mesh.get_group())
+    return gradient, spec
+
+
+@contextmanager
+def local_parameters(
+    module: nn.Module, binding: ModuleBinding, *, differentiable: bool = True
+) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Within the context the module's own DTensor parameters are their local tensors, which it yields, for everyone.
+
+    The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op
+    fuser all see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not inside a backward).
+    A forward that returns a local tensor must pass its result through :func:`replace_returned_parameters`. Local
+    operation; raises
+    ``OrderError`` where parameters are still sharded by FSDP2, whose hooks did not run.
+    """
+    own: dict[str, Any] = module._parameters  # type: ignore[assignment]
+    names: list[str] = []
+    parameters: list[DTensor] = []
+    for name, value in own.items():
+        if isinstance(value, DTensor):
+            if name in binding.distributed:
+                _check_gathered(binding, name, value)  # the user's code reads the DTensor
+                continue
+            names.append(name)
+            parameters.append(value)
+    if not names:
+        yield ()
+        return
+    pair = binding.installed.get(names[0])
+    if pair is None or parameters[0] is not pair.gathered:  # that one is known to be whole
+        _check_gathered(binding, names[0], parameters[0])
+    is_foreign = _is_foreign(type(module))
+    if differentiable and torch.is_grad_enabled():
+        local = _ToLocal.apply(binding, names, is_foreign, *parameters)
+    else:
+        local, _ = _torch.locals_and_specs(parameters)
+    own.update(zip(names, local, strict=True))
+    try:
+        yield local
+    finally:
+        for name, parameter, tensor in zip(names, parameters, local, strict=True):
+            if own.get(name) is tensor:
+                own[name] = parameter
+            if not tensor.is_leaf and not is_foreign:
+                # The graph has its edges; left on the tensor, the autograd node would tie parameter and local
+                # tensor into a cycle that outlives the model. What backward reads again (TE's recomputation) asks
+                # the tensor itself whether to compute a gradient.
+                tensor.detach_().requires_grad_()
+
+
+@functools.cache
+def _is_foreign(cls: type) -> bool:
+    """Whether TE owns no part of a module's class, so that torch's own functions see its parameters."""
+    return not any(base.__module__.partition(".")[0] == "transformer_engine" for base in cls.__mro__)
+
+
+def replace_returned_parameters(
+    output: tuple[Any, ...], local: tuple[torch.Tensor, ...], *, copy: bool
+) -> Any:
+    """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive it.
+
+    ``local`` are the tensors of :func:`local_parameters`, or the module's own parameters if these were none. ``copy``:
+    FSDP2 may free the parameter after this forward, so that a view would dangle.
+    """
+    inside = set(map(id, local))
+    kept = list(output)
+    for place, item in enumerate(output):
+        if isinstance(item, torch.Tensor) and id(item) in inside:
+            # Without gradients no view: it would require one as soon as its base does.
+            alike = item.view_as(item) if torch.is_grad_enabled() else item.detach()
+            kept[place] = item.clone() if copy else alike
+    return tuple(kept)
+
+
+def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
+    """Between FSDP2's gathers parameters lie on the (data parallel, tp) mesh; kernels must never see such a shard."""
+    whole = binding.whole_mesh(name)
+    if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
+        return
+    raise OrderError(
+        f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
+        expected="the gathered parameter",
+        got=f"a shard of it, placements {tuple(parameter.placements)}",
+        why="FSDP2 gathers in the forward hooks of the sharded units, which did not run",
+        fix="call the module that was sharded (not .forward, not a method of it), or unshard() it first",
+    )
+
+
+class MeshModule(torch.nn.Module):
+    """Mixin of every bound module; stands before TE's class in the method resolution order."""
+
+    def set_device_mesh(
+        self,
+        tp_mesh: DeviceMesh | None = None,
+        weight_mesh: DeviceMesh | None = None,
+        *,
+        ep_mesh: DeviceMesh | None = None,
+        expert_weight_mesh: DeviceMesh | None = None,
+    ) -> None:
+        """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
+        # Through the public name: what carries it out stands above this file and makes its classes.
+        te_fsdp.set_device_mesh(
+            self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """TE's forward, on local tensors."""
+        binding: ModuleBinding | None = self.__dict__.get(BINDING)
+        if binding is None:
+            return super().forward(*args, **kwargs)
+        if binding.amax_group is None:
+            return self._forward(binding, *args, **kwargs)
+        with delayed_amax_over(binding.amax_group):
+            return self._forward(binding, *args, **kwargs)
+
+    def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:
+        if not self._parameters:  # TE's containers have none of their own
+            return super().forward(*args, **kwargs)
+        if binding.on_meta:
+            check_initialised(self._parameters.items(), binding.name)
+            binding.on_meta = False
+        if binding.is_managed_by_fsdp and _torch.in_backward():
+            gather_missing_direction(self, binding)
+        with local_parameters(self, binding) as local:
+            output = super().forward(*args, **kwargs)
+            if not isinstance(output, tuple):
+                return output
+            own = local or tuple([p for p in self._parameters.values() if p is not None])
+            # The FSDP unit that frees the parameter may be this module or any ancestor.
+            return replace_returned_parameters(output, own, copy=binding.is_managed_by_fsdp)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Carry Python attributes over to whatever replaces a parameter.
+
+        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden ``__setattr__``), and
+        so do ``load_state_dict(assign=True)`` and users.
+        """
+        parameters = self.__dict__.get("_parameters")
+        if parameters is None or name not in parameters or not isinstance(value, torch.nn.Parameter):
+            super().__setattr__(name, value)
+            return
+        binding: ModuleBinding | None = self.__dict__.get(BINDING)
+        if binding is not None:
+            old, pair = parameters[name], binding.installed.get(name)
+            # FSDP2 installs the same two in turn, in every forward and backward: that calls nothing it need not.
+            if pair is None or (value is not pair.shard and value is not pair.gathered):
+                self._take_over(binding, name, old, value)
+            else:
+                if old is not pair.shard and old is not pair.gathered:  # put there behind our back
+                    _refuse_assignment(self, binding, name, old)
+                ends = old is pair.gathered or pair.is_aside
+                if pair.release is not None and value is pair.shard and ends:
+                    pair.is_aside = False
+                    pair.release()
+                have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
+                if there and value is pair.gathered and have.get(FACTS) is not there.get(FACTS):
+                    share_record(old, value)
+                elif there.keys() - have.keys() - _torch.OWN_ATTRIBUTES:
+                    copy_param_attrs(old, value)
+        parameters[name] = value
+
+    def register_parameter(self, name: str, param: torch.nn.Parameter | None, **kwargs: Any) -> None:
+        """Register a parameter, but none in the place of one that FSDP2 holds, nor one that was taken away from it."""
+        binding = binding_of(self)
+        if binding is not None:
+            # FSDP2 comes by where its parameter is gone: deleted, or hidden by a parametrization.
+            _refuse_assignment(self, binding, name, param if name in self._parameters else None)
+        super().register_parameter(name, param, **kwargs)
+
+    def _take_over(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
+        """What happens when ``value``, which is not known yet, replaces an own parameter, before it does."""
+        _refuse_assignment(self, binding, name, value)
+        pair = binding.installed.setdefault(name, ShardedUnshardedPair())
+        whole = binding.whole_mesh(name)
+        is_shard = isinstance(value, DTensor) and value.device_mesh != whole
+        if not is_shard and isinstance(old, DTensor) and old.device_mesh != whole:
+            share_record(old, value)
+        elif old is not None:
+            copy_param_attrs(old, value)
+        binding.carry(name, value)
+        describe_shards(self, binding, name, value)
+        if not is_shard:
+            if pair.shard is None and old is not None and old is not value:  # nothing of FSDP2's
+                mark_replaced(old, binding.label(name), "an assignment")
+            mark_unsharded(old, value, binding)
+            pair.gathered, pair.release = value, release_function_of(value, pair.shard, binding)
+            return
+        # Another tensor may have been the shard since this one was: what was known then is looked at again.
+        _torch.local_of(value).__dict__.pop(GATHERS, None)
+        release = release_function_of(old, value, binding)
+        if release is not None:
+            release()
+        else:
+            check_cut(self, binding, name, value)
+            _check_still_quantized(binding, name, old, value)
+        if name not in binding.sharded and old is not None:
+            binding.sharded.add(name)
+            mark_replaced(old, binding.label(name), "fully_shard")
+        register_shard(binding, self, name, value)
+        binding.is_managed_by_fsdp = True
+        pair.shard, pair.release = value, release_function_of(pair.gathered, value, binding)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy everything but process groups and streams, which the copy shares (they cannot be copied)."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        for value in self.__dict__.values():
+            for one in value if isinstance(value, list) else (value,):  # cp_group may be two
+                if isinstance(one, (torch.distributed.ProcessGroup, torch.Stream)):
+                    memo[id(one)] = one
+        for parameter in self._parameters.values():
+            if isinstance(parameter, DTensor) and id(parameter) not in memo:
+                memo[id(parameter)] = _copy_parameter(parameter, memo)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+
+def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
+    """What a module knows of the two forms of a parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`)."""
+    if isinstance(module, MeshModule) and (binding := binding_of(module)) is not None:
+        pair = binding.installed[name]
+        if pair.shard is None or pair.gathered is None:
+            raise KeyError(name)
+        return pair
+    is_plain = type(module).__setattr__ is torch.nn.Module.__setattr__
+    return None if is_plain or isinstance(module, MeshModule) else ShardedUnshardedPair()
+
+
+def _refuse_assignment(
+    module: torch.nn.Module, binding: ModuleBinding, name: str, value: torch.nn.Parameter | None
+) -> None:
+    """Raise if ``value`` would take the place of a parameter that FSDP2 has gathered before: it puts its own back."""
+    pair = binding.installed.get(name)
+    if pair is None or pair.shard is None or pair.gathered is None:
+        return  # what FSDP2 installs for the first time
+    if not _fsdp2.is_assigned_by_user(module, name, value):
+        return
+    raise OrderError(
+        f"{binding.label(name)}: a parameter assigned after the first forward",
+        expected="the one that te_fsdp.fully_shard has put there",
+        got="None" if value is None else f"another, of shape {tuple(value.shape)}",
+        why="FSDP2 would put its own back in the next forward, and optimizers go on with that",
+        fix="write the values into it: `with torch.no_grad(): parameter.copy_(values)`, a DTensor of its placements; "
+        "or assign, and tie, before te_fsdp.fully_shard",
+    )
+
+
+def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parameter:
+    """Deep copy of a bound parameter: torch cannot copy a DTensor whose local tensor is a view with an offset.
+
+    TE's split parameters are views of one buffer; copied through the local tensors, they stay views of one.
+    """
+    local = copy.deepcopy(_torch.local_of(parameter), memo)
+    new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+    copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), new)
+    new.grad = copy.deepcopy(parameter.grad, memo)
+    return new
+
+
+def _check_still_quantized(
+    binding: ModuleBinding, name: str, old: torch.Tensor | None, new: torch.Tensor
+) -> None:
+    """Raise if FSDP2 has turned a quantized weight into a high-precision one when it cut it.
+
+    TE 2.20.2 does so in silence for float8-block and NVFP4 weights.
+    """
+    if old is None or binding.needs_requantize or not _te.is_quantized(_torch.local_of(old)):
+        return
+    if not _te.is_quantized(_torch.local_of(new)):
+        raise PrecisionError(
+            f"{binding.label(name)}: shards of a quantized weight",
+            expected=f"{_te.format_of(_torch.local_of(old))} shards",
+            got=f"{new.dtype} shards",
+            why="FSDP2 splits by tensor operations that TE answers with dequantized copies",
+            fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after fully_shard",
+        )
+
+
+class ResettableModule(MeshModule):
+    """Mixin of TE modules with parameters: TE's ``reset_parameters``, for any sharding."""
+
+    def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """TE's initialisation; every rank computes its part of one unsharded initialisation.
+
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+        """
+        binding = binding_of(self)
+        if binding is None:
+            super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
+            return
+        before = dict(self._parameters)
+        with track_replaced_parameters(self, "reset_parameters", prefix=binding.name):
+            super().reset_parameters(*args, **kwargs)  # type: ignore[misc]
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                old = before.get(name)
+                if old is not None:
+                    inherit(old, parameter)
+                binding.carry(name, parameter)
+                describe_shards(self, binding, name, parameter)
+        _torch.tie_again(self, before)
+
+    def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
+        """TE's change of delayed scaling's history, which FSDP2's shards then follow."""
+        super().adjust_amax_history_length(*args, **kwargs)  # type: ignore[misc]
+        binding = binding_of(self)
+        if binding is not None:
+            sync_quantizers_with_history(binding, self)
+
+    def get_extra_state(self) -> Any:
+        """TE's entry for state dicts; where plain DCP cannot reshard the weights, a tensor that says so."""
+        return encode_extra_state(self, super().get_extra_state())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Take back what :meth:`get_extra_state` gave, or raise ``CheckpointError`` where the weights would not fit."""
+        super().set_extra_state(decode_extra_state(self, state))
+
+
+class OpMeshModule(ResettableModule):
+    """Mixin of TE's norms, which are fusible operations: their backward reads the parameters again."""
+
+    def op_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """TE's backward of the operation, on local tensors."""
+        binding = binding_of(self)
+        if binding is None:
+            return super().op_backward(*args, **kwargs)  # type: ignore[misc]
+        with local_parameters(self, binding, differentiable=False):
+            return super().op_backward(*args, **kwargs)  # type: ignore[misc]
+
+
+class ForeignModule(MeshModule):
+    """Mixin of modules that TE does not know and that have a ``reset_parameters`` of their own."""
+
+    def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
+        """The module's own initialisation, run on original-size tensors; this rank keeps its part.
+
+        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+        Raises ``InitError`` for parameters or buffers that it left unset, by name.
+        """
+        stock = functools.partial(super().reset_parameters, *args, **kwargs)  # type: ignore[misc]
+        binding = binding_of(self)
+        if binding is None:
+            stock()
+            return
+        before = dict(self._parameters)
+        with track_replaced_parameters(self, "reset_parameters", prefix=binding.name):
+            unset = initialize_by_reset(self, stock)
+        _torch.tie_again(self, before)
+        if unset:
+            raise InitError(
+                f"{', '.join(binding.label(name) for name in unset)}: never initialised",
+                expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
+                got="values left unset",
+                why="They would hold whatever the memory held",
+                fix="fill them in reset_parameters",
+            )

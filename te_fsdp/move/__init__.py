@@ -1,1 +1,0 @@
-"""Collectives of te_fsdp on parameters and gradients, in addition to FSDP2's own."""

@@ -1,0 +1,130 @@
+"""Units for parameters that the user registered as DTensors sharded over ``ep``.
+
+FSDP2 shards such a parameter over other ranks than a dense one. A unit has one mesh, and FSDP2's outer units skip all
+modules inside of an inner unit. Therefore the module that reads the parameter becomes a unit of its own, its children
+become units of the dense mesh, and small dense parameters of the module itself are replicated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fsdp.errors import PlacementError, shorten
+from te_fsdp.modules.grouped import Selection, find_experts
+from te_fsdp.modules.own_dtensors import place_own
+from te_fsdp.modules.plan import own_dtensors
+from te_fsdp.records import iter_param_owners
+from te_fsdp.unshardable_params import MOST
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.layout import Storage
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.records import ParamOwner
+
+
+def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[str]:
+    """Return the names of the modules that become units because of parameters over ``ep``. Local operation.
+
+    These are the ``GroupedLinear`` modules of ``experts``, and what the user's DTensors over ``ep`` need.
+    """
+    modules = dict(model.named_modules())
+    places = list(_sharded_over_ep(model, meshes))
+    homes = {_home(modules, place.path) for place in places}
+    units = homes | find_experts(model, experts)
+    units |= {name for home in homes for name in _children(modules[home], home)}
+    return units - ({place.path for place in places} - homes)
+
+
+def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
+    if meshes.ep is None:
+        return
+    for place in iter_param_owners(model):
+        parameter = own_dtensors(place.owner).get(place.name)
+        if (
+            parameter is not None
+            and place_own(place.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
+        ):
+            yield place
+
+
+def _home(modules: Mapping[str, nn.Module], path: str) -> str:
+    """Return the name of the innermost module around a parameter whose forward may read it. FSDP2 needs its hooks.
+
+    TE's own forward reads no such parameter: the module that calls TE's does.
+    """
+    while path and (not _has_forward(modules[path]) or _is_of_te(modules[path])):
+        path = path.rpartition(".")[0]
+    return path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not torch.nn.Module.forward
+
+
+def _is_of_te(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "transformer_engine"
+
+
+def _children(module: nn.Module, name: str) -> Iterator[str]:
+    """Yield the names of the outermost modules with a forward and parameters below a module."""
+    for own, child in module.named_children():
+        path = f"{name}.{own}" if name else own
+        if not _has_forward(child):
+            yield from _children(child, path)
+        elif any(True for _ in child.parameters()):
+            yield path
+
+
+def dense_beside_own(
+    model: nn.Module, meshes: Meshes, units: Mapping[str, Storage], experts: Selection
+) -> set[int]:
+    """Return the ids of dense parameters whose unit is sharded over the ranks of experts: they are replicated. Local.
+
+    Raises:
+        PlacementError: They are too large to replicate.
+    """
+    own = list(_sharded_over_ep(model, meshes))
+    if not own:
+        return set()
+    names = dict(model.named_modules())
+    modules = {id(names[name]) for name in find_experts(model, experts)}
+    known = {id(place.parameter) for place in own}
+    homes = {_home(names, place.path) for place in own}
+    found = set()
+    for home in homes:
+        if units[home].is_whole:
+            continue
+        left = [p for p in _left_in(model, home, units) if id(p.owner) not in modules]
+        left = [place for place in left if id(place.parameter) not in known]
+        _check_small(home, {id(place.parameter): place for place in left}.values())
+        found.update(id(place.parameter) for place in left)
+    return found
+
+
+def _left_in(model: nn.Module, home: str, units: Iterable[str]) -> Iterator[ParamOwner]:
+    """Yield the places of parameters whose innermost unit is ``home``."""
+    named = set(units)
+    for place in iter_param_owners(model):
+        path = place.path
+        while path not in named:
+            path = path.rpartition(".")[0]
+        if path == home:
+            yield place
+
+
+def _check_small(home: str, places: Iterable[ParamOwner]) -> None:
+    elements = sum(place.parameter.numel() for place in places)
+    if elements > MOST:
+        raise PlacementError(
+            f"{shorten([place.label for place in places], 3)}: dense parameters of module {home or 'the root'}, which "
+            "has DTensor parameters over ep",
+            expected=f"at most {MOST:,} elements, which are replicated",
+            got=f"{elements:,} elements",
+            why="FSDP2 shards the parameters of one module over one mesh",
+            fix="register them in a submodule with a forward, or call te_fsdp.fsdp_no_shard(parameter)",
+        )

@@ -1,0 +1,488 @@
+"""The plan of ``fully_shard``: units, strategies, dtypes, where each parameter goes. What follows reads it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadPolicy
+
+from te_fsdp.collectives.agreement import raised_on_all_ranks
+from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
+from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
+from te_fsdp.modules.grouped import Selection, single_names
+from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
+from te_fsdp.own_units import dense_beside_own, expert_units
+from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
+from te_fsdp.records import NO_SHARD, ParameterPlan, ParamOwner, is_replicated, iter_param_owners
+from te_fsdp.replicated_params import ReplicatedParameter
+from te_fsdp.sharded_model import check_accepted, check_order, is_container, refuse_hooks
+from te_fsdp.unshardable_params import find_odd, refuse_quantized_ops
+from te_fsdp.upstream import te as _te
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.quantized.shards import Key
+
+#: How users name units: classes, or names in the tree.
+UnitSpec = Iterable[type | str] | type | str
+#: How users name strategies: one, or one for each class or name.
+StrategySpec = str | Mapping[type | str, str]
+#: What a model gets that names no strategy.
+DEFAULT = "optim_grads_params"
+#: Options of ``fully_shard`` -> their words; of transports see :mod:`te_fsdp.unit_communication`.
+WORDS = {
+    "strategy": STRATEGIES,
+    "outer_strategy": OUTER_STRATEGIES,
+    "transport": ("auto", "nccl", "copy_engine"),
+}
+_HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
+_HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
+#: What to write here -> words of DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them.
+_ELSEWHERE = {
+    "strategy": {
+        "no_shard": "0 zero0 stage0 zerostage0 ddp no none false replicate",
+        "optim": "1 zero1 stage1 zerostage1 optimizer zero os",
+        "optim_grads": "2 zero2 stage2 zerostage2 shardgradop osg gradop",
+        "optim_grads_params": "3 zero3 stage3 zerostage3 fullshard fullyshard full fsdp fsdp2 params true osgp",
+        _HYBRID.format("optim_grads_params"): "hybridshard hsdp hybrid",
+        _HYBRID.format("optim_grads"): "hybridshardzero2",
+        _HFSDP: "hfsdp",
+    },
+    "outer_strategy": {
+        "no_shard": "0 zero0 ddp no none false replicate hsdp hybridshard",
+        "optim": "1 2 3 zero1 zero2 zero3 hfsdp full fullshard true optimgrads optimgradsparams shardgradop optimizer "
+        "zero",
+    },
+    "transport": {"nccl": "gloo", "auto": "default none", "copy_engine": "ce p2p symmmem symmetricmemory"},
+}
+
+
+@dataclass(frozen=True)
+class ShardRequest:
+    """The arguments of ``fully_shard``."""
+
+    units: UnitSpec | None = None
+    strategy: StrategySpec | None = None
+    reshard_after_forward: bool | None = None
+    outer_strategy: str = "no_shard"
+    precision: MixedPrecisionPolicy | None = None
+    mp_policy: Fsdp2Policy | None = None
+    offload_policy: OffloadPolicy | None = None
+    experts: Selection = None
+    average_gradients: bool = True
+    transport: str = "auto"
+    zero_copy_gradients: bool | str = "auto"
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """All that is settled before anything changes."""
+
+    model: nn.Module
+    meshes: Meshes
+    request: ShardRequest
+    #: Name -> storage of each unit, outer before inner; ``""`` is the root with what its units have left.
+    units: dict[str, Storage]
+    #: Names of modules that have parameters, in them or below them, all of which stay whole.
+    whole: frozenset[str]
+    #: Every place of a parameter, by its owner's id and the name that it has there before it is bound.
+    parameters: dict[Key, ParameterPlan]
+    modules: list[ModulePlan]  #: How each module is bound
+    #: What the policy means for each unit that FSDP2 cuts; ``None`` without a policy.
+    precision: PrecisionPlan | None
+
+    @property
+    def replicated(self) -> list[ReplicatedParameter]:
+        """The parameters that stay whole."""
+        return replicated_parameters(self.model, self.parameters)
+
+    @property
+    def mp_policy(self) -> Fsdp2Policy:
+        """FSDP2's own policy, of models without ours."""
+        return self.request.mp_policy or Fsdp2Policy()
+
+    def settings(self) -> str:
+        """What was decided beside the parameters' places, in words that are the same on ranks that agree."""
+        request = self.request
+        units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
+        # Without numbers: ranks may hold different numbers of experts.
+        replicated = ", ".join(
+            dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
+        )
+        transport = f"{request.transport}; zero_copy_gradients={request.zero_copy_gradients}"
+        return (
+            f"units {units}; outer_strategy={request.outer_strategy}; average_gradients={request.average_gradients}; "
+            f"{request.precision or self.mp_policy}; transport={transport}; not sharded: {replicated or 'none'}"
+        )
+
+
+def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> ModelPlan:
+    """Check all that can be checked, decide the rest, change nothing. Collective over the world: all raise, or none."""
+    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+        check_order(model)
+        _check_policies(request)
+        units = _plan_units(model, meshes, request)
+        widened = request.precision is not None and request.precision.main_params_dtype is not None
+        apart = dense_beside_own(model, meshes, units, request.experts)
+        placed = plan_storage(model, units, one_dtype=not widened, apart=apart)
+        refuse_quantized_ops(model, lambda module, name: placed[id(module), name].storage.is_whole)
+        whole = _whole(model, placed)
+        kept = {
+            id(p.parameter) for p in iter_param_owners(model) if placed[id(p.owner), p.name].storage.is_whole
+        }
+        refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in kept), sharded=False)
+        # No unit is made of a module that stays whole.
+        units = {name: row for name, row in units.items() if not name or row.is_whole or name not in whole}
+        check_accepted(model, units, kept)
+        cut = {name: row for name, row in units.items() if name not in whole}
+        precision = None
+        if request.precision is not None:
+            all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
+            precision = plan_precision(model, placed, cut, request.precision, all_reduces=all_reduces)
+            for place in iter_param_owners(model):
+                key = id(place.owner), place.name
+                dtype = precision.gradient_of(place.parameter, placed[key])
+                placed[key] = replace(placed[key], gradient_dtype=dtype)
+
+    def stays_whole(module: nn.Module, name: str) -> bool:
+        """Whether a module's own parameter does, by the name that it has now or when the module is bound."""
+        row = placed.get((id(module), name)) or placed.get((id(module), f"{name}0"))
+        return row is not None and row.storage.is_whole
+
+    # A context of its own: it gathers over ep, where every rank must arrive.
+    with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+        replicas = meshes.size("dp_replicate")
+        single = meshes.tp if meshes.tp_or_none is None else None
+        dense = ModuleMeshes(meshes.tp_or_none, meshes.weight, replicas=replicas, single=single)
+        experts = ModuleMeshes(meshes.tp_or_none, meshes.expert_weight, meshes.ep, replicas)
+        modules = plan_modules(model, dense, experts, request.experts, stays_whole=stays_whole)
+    parameters = _with_module_rows(placed, modules)
+    return ModelPlan(model, meshes, request, units, whole, parameters, modules, precision)
+
+
+def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict[str, Storage]:
+    """The units that are asked for, and those of experts; a rank may fail alone."""
+    words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
+    outer = check_word("outer_strategy", request.outer_strategy)
+    check_word("transport", request.transport)
+    if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
+        raise PlacementError(
+            "fully_shard: zero_copy_gradients",
+            expected="True, False or 'auto'",
+            got=repr(request.zero_copy_gradients),
+            fix="leave zero_copy_gradients out",
+        )
+    if meshes.ep is not None:
+        # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
+        chosen = words.keys() | expert_units(model, meshes, request.experts)
+        names = [name for name, _ in model.named_modules() if name in chosen]
+        words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
+    units = {name: STORAGE[word, outer] for name, word in words.items()}
+    if outer == "optim" and all(row.is_whole for row in units.values()):
+        raise PlacementError(
+            "fully_shard: strategy='no_shard' with outer_strategy='optim'",
+            expected="a strategy that cuts the optimizer's state over dp_shard",
+            got="one that cuts nothing",
+            fix="strategy='optim', or leave outer_strategy out",
+        )
+    return units
+
+
+def plan_storage(
+    model: nn.Module, units: Mapping[str, Storage], *, one_dtype: bool = False, apart: Collection[int] = ()
+) -> dict[Key, ParameterPlan]:
+    """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
+
+    Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
+    by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
+    ``units`` (name -> storage, ``""`` for the root). With ``one_dtype`` trained parameters of another dtype than the
+    rest of their unit stay whole; empty parameters, and those with an id in ``apart``, always do.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
+    named = {id(modules[name]): name for name in units}
+    # The innermost unit around each module; a module of several names has them all.
+    inside: dict[str, str] = {}
+    for name, module in modules.items():  # parents come before their children
+        inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
+    tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
+    sharded: dict[str, list[ParamOwner]] = {}
+    for place in iter_param_owners(model):
+        if not units[inside[place.path]].is_whole and id(place.owner) not in marked:
+            sharded.setdefault(inside[place.path], []).append(place)
+    odd = find_odd(sharded, one_dtype=one_dtype).union(apart)
+    for place in iter_param_owners(model, remove_duplicate=False):
+        unit = inside[place.path]
+        storage = units[unit]
+        is_exempt = id(place.owner) in marked or is_replicated(place.owner, place.name)
+        if not storage.is_whole and (is_exempt or id(place.parameter) in odd):
+            storage = STORAGE[REPLICATED, storage.outer]
+        # What is one and the same where a parameter is tied, and where experts will be one parameter.
+        single = place.name.rstrip("0123456789")
+        is_single = single != place.name and single in single_names(place.owner)
+        tensor = (id(place.owner), single) if is_single else id(place.parameter)
+        tied.setdefault(tensor, []).append((place, unit, storage))
+    rows: dict[Key, ParameterPlan] = {}
+    for places in tied.values():
+        _check_tied(places)
+        owners = tuple(place.label for place, _, _ in places)
+        for place, unit, storage in places:
+            row = ParameterPlan(place.label, place.name, unit, storage, owners)
+            rows.setdefault((id(place.owner), place.name), row)  # a module of several names: the first one
+    return dict(sorted(rows.items(), key=lambda item: item[1].label))
+
+
+def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
+    """All owners of a tied parameter must be gathered together, or be replicated.
+
+    FSDP2 cuts a parameter for the unit that owns it. Owned by two units it is cut twice: torch 2.11 then trains two
+    parameters in silence, and torch 2.13 raises in the first forward, when the optimizer is built already.
+    """
+    whole = [place.label for place, _, storage in places if storage.is_whole]
+    others = {place.label: unit for place, unit, storage in places if not storage.is_whole}
+    if whole and others:
+        raise PlacementError(
+            f"{whole[0]} is exempt from sharding, but tied to {', '.join(others)}",
+            expected="all owners of a tied parameter exempt, or none",
+            why="One tensor cannot be whole for one owner and cut for another",
+            fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
+        )
+    if len(set(others.values())) > 1:
+        raise PlacementError(
+            f"{', '.join(others)}: one parameter in several units",
+            expected="all owners of a tied parameter in one unit",
+            got=", ".join(f"{label} in {unit or 'the root'}" for label, unit in others.items()),
+            why="FSDP2 would cut it once for each, and train them apart",
+            fix="make no unit of these owners, so that the root gathers it, or one unit of a module that "
+            "contains them all, or exempt it: te_fsdp.fsdp_no_shard(parameter)",
+        )
+
+
+def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
+    """Names of the modules that have parameters in them or below them, all of which stay whole."""
+    around: dict[bool, set[str]] = {True: set(), False: set()}
+    for place in iter_param_owners(model, remove_duplicate=False):
+        own = around[rows[id(place.owner), place.name].storage.is_whole]
+        own.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
+    return frozenset(around[True] - around[False])
+
+
+def _with_module_rows(
+    placed: Mapping[Key, ParameterPlan], modules: Iterable[ModulePlan]
+) -> dict[Key, ParameterPlan]:
+    """The rows, with what is known of their modules and by the names that they have when those are bound."""
+    planned = {id(item.module): item for item in modules}
+    rows, labels = {}, {}
+    for (owner, name), row in placed.items():
+        item = planned.get(owner)
+        if item is not None:
+            own = item.registered(name)
+            labels[row.label] = row.label.removesuffix(name) + own
+            row = replace(
+                row,
+                label=labels[row.label],
+                name=own,
+                rule=item.rules.get(name, item.rules.get(own)),
+                experts=item.experts is not None
+                or (name in item.distributed and item.distributed[name].is_expert),
+                cut_dim=item.cuts.get(own),
+            )
+        rows[owner, name] = row
+    return {
+        key: replace(row, owners=tuple(dict.fromkeys(labels.get(label, label) for label in row.owners)))
+        for key, row in rows.items()
+    }
+
+
+def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
+    """The parameters that stay whole, each once, in the order of the rows: the same on all ranks. Local operation."""
+    modules = {id(module): module for module in model.modules()}
+    found = {
+        row.label: ReplicatedParameter(row, modules[owner])
+        for (owner, _), row in rows.items()
+        if row.storage.is_whole and row.label == row.owners[0]
+    }
+    return list(found.values())
+
+
+# ------------------------------------------------------------------------------------------------------------- requests
+
+
+def _strategy(strategy: StrategySpec | None, reshard_after_forward: bool | None) -> StrategySpec:
+    """What is meant by ``strategy`` and FSDP2's word for it together."""
+    if reshard_after_forward is None:
+        return DEFAULT if strategy is None else strategy
+    meant = "optim_grads_params" if reshard_after_forward else "optim_grads"
+    if isinstance(reshard_after_forward, bool) and strategy in (None, meant):
+        return meant
+    raise PlacementError(
+        f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
+        expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
+        fix="leave reshard_after_forward out",
+    )
+
+
+def check_word(option: str, given: Any) -> str:
+    """What an option of :data:`WORDS` was given, if it is one of its words; the error suggests what may be meant."""
+    words = WORDS[option]
+    if isinstance(given, str) and given in words:
+        return given
+    elsewhere = {theirs: ours for ours, many in _ELSEWHERE[option].items() for theirs in many.split()}
+    near = meant(given, words, elsewhere)
+    fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
+    raise PlacementError(
+        f"fully_shard: {option}",
+        expected=f"one of {words}",
+        got=repr(given),
+        fix=fix if near is not None else f"one of these; {option} may be left out",
+    )
+
+
+def find_units(
+    model: nn.Module, units: UnitSpec | None, strategy: str | Mapping[type | str, str]
+) -> dict[str, str]:
+    """Name -> strategy of the modules that become units: the root and these, outer before inner, each once. Local.
+
+    Args:
+        model: The root.
+        units: Classes or names; ``None``: every ``te.TransformerLayer``.
+        strategy: One for all units, or one for each class or name. A key holds for the module that it names and for
+            all in it, as far as no key of a module further in says otherwise; that module becomes a unit. ``""``
+            is the root. What no key reaches gets :data:`DEFAULT`.
+
+    Raises:
+        PlacementError: A class or name without a module; two classes that want different strategies for a module.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    if units is None:
+        layer = _te.module_class("TransformerLayer") if _te.is_loaded() else ()
+        chosen = {name for name, module in names.items() if isinstance(module, layer)}
+    else:
+        wanted = units if isinstance(units, Iterable) and not isinstance(units, str) else [units]
+        chosen = {name for want in wanted for name in _find(names, want)}
+    given: dict[str, str] = {}
+    if isinstance(strategy, Mapping):
+        given = _strategies_by_name(names, strategy)
+        chosen |= given.keys()
+    else:
+        given[""] = check_word("strategy", strategy)
+    inner = [name for name, _ in model.named_modules() if name in chosen and name]
+    return {name: nearest_strategy(name, given) for name in ["", *inner]}
+
+
+def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
+    """Return the names of the modules that a class, a name or a name with ``.*`` stands for.
+
+    A module that is registered in several places has several of ``names``, of which the first is returned.
+    """
+    first: dict[int, str] = {}
+    for name, module in names.items():
+        first.setdefault(id(module), name)
+    return list(dict.fromkeys(first[id(names[name])] for name in _matching(names, want)))
+
+
+def _matching(names: dict[str, nn.Module], want: type | str) -> list[str]:
+    """Return all ``names`` that a class, a name or a name with ``.*`` stands for; raise where there is none."""
+    if isinstance(want, type):
+        found = [n for n, m in names.items() if isinstance(m, want)]
+    elif not isinstance(want, str):
+        raise PlacementError(
+            f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
+            expected="a class, or a name in the tree",
+            fix="name modules as model.named_modules() does",
+        )
+    elif want.endswith(".*"):
+        prefix = want[:-1]
+        found = [n for n in names if n.startswith(prefix) and "." not in n[len(prefix) :]]
+    else:
+        found = [want] if want in names else []
+    if not found:
+        near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
+        kinds = {type(module).__name__ for module in names.values()}
+        raise PlacementError(
+            f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
+            expected=f"a class or a name out of {shorten([n for n in names if n], 8)}",
+            fix=f"the class {want} itself, not its name"
+            if want in kinds
+            else f"{near!r}, if that is meant"
+            if near
+            else "name modules as model.named_modules() does",
+        )
+    return found
+
+
+def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, str]:
+    """A mapping of classes and names, as one of names: a name beats a class."""
+    found: dict[str, str] = {}
+    for want in sorted(strategy, key=lambda want: isinstance(want, str)):
+        word = check_word("strategy", strategy[want])
+        for name in _find(names, want):
+            other_name = isinstance(want, str) and not want.endswith(".*") and want != name
+            if (isinstance(want, type) or other_name) and found.get(name, word) != word:
+                raise PlacementError(
+                    f"{name or 'model'}: two strategies",
+                    expected="one class or name of the mapping that stands for it, or equal strategies",
+                    got=f"{found[name]} and {word}",
+                    fix="name the module",
+                )
+            for own in _with_forward(names, name):
+                found[own] = word
+    return found
+
+
+def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
+    """The module itself, or the children of a container: a container cannot be gathered."""
+    if not name or not is_container(names[name]):
+        return [name]
+    return [
+        own for child, _ in names[name].named_children() for own in _with_forward(names, f"{name}.{child}")
+    ]
+
+
+def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
+    """The strategy of the innermost module around ``name`` that has one."""
+    while name not in given and name:
+        name = name.rpartition(".")[0]
+    return given.get(name, DEFAULT)
+
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+
+
+def _check_policies(request: ShardRequest) -> None:
+    if request.precision is not None and request.mp_policy is not None:
+        raise PrecisionError(
+            "fully_shard: precision and mp_policy",
+            expected="one of them",
+            got="both",
+            why="Each says in which dtypes to compute and to reduce",
+            fix="leave mp_policy out",
+        )
+    for word, given, kind in (
+        ("precision", request.precision, MixedPrecisionPolicy),
+        ("mp_policy", request.mp_policy, Fsdp2Policy),
+    ):
+        if given is not None and not isinstance(given, kind):
+            raise PrecisionError(
+                f"fully_shard: {word}",
+                expected=f"a {kind.__module__.split('.')[0]} MixedPrecisionPolicy",
+                got=f"{type(given).__module__}.{type(given).__name__}",
+                fix="precision=te_fsdp.MixedPrecisionPolicy(...), or "
+                "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
+            )
+    policy = request.offload_policy
+    if policy is not None and type(policy) is not OffloadPolicy:  # torch's base class offloads nothing
+        raise PlacementError(
+            f"fully_shard: offload_policy={type(policy).__name__}",
+            expected="None, or OffloadPolicy(): shards, gradients and optimizer state stay on the device",
+            got=policy,
+            why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device; "
+            "TE quantizes nothing on the CPU",
+            fix="leave it out; strategy='optim_grads_params', a larger dp_shard, outer_strategy='optim' or bf16 "
+            "moments of FusedAdam save memory on the device",
+        )

@@ -1,0 +1,332 @@
+"""``report``: one line per parameter of what a rank holds, as a table to read and as rows to compute with."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch.distributed.tensor import DTensor, Shard
+
+from te_fsdp.layout import chunk_range, expert_index
+from te_fsdp.precision import gradient_dtype
+from te_fsdp.quantized.components import empty_on_meta
+from te_fsdp.records import (
+    ParamOwner,
+    binding_of,
+    is_replicated,
+    iter_param_owners,
+    plan_of,
+    require_model,
+    shard_info,
+)
+from te_fsdp.sharded_model import get_sharded_model
+from te_fsdp.unit_communication import shared_bytes
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_formats import Format
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter on this rank, or the weights (or biases) of all its experts of one ``GroupedLinear``."""
+
+    name: str  #: Name in the model; of experts ``<module>.weight``, whichever way the module holds them
+    #: Logical (original) shape; of experts (experts, ...), those of other ranks included.
+    shape: tuple[int, ...]
+    layout: str  #: ``plain``, ``stacked(...)`` or ``grouped``
+    #: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain tensor.
+    placements: str
+    local_shape: tuple[int, ...]  #: Shape of this rank's part
+    dtype: str  #: Format of a quantized weight with its nominal dtype, or the dtype
+    bytes: int  #: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta
+    #: Whether it stays whole over data parallel; how FSDP2 was told to cut a quantized weight that its default cut does
+    #: not fit; which experts this rank holds; empty otherwise.
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
+
+    rows: tuple[Row, ...]  #: One per parameter, or per module's experts
+    #: What the model's precision policy costs on this rank beside the parameters, in words and bytes.
+    costs: tuple[tuple[str, int], ...] = ()
+    #: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
+    transports: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    #: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for those that are
+    #: copied there first. On a GPU torch's allocator does not count it.
+    shared_bytes: int = 0
+    #: Where ``zero_copy_gradients`` is asked for: why gradients are copied before their reduction (empty: they are
+    #: not), and the names of the large parameters.
+    gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all parameters on this rank."""
+        return sum(row.bytes for row in self.rows)
+
+    def __str__(self) -> str:
+        """Return the table, as wide as the terminal; elsewhere as wide as the longest names need."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(title="parameters on this rank", title_justify="left")
+        for header in ("name", "shape", "sharding", "local shape", "format"):
+            table.add_column(header, overflow="fold")
+        table.add_column("bytes", justify="right", no_wrap=True)
+        noted = any(row.note for row in self.rows)
+        if noted:
+            table.add_column("note", overflow="fold")
+        for row in self.rows:
+            cells = (_times(row.shape), _sharding(row), _times(row.local_shape), row.dtype, f"{row.bytes:,}")
+            table.add_row(row.name, *cells, *([row.note] if noted else []))
+        table.add_section()
+        sums = [(f"{len(self.rows)} parameters", self.total_bytes), *self.costs]
+        sums += [("memory that other ranks read", self.shared_bytes)] if self.shared_bytes else []
+        for words, size in sums:
+            table.add_row(words, *[""] * 4, f"{size:,}")
+        out = io.StringIO()
+        width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 1000
+        # Names may contain brackets or colons, which rich would read as markup and emoji.
+        Console(file=out, width=max(width, 80), color_system=None, markup=False, emoji=False).print(table)
+        lines = [line.rstrip() for line in out.getvalue().splitlines()]
+        lines += [text for mark, text in _LEGEND.items() if any(mark in _sharding(row) for row in self.rows)]
+        lines += [_describe_several("gathers", "units", units, words) for words, units in self.transports]
+        for why, names in self.gradients:
+            words = f"copied: {why}" if why else "reduced without a copy"
+            lines.append(_describe_several("gradients", "large parameters", names, words))
+        return "\n".join(lines)
+
+
+#: Mark in the column "sharding" -> its explanation below the table.
+_LEGEND = {
+    ":S(": "S(n): sharded along dim n, over tp before dp_shard. R: replicated.",
+    "*": "*: stacked blocks (gate and up; query, key and value), each of which tp shards.",
+}
+
+
+def _sharding(row: Row) -> str:
+    """Return the placements of a row as the table shows them: without split factors, stacked layouts marked."""
+    text = re.sub(r"_S\((\d+), \d+\)", r"S(\1)", row.placements)
+    return f"{text} *" if row.layout.startswith("stacked") and "tp:S" in text else text
+
+
+def report(model: nn.Module) -> Report:
+    """Describe every parameter of a model, at any stage, as this rank holds it. Local operation; reads no values."""
+    require_model(model, "report(model)")
+    return describe(model)
+
+
+def describe(model: nn.Module, *, settled: bool = False) -> Report:
+    """:func:`report`, of parameters on meta as they will be in training where ``settled``.
+
+    They are quantized then, with the bytes that remain after the first gather. Local operation; reads no values.
+    """
+    rows, seen = [], set()
+    for prefix, module in model.named_modules():
+        experts: dict[str, list[Row]] = {}
+        for name, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                label = f"{prefix}.{name}" if prefix else name
+                row = _row(label, module, name, parameter, settled)
+                if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
+                    experts.setdefault(label.rstrip("0123456789"), []).append(row)
+                else:
+                    rows.append(row)
+        rows += [_as_grouped_tensor(label, module, parts) for label, parts in experts.items()]
+    state = get_sharded_model(model)
+    if state is None:
+        return Report(tuple(rows))
+    gathers = {name: str(transport) for name, transport in state.transports.items()}
+    costs = _costs_of(model) if state.precision is not None else ()
+    return Report(
+        tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), _group_by_value(state.copied)
+    )
+
+
+def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """The names that the same is said of."""
+    names: dict[str, list[str]] = {}
+    for name, said in words.items():
+        names.setdefault(said, []).append(name)
+    return tuple((said, tuple(of)) for said, of in names.items())
+
+
+def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) -> str:
+    """What is said of some units or weights, in one line."""
+    first = names[0] or "the root"
+    return f"{what} of {first if len(names) == 1 else f'{len(names)} {kind} ({first}, ...)'}: {words}"
+
+
+def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
+    """Parameters of several experts as the one tensor that a checkpoint holds: their rows, with one dim more."""
+    binding = binding_of(module)
+    held = binding.experts if binding is not None else None
+    first = parts[0]
+    parameter = module._parameters[first.name.rpartition(".")[2]]
+    assert parameter is not None
+    notes = [f"experts {held.first} to {held.first + held.count - 1}"] if held is not None else []
+    return Row(
+        label,
+        (held.total if held is not None else len(parts), *first.shape),
+        "grouped",
+        _placements(parameter, ep=held is not None, shift=1),
+        (len(parts), *first.local_shape),
+        ", ".join(dict.fromkeys(part.dtype for part in parts)),
+        sum(part.bytes for part in parts),
+        ", ".join([*notes, *dict.fromkeys(part.note for part in parts if part.note)]),
+    )
+
+
+def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, settled: bool) -> Row:
+    local = _torch.local_of(parameter)
+    if settled and local.is_meta:
+        local = shard_in_training(module, name, parameter)
+    binding = binding_of(module)
+    layout = str(binding.rules[name].layout) if binding is not None and name in binding.rules else "plain"
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    fmt = _te.format_of(local)
+    if fmt is not None:
+        dtype = f"{fmt} ({dtype})"
+    elif (quantizer := _te.weight_quantizer(module, name)) is not None:
+        fmt = _te.format_of_quantizer(quantizer)
+        dtype = f"{dtype}, will be {fmt}"
+    if local.is_meta and not settled:
+        dtype += ", on meta"
+    return Row(
+        label,
+        tuple(parameter.shape),
+        layout,
+        _placements(parameter),
+        tuple(local.shape),
+        dtype,
+        0 if local.is_meta and not settled else bytes_of(local),
+        _note(module, name, parameter, fmt),
+    )
+
+
+def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """The local tensor, on meta still, that a parameter on meta becomes once it was gathered, if ever it is. Local."""
+    local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
+    if quantizer is None:
+        return local
+    shard, plan = empty_on_meta(quantizer, local.shape, parameter.dtype), plan_of(parameter)
+    if plan is not None and not plan.storage.is_whole and local.ndim == 2:
+        _te.drop_transpose(shard)  # as ``keep_rowwise_only`` does
+    return shard
+
+
+def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | None) -> str:
+    """What is unusual about a parameter's cut: none, columns instead of rows, or pieces of different sizes."""
+    if is_replicated(module, name):
+        return "no_shard: whole on all data-parallel ranks"
+    binding = binding_of(module)
+    rule = binding.rules.get(name) if binding is not None else None
+    grouped = rule is not None and rule.layout.is_grouped
+    if (fmt is None and not grouped) or not isinstance(parameter, DTensor):
+        return ""
+    info = shard_info(module, name, parameter)
+    dim, ranks = info.at.fsdp_dim, info.at.fsdp_size
+    length = info.original_shape[dim] // (info.at.tp_size if info.rule.shard_dim == dim else 1)
+    if grouped:
+        low, high = chunk_range(info.original_shape[0], info.at.ep_size, info.at.ep_rank)
+        length = high - low if dim == 0 else length
+        if ranks > 1 and dim != 0:
+            return f"cut along dim {dim}: {high - low} experts do not divide among {ranks} ranks"
+    if ranks > 1 and dim != 0:
+        return f"cut along dim {dim}: dim 0 has no whole {fmt} blocks for {ranks} ranks"
+    if length % ranks == 0:
+        return ""
+    sizes = [high - low for low, high in (chunk_range(length, ranks, rank) for rank in range(ranks))]
+    counts = ", ".join(f"{sizes.count(size)} ranks of {size}" for size in dict.fromkeys(sizes))
+    return f"uneven {'experts' if grouped else 'rows'}: {counts}"
+
+
+def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) -> str:
+    """Placement on each axis, of a tensor with ``shift`` dims more, the first of which ``ep`` cuts."""
+    found: list[tuple[str, str]] = []
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        names = mesh.mesh_dim_names or tuple(str(i) for i in range(mesh.ndim))
+        placements = [str(_torch.shifted(p, shift)) for p in parameter.placements]
+        found = list(zip(names, placements, strict=True))
+    if ep:
+        found.insert(len(found) - any(axis == "tp" for axis, _ in found), ("ep", str(Shard(0))))
+    return " ".join(f"{axis}:{placement}" for axis, placement in found) or "-"
+
+
+def bytes_of(local: torch.Tensor) -> int:
+    """Bytes of a local tensor, all buffers of a quantized one. Local operation."""
+    if _te.is_quantized(local):
+        return sum(b.numel() * b.element_size() for b in _te.buffers_of(local))
+    return local.numel() * local.element_size()
+
+
+def _times(shape: tuple[int, ...]) -> str:
+    return " x ".join(str(s) for s in shape) or "scalar"
+
+
+# ----------------------------------------------------------------------------------------------- costs
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Bytes on this rank that come on top of a parameter's own while it is trained; 0 for a frozen one."""
+
+    #: Of its gradient when it is reduced, between the last backward of a step and ``zero_grad``.
+    gradient: int = 0
+    #: Of its gradient while it adds up unreduced: whole, as far as tp and ep do not cut it.
+    unreduced: int = 0
+    main: int = 0  #: Of its main weight in the optimizer's state, if it is quantized
+    dtype: torch.dtype | None = None  #: Of the gradient; ``None`` for a frozen parameter
+
+
+def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """What a model's policy costs on this rank, in words and bytes. Local operation."""
+    found: Counter[str] = Counter()
+    places: dict[int, ParamOwner] = {}
+    for place in iter_param_owners(model):
+        places.setdefault(id(place.parameter), place)  # tied ones once
+    for place in places.values():
+        cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
+        dtype = str(cost.dtype).removeprefix("torch.")
+        found[f"gradients, {dtype}"] += cost.gradient
+        found[f"gradients while they add up unreduced, {dtype}"] += cost.unreduced
+        found["main weights in the optimizer, float32"] += cost.main
+    return tuple((words, size) for words, size in sorted(found.items()) if size)
+
+
+def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
+    """What training one parameter of a model with a precision policy costs, on meta or not. Local operation.
+
+    ``quantized`` says that it will be, if it is not yet.
+    """
+    if not (parameter.requires_grad and parameter.is_floating_point()):
+        return Cost()
+    dtype, elements = gradient_dtype(parameter), _torch.local_of(parameter).numel()
+    whole = elements
+    if isinstance(parameter, DTensor):
+        whole, mesh = parameter.numel(), parameter.device_mesh
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        for axis, placement in enumerate(parameter.placements):
+            # FSDP2 cuts parameters over dp_shard, and gradients once they are reduced.
+            if _torch.shard_dim_of(placement) is not None and names[axis] != "dp_shard":
+                whole //= mesh.size(axis)
+    main = elements * 4 if quantized or _te.is_quantized(_torch.local_of(parameter)) else 0
+    return Cost(elements * dtype.itemsize, whole * dtype.itemsize, main, dtype)

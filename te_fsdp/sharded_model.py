@@ -1,0 +1,463 @@
+"""``ShardedModel``: what ``fully_shard`` leaves on a model for training: strategies, and what a step has to do.
+
+Found from the model by :func:`get_sharded_model`, and from one of its parameters by :func:`sharded_model_of`:
+optimizer hooks
+see parameters alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from te_fsdp import records
+from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.layout import SyncMode
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.upstream import (
+    fsdp2_state as _fsdp2,
+    te as _te,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from te_fsdp.features.replicated_gradients import ReplicatedGradients
+    from te_fsdp.layout import Storage
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.records import ParameterPlan
+
+_log = logging.getLogger("te_fsdp")
+
+#: Key in the root model's ``__dict__``.
+KEY = "_te_fsdp_sharding"
+
+
+@dataclass
+class ForwardRecord:
+    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.forward_hooks`)."""
+
+    mode: tuple[bool, bool] | None = None  #: Training, and with gradients
+    modes: set[tuple[bool, bool]] = field(default_factory=set)  #: Those that there were
+    #: Recipe, and dtype of ``torch.autocast``, of the last forward in training.
+    under: tuple[Any, Any] | None = None
+    #: Full name of each parameter, and where it is registered.
+    places: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
+    trained: list[bool] | None = None  #: Which of them were trained in that forward
+    units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
+    #: Recipes before and now of what this forward has met for.
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    #: Names of the axes of a mesh -> how often its ranks have met.
+    checks_done: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
+
+
+@dataclass(eq=False)
+class ShardedModel:
+    """What training needs to know about a sharded model."""
+
+    model: nn.Module
+    meshes: Meshes
+    #: Name -> storage of each unit; ``""`` is the root with what its units have left.
+    units: dict[str, Storage]
+    outer: str = "no_shard"  #: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``
+    precision: Any = None  #: The policy, or ``None``
+    average_gradients: bool = True  #: Whether gradients are means over data-parallel ranks, or sums
+    precision_plan: Any = None  #: What ``precision`` means for each parameter, or ``None``
+    #: Full name -> what is settled about a parameter.
+    plans: dict[str, ParameterPlan] = field(default_factory=dict)
+    #: Name -> module of the units that FSDP2 manages, inner before outer.
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    #: The machinery of parameters that FSDP2 does not manage, or ``None``.
+    replicated: ReplicatedGradients | None = None
+    #: What shards main weights and optimizer state over further axes, or ``None``.
+    outer_optimizer: Any = None
+    sync_mode: SyncMode = SyncMode.LAST  #: How the backwards to come count
+    #: Whether the loop has said that the backward to come is the last one of its step; without that, others may follow.
+    last_microbatch: bool = False
+    last_microbatches: int = 0  #: How often it has said so
+    unfinished: bool = False  #: Whether reductions may be under way that nobody has waited for
+    #: Whether gradients may wait for their reduction, after a backward that was not the last one of its step.
+    waiting: bool = False
+    #: Whether ``zero_grad`` of the model's optimizers reaches those, as far as they were there then.
+    cleared: bool = False
+    #: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
+    failed: bool = False
+    #: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack it,
+    #: though none are there now.
+    dropped: bool = False
+    #: Name of a unit -> its gather that was started by hand and not waited for.
+    gathers: dict[str, Any] = field(default_factory=dict)
+    #: Name of a unit -> :func:`versions_of` it when it was gathered.
+    versions: dict[str, dict[int, int]] = field(default_factory=dict)
+    nan_report: Any = None  #: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``
+    stepping: weakref.ref[Optimizer] | None = None  #: The optimizer whose step runs, or has raised
+    #: Held open during a step whose optimizer works on DTensors and plain parameters at once.
+    mixing: ExitStack = field(default_factory=ExitStack)
+    methods: int = 0  #: How many methods of the model run that gather as forward does, and may call it
+    on_meta: bool = True  #: Whether parameters may still be on meta
+    #: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
+    aside: dict[str, list[int]] = field(default_factory=dict)
+    #: Names of the units whose gathered parameters :func:`shard_of` knows.
+    known_unsharded: set[str] = field(default_factory=set)
+    #: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.unit_communication`.
+    transports: dict[str, Any] = field(default_factory=dict)
+    #: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is copied, or
+    #: empty.
+    copied: dict[str, str] = field(default_factory=dict)
+    #: How the last forwards were computed, which ranks must do alike.
+    computed: ForwardRecord = field(default_factory=ForwardRecord)
+    #: Optimizers that have begun a step -> how many parameters they had, and the ``id`` of their state then.
+    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    #: Owner's id and name of each parameter that was sharded -> where it is registered, its name there, its full name.
+    places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = field(default_factory=dict)
+    released: bool = False  #: Whether ``to_empty`` may have left memory that nothing was written to
+    inferred: bool = False  #: Whether the first forward ran under ``torch.inference_mode``
+
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
+        return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
+
+    def names(self) -> dict[int, str]:
+        """``id`` -> name of these."""
+        return {id(parameter): name for name, parameter in self.parameters().items()}
+
+    def is_expert(self, name: str) -> bool:
+        """Whether a parameter is one of experts, of which each rank of ``ep`` has others."""
+        plan = self.plans.get(name)
+        return plan is not None and plan.experts
+
+    def pending(self) -> dict[int, str]:
+        """``id`` -> name of the parameters with gradients that were not reduced yet. Local operation."""
+        records = [
+            record
+            for unit in self.modules.values()
+            for record in _fsdp2.params_with_unreduced_gradients(unit)
+        ]
+        waiting = self.replicated.pending if self.replicated is not None else ()
+        if not records and not waiting:
+            return {}
+        for _, unit in self.gathered():
+            record_unsharded_params(unit)
+        names = self.names()
+        found = {(key := id(_fsdp2.sharded_param_of(record))): names[key] for record in records}
+        return found | {key: name for key, name in names.items() if name in waiting}
+
+    def roots(self) -> list[nn.Module]:
+        """The units that FSDP2 takes for roots: one, after the first forward, unless the model itself is no unit."""
+        return [unit for unit in self.modules.values() if _fsdp2.is_root(unit)]
+
+    def gathered(self) -> list[tuple[str, nn.Module]]:
+        """The units that are gathered now."""
+        return [(name, unit) for name, unit in self.modules.items() if _fsdp2.is_unit_unsharded(unit)]
+
+
+def get_sharded_model(model: nn.Module) -> ShardedModel | None:
+    """Return the state of a model that ``fully_shard`` was called on, or of ``torch.compile`` of it; else ``None``."""
+    found = model.__dict__.get(KEY)
+    if found is None and type(model).__name__ == "OptimizedModule":
+        return model._modules["_orig_mod"].__dict__.get(KEY)  # type: ignore[missing-attribute]
+    return found
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The ranks of a model: those that ``fully_shard`` was given, else a parameter's mesh; ``None`` for this rank."""
+    state = get_sharded_model(model)
+    if state is not None:
+        return state.meshes.device_mesh
+    return next((p.device_mesh for p in model.parameters() if isinstance(p, DTensor)), None)
+
+
+def sharded_model_of(parameter: torch.Tensor) -> ShardedModel | None:
+    """The state of the model that a parameter belongs to, ``None`` if it has none."""
+    facts = parameter.__dict__.get(records.KEY)
+    return facts.state() if facts and facts.state is not None else None
+
+
+def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
+    """The state of a model; :class:`OrderError` if it has none."""
+    state = get_sharded_model(model)
+    if state is None:
+        raise OrderError(
+            f"{where}({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on",
+            got="another module",
+            fix="pass the root; for a model that torch's own fully_shard has sharded, use FSDP2's setters",
+        )
+    return state
+
+
+def shard_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The sharded parameter of a gathered one that :func:`record_unsharded_params` has seen.
+
+    Any other is returned as it is.
+    """
+    facts = parameter.__dict__.get(records.KEY)
+    record = facts.record() if facts and facts.record is not None else None
+    return parameter if record is None else _fsdp2.sharded_param_of(record)
+
+
+def record_unsharded_params(unit: nn.Module) -> None:
+    """Let :func:`shard_of` know the gathered parameters of a unit. Local operation."""
+    for parameter, record in _fsdp2.unsharded_parameters(unit):
+        records.get_or_create_record(parameter).record = weakref.ref(record)
+
+
+def versions_of(unit: nn.Module) -> dict[int, int]:
+    """``id`` of a shard -> how often it was written to; but of quantized ones, which kernels write on their own."""
+    shards = ((parameter, _torch.local_of(parameter)) for parameter in _fsdp2.sharded_parameters(unit))
+    return {id(p): _torch.version_of(p) for p, local in shards if not _te.is_quantized(local)}
+
+
+def recover_from_exception(state: ShardedModel) -> None:
+    """Mend what an exception has left half done in a forward, a backward or a step.
+
+    Local operation; collective over data parallel after a backward in which reductions of ``no_shard`` units may have
+    begun: ranks that have begun different ones complete the set.
+
+    After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
+    microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
+    """
+    optimizer = state.stepping() if state.stepping is not None else None
+    undo_step(state)
+    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if main_parameters is not None and (main_parameters.pairs or main_parameters.locals):
+        # ``zero_grad`` of the optimizer has not reached the gradients of parameters whose places they had taken.
+        main_parameters.remove_main_params(optimizer)
+        state.failed = any(p.grad is not None for p in state.parameters().values())
+    phases = {root: _fsdp2.interrupted_phase(root) for root in state.roots()}
+    lost = "backward" in phases.values()
+    for root, phase in phases.items():
+        if phase:
+            _log.warning(
+                "a %s was interrupted by an exception: FSDP2 is made ready for the next forward", phase
+            )
+            _fsdp2.reset_iteration(root)
+            state.gathers.clear()
+    if state.replicated is not None and state.replicated.interrupted:
+        state.replicated.recover()
+        lost = True
+    if lost:
+        # Without microbatches it is the failed backward's own: whoever clears gradients then, has cleared all.
+        waiting = state.waiting and bool(state.pending())
+        for unit in state.modules.values():
+            _fsdp2.drop_unreduced_gradients(unit)
+        state.dropped = state.dropped or waiting
+        state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
+
+
+def undo_step(state: ShardedModel) -> None:
+    """Take back what was done to a model for a step that is over, or has raised. Local operation."""
+    state.stepping = None
+    state.mixing.close()
+    if state.precision_plan is not None:
+        state.precision_plan.put_back()
+
+
+def refuse_in_backward(where: str) -> None:
+    """Raise if autograd is running a backward."""
+    if _torch.in_backward():
+        raise OrderError(
+            f"{where} from inside of backward", fix="call it before or after backward, or in a context"
+        )
+
+
+def attach_state_to_params(state: ShardedModel, *, moved: bool = False) -> None:
+    """Let each parameter know ``state``, and what is settled about it; ``moved`` by a conversion, or not. Local."""
+    reference = weakref.ref(state)
+    state.computed.places.clear()
+    for name, parameter in state.parameters().items():
+        facts = records.get_or_create_record(parameter)
+        # A parameter that was renamed since, as torch.compile renames those in a module, knows its plan.
+        facts.state, facts.plan = reference, state.plans.get(name, facts.plan)
+        # A successor has its predecessor's record.
+        if isinstance(parameter, DTensor) and (moved or not facts.memory or facts.memory[0] != id(parameter)):
+            facts.memory = id(parameter), _torch.memory_of(parameter)
+
+
+@torch.no_grad()
+def leave_unset(state: ShardedModel) -> None:
+    """Fill what ``to_empty`` has given memory with NaN, which the first forward and any loss show."""
+    for tensor in [*state.model.parameters(), *state.model.buffers()]:
+        local = _torch.local_of(tensor)
+        if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
+            local.fill_(float("nan"))
+    state.released = state.on_meta = True
+
+
+def is_assigned(parameter: torch.Tensor) -> bool:
+    """Whether ``.data`` of a sharded parameter was assigned since it was marked. Local operation."""
+    if not isinstance(parameter, DTensor):
+        return False
+    facts = records.get_record(parameter)
+    known = facts.memory if facts is not None else None
+    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_of(parameter)
+
+
+def refuse_assigned(state: ShardedModel) -> None:
+    """Raise if ``.data`` of a sharded parameter was assigned. Local operation."""
+    found = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
+    if found:
+        raise OrderError(
+            f"{shorten(found, 3)}: parameter.data was assigned",
+            expected="values that are written in place",
+            got=f"an assignment to .data of {len(found)} parameter(s)",
+            why="torch leaves the values of a DTensor as they are then, and says nothing",
+            fix="with torch.no_grad(): parameter.copy_(value)",
+        )
+
+
+def check_order(model: nn.Module) -> None:
+    """Raise if FSDP2 or ``fully_shard`` was applied to any part before, or to a model that holds this. Local."""
+    for name, module in model.named_modules():
+        if isinstance(module, (DataParallel, DistributedDataParallel, FullyShardedDataParallel)):
+            raise OrderError(
+                f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                expected="the model that it was made of",
+                got="a wrapper that reduces gradients, or cuts parameters, itself",
+                fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps whole weights on each rank",
+            )
+        if _torch.is_fsdp_module(module):
+            raise OrderError(
+                f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
+                expected="a model without FSDP2",
+                got=type(module).__name__,
+                why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
+                fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
+            )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ()):
+            raise OrderError(
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a plain parameter or a DTensor over ep, tp, or both",
+                got=f"placements {tuple(parameter.placements)}",
+                fix="build the model anew",
+            )
+        # What FSDP2 does not tell: strategies without it, and a module within a sharded one.
+        state = sharded_model_of(parameter)
+        if state is not None:
+            raise OrderError(
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a model that fully_shard was not called on",
+                got=f"a parameter of a sharded {type(state.model).__name__}",
+                why="Its gradients would be averaged twice",
+                fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
+            )
+
+
+def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int] = ()) -> None:
+    """Check for what FSDP2 would refuse when some units are cut already. ``kept``: ids of unsharded parameters."""
+    for name in units:
+        module = model.get_submodule(name)
+        if is_container(module):
+            raise PlacementError(
+                f"{name or 'model'}: fully_shard of a {type(module).__name__}",
+                expected="a module with a forward",
+                got="a container without",
+                why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
+                fix=f'units="{name}.*" for each of its children'
+                if name
+                else "shard the module that calls it",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0 and id(parameter) not in kept:
+            raise PlacementError(
+                f"{name}: fully_shard of a scalar parameter",
+                expected="at least one dim to cut",
+                got="shape ()",
+                fix="make it a tensor of shape (1,), or call te_fsdp.fsdp_no_shard(parameter)",
+            )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only lists others, and has no forward."""
+    listing = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
+    return listing and type(module).forward is torch.nn.Module.forward
+
+
+def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
+    """Raise for gradient hooks that never run, or would be lost, on parameters that FSDP2 manages, by name. Local.
+
+    Before it is ``sharded`` those that run after a gradient was added are lost too.
+    """
+    hooked = [
+        name
+        for name, p in named
+        if _torch_autograd.has_gradient_hooks(p)
+        or (not sharded and getattr(p, "_post_accumulate_grad_hooks", None))
+    ]
+    if hooked:
+        raise OrderError(
+            f"{hooked[0]}: a gradient hook on a parameter that {'is' if sharded else 'is about to be'} sharded",
+            expected="register_post_accumulate_grad_hook, after te_fsdp.fully_shard and te_fsdp.materialize",
+            got=f"{len(hooked)} parameter(s) with hooks"
+            + (" by register_hook" if sharded else " from before fully_shard"),
+            why="FSDP2 puts a new parameter in each one's place, and autograd gives gradients to the gathered ones: "
+            "the hook would never run",
+            fix="parameter.register_post_accumulate_grad_hook(hook), which sees the reduced gradient in parameter.grad",
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- kept weights
+#
+# A forward without gradients leaves gathered weights of ``optim`` and ``optim_grads``, which no backward releases: kept
+# for the next one, while the model shows its shards. Who reads or writes ``model.parameters()`` after an evaluation
+# (averages, clipping by hand, a new optimizer) would else work on copies that the next step throws away.
+
+
+def expose_sharded_params(state: ShardedModel) -> None:
+    """Let a model's parameters be its shards, where units stay gathered. Local operation; nothing is freed."""
+    for name, unit in state.gathered():
+        if name in state.aside or state.units[name].gather == "pass":
+            continue
+        for parameter, record in _fsdp2.unsharded_parameters(unit):
+            for module, own in _torch.owners_of(record):
+                if module._parameters.get(own) is parameter:
+                    _note_aside(module, own, True)
+                    # Not by an assignment, after which a quantized weight would free what it holds.
+                    module._parameters[own] = _fsdp2.sharded_param_of(record)
+        state.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
+
+
+def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> None:
+    """Undo :func:`expose_sharded_params` for a unit; release its weights if the shards changed. Local operation."""
+    versions = state.aside.pop(name, None)
+    if versions is None or not _fsdp2.is_unit_unsharded(unit):
+        return
+    if (
+        not _torch.in_backward()
+        and not state.waiting
+        and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
+    ):
+        unit.reshard()  # type: ignore[operator]
+        state.versions.pop(name, None)
+        return
+    for parameter, record in _fsdp2.unsharded_parameters(unit):
+        shard = _fsdp2.sharded_param_of(record)
+        if parameter.requires_grad != shard.requires_grad:
+            parameter.requires_grad_(shard.requires_grad)
+        for module, own in _torch.owners_of(record):
+            _note_aside(module, own, False)
+            setattr(module, own, parameter)
+
+
+def _note_aside(module: nn.Module, name: str, is_aside: bool) -> None:
+    binding = records.binding_of(module)
+    pair = None if binding is None else binding.installed.get(name)
+    if pair is not None:
+        pair.is_aside = is_aside

@@ -1,0 +1,47 @@
+"""Sum the gradients of a unit that are partial over tp: one all-reduce a unit, before FSDP2 reduces them.
+
+Under sequence parallelism each rank of tp has a part of the gradients of norms and of some biases. FSDP2 would have
+DTensor sum them one by one, each by an all-reduce of its own with some hundred calls of Python around it. Here they are
+copied into one buffer, summed by one all-reduce, and handed to FSDP2 as what they are then, equal on all ranks.
+
+The sums are those of DTensor but for the order in which the backend adds up more than two ranks: over two they are the
+same bits, over more the last bit may differ.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial
+
+from te_fsdp.upstream import (
+    fsdp2_patches as _fsdp2_patches,
+    fsdp2_settled as _fsdp2_settled,
+    torch_dtensor as _torch,
+)
+
+_SUM = Partial()
+
+
+def sum_at_once(group: Any) -> None:
+    """Let FSDP2's parameter group sum partial gradients together whenever it reduces. Local operation."""
+    _fsdp2_patches.add_reduction_listener(group, before=_sum)
+
+
+def _sum(group: Any) -> None:
+    """Sum what waits of a group over tp. Collective over tp: one all-reduce for each dtype, of all at once."""
+    found: dict[tuple[Any, torch.dtype], list[tuple[Any, DTensor]]] = {}
+    for managed, gradient in _fsdp2_settled.partial_gradients(group, _SUM):
+        found.setdefault((gradient.device_mesh, gradient.dtype), []).append((managed, gradient))
+    for (mesh, _), waiting in found.items():
+        parts = [_torch.local_of(gradient) for _, gradient in waiting]
+        flat = (
+            torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].flatten().clone()
+        )
+        dist.all_reduce(flat, group=mesh.get_group())
+        sums = flat.split([part.numel() for part in parts])
+        for (managed, _), part, total in zip(waiting, parts, sums, strict=True):
+            _fsdp2_settled.give_whole_gradient(managed, total.view(part.shape))

@@ -1,0 +1,81 @@
+"""Parameters that FSDP2 cannot shard together with the rest of their unit, and that are therefore replicated.
+
+FSDP2 gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce empty ones (torch 2.11 to
+2.14). Examples are TE's ``softmax_offset``, fp32 in a bf16 model, and an fp32 vector of the user's. Small ones stay
+unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raises.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from te_fsdp.errors import PlacementError, shorten
+from te_fsdp.records import ParamOwner, is_replicated
+from te_fsdp.upstream import te as _te, te_modules as _te_modules
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+#: Most elements of one unit that are replicated on their own.
+MOST = 1 << 20
+
+
+def refuse_quantized_ops(model: nn.Module, is_whole: Callable[[nn.Module, str], bool]) -> None:
+    """Raise ``PlacementError`` for quantized weights of ``te.ops`` modules that would be sharded. Local operation."""
+    for name, module in model.named_modules():
+        if _te.kind_of(module) == "unknown" and _te_modules.holds_quantized(module):
+            if all(is_whole(module, own) for own, p in module._parameters.items() if p is not None):
+                continue
+            raise PlacementError(
+                f"{name or type(module).__name__}: a quantized weight of te.ops.{type(module).__name__}",
+                expected="high-precision weights of te.ops modules that are sharded",
+                why="Each rank would quantize its shard with a scale of its own",
+                fix="te.Linear and its like, te.ops modules built outside of quantized_model_init, or "
+                "te_fsdp.fsdp_no_shard(module)",
+            )
+
+
+def find_odd(units: Mapping[str, list[ParamOwner]], *, one_dtype: bool) -> set[int]:
+    """Return the ``id`` of each parameter to replicate, of the sharded units' places. Local operation.
+
+    With ``one_dtype`` the trained parameters of a unit must have one dtype.
+
+    Raises:
+        PlacementError: Parameters of another dtype than the rest of their unit are too large to replicate.
+    """
+    odd: set[int] = set()
+    for unit, places in units.items():
+        odd.update(id(place.parameter) for place in places if not place.parameter.numel())
+        if one_dtype:
+            odd.update(_of_other_dtypes(unit, places))
+    # Tied parameters of several units are an error of their own.
+    homes = Counter(key for places in units.values() for key in {id(place.parameter) for place in places})
+    return {key for key in odd if homes[key] == 1}
+
+
+def _of_other_dtypes(unit: str, places: list[ParamOwner]) -> set[int]:
+    trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
+    for place in places:
+        parameter = place.parameter
+        if parameter.requires_grad and parameter.numel() and not is_replicated(place.owner, place.name):
+            trained.setdefault(parameter.dtype, {})[id(parameter)] = place
+    if len(trained) < 2:
+        return set()
+    sizes = {dtype: sum(p.parameter.numel() for p in own.values()) for dtype, own in trained.items()}
+    main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
+    others = [place for dtype, own in trained.items() if dtype != main for place in own.values()]
+    elements = sum(sizes.values()) - sizes[main]
+    if elements > MOST:
+        found = [f"{place.label} ({place.parameter.dtype})" for place in others]
+        raise PlacementError(
+            f"{shorten(found, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
+            expected=f"{main}, that of most of the unit, or at most {MOST:,} elements of others, which are replicated",
+            got=f"{elements:,} elements",
+            why="FSDP2 gathers and reduces a unit in one dtype",
+            fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
+            "precision=te_fsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32)",
+        )
+    return {id(place.parameter) for place in others}

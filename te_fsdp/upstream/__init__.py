@@ -1,0 +1,1 @@
+"""Private names of torch and TransformerEngine, and patches of both. No other file uses any."""

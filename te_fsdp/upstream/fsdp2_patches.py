@@ -1,0 +1,467 @@
+"""Everything that te_fsdp replaces on objects of FSDP2 and torch, and the only place that does so.
+
+:data:`te_fsdp.upstream.patches.FSDP2` has a row for each replacement, with its reason.
+
+Objects of models that ``te_fsdp.fully_shard`` was called on, never classes: other models see no change. Only while the
+call lasts a function of FSDP2 is replaced too, in ``upstream/fsdp2_state.py``. Private names of torch, checked on
+2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.upstream.torch_dtensor import (
+    dtensor,
+    find_fsdp_param,
+    fsdp_parameter_groups,
+    local_of,
+    managed_fsdp_params,
+    owners_of,
+    spec_of,
+    with_dtype,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+# --- FSDPParamGroup.post_backward
+
+#: Of a parameter group: what is called before it reduces, and after.
+LISTENERS = "_te_fsdp_listeners"
+#: Of a parameter group: the record that is reduced with the gradients (``_fsdp2_unused.UseFlags``).
+FLAGS = "_te_fsdp_use_flags"
+
+
+def add_reduction_listener(
+    group: Any, *, before: Callable[[Any], None] | None = None, after: Callable[[Any], None] | None = None
+) -> None:
+    """Have a parameter group's reductions announced (``FSDPParamGroup.post_backward``, one wrapper for all).
+
+    What was added last is called first before, and last after a reduction. Backwards without one pass by.
+    """
+    listeners = group.__dict__.get(LISTENERS)
+    if listeners is None:
+        listeners = group.__dict__[LISTENERS] = [], []
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, *listeners)
+    for known, new in zip(listeners, (before, after), strict=True):
+        if new is not None:
+            known.append(new)
+
+
+def _post_backward(
+    group: Any, stock: Callable[..., None], before: list[Any], after: list[Any], *args: Any
+) -> None:
+    if not group.reduce_grads:
+        stock(*args)
+        return
+    for call in reversed(before):
+        call(group)
+    flags = group.__dict__.get(FLAGS)
+    if flags is None:
+        stock(*args)
+    else:
+        flags.reduce_with(group, stock, *args)
+    for call in after:
+        call(group)
+
+
+def wrap_reductions(
+    unit: nn.Module,
+    before: Callable[[list[torch.nn.Parameter]], None],
+    after: Callable[[list[torch.nn.Parameter], int, Any], None],
+) -> None:
+    """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
+
+    Every backward comes by at least once for each parameter group of the tree that it runs in, also for those that it
+    has not used (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). ``before`` gets the group's sharded
+    parameters; their ``.grad`` is what the reduction will be added to. ``after`` gets them when it is enqueued and
+    ``.grad`` is there, the group's number in the unit, and the event after which gradients are final, as far as this
+    backward goes: ``None`` where nothing was reduced, or there are no streams.
+    """
+    for number, group in enumerate(fsdp_parameter_groups(unit)):
+        add_reduction_listener(
+            group,
+            before=lambda group: before(_parameters_of(group)),
+            after=lambda group, number=number: after(_parameters_of(group), number, group._post_reduce_event),
+        )
+
+
+def wrap_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
+    """Call something before a unit is gathered by hand (``FSDPModule.unshard``). Local operation."""
+    stock: Any = unit.unshard
+
+    @functools.wraps(stock)
+    def unshard(*args: Any, **kwargs: Any) -> Any:
+        before()
+        return stock(*args, **kwargs)
+
+    unit.unshard = unshard  # type: ignore[assignment]
+
+
+def _parameters_of(group: Any) -> list[torch.nn.Parameter]:
+    return [managed.sharded_param for managed in group.fsdp_params]
+
+
+# --- dtypes of gradients
+
+
+def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
+    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
+
+    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
+    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
+    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
+    """
+    for group in fsdp_parameter_groups(unit):
+        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
+        _set_gradient_dtype(group, dtype)
+        for managed in group.fsdp_params:
+            if not hasattr(managed, "_sharding_spec_by_dtype"):  # torch before 2.15
+                managed.to_sharded_dtensor = functools.partial(
+                    _to_sharded, managed, managed.to_sharded_dtensor
+                )
+
+
+def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
+    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
+    stock()
+    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
+        group._orig_dtype = dtype
+    _set_gradient_dtype(group, dtype)
+
+
+def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
+    """``FSDPParam.to_sharded_dtensor`` for gradients of another dtype than their parameter's.
+
+    FSDP2 gives them the parameter's spec, which says the parameter's dtype. Operations on DTensors go by it: ``lerp_``
+    of an optimizer with fp32 main weights refuses an fp32 gradient, as one of bf16.
+    """
+    made = stock(tensor)
+    spec = spec_of(made)
+    if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
+        return made
+    known = managed.__dict__.get("_te_fsdp_gradient_spec", (None, spec))
+    if known[0] is not spec:
+        known = managed._te_fsdp_gradient_spec = (spec, with_dtype(spec, tensor.dtype))
+    return dtensor(tensor, known[1])
+
+
+def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
+    for parameter in _parameters_of(group):
+        if parameter.requires_grad:
+            parameter.grad_dtype = dtype
+
+
+# --- quantized shards
+
+
+def disable_flat_shard(managed: Any) -> None:
+    """Keep FSDP2 from holding a flat copy of a shard that has all-gather hooks of its own.
+
+    FSDP2 keeps ``FSDPParam._sharded_param_data = local.view(-1)``, and makes it anew in ``reset_sharded_param``: at
+    lazy init, in ``Module._apply`` and after ``load_state_dict``. It never reads it for such a shard. TE's block
+    formats answer ``view(-1)`` with a dequantized copy, so that every shard would be held in high precision too.
+    The copy is dropped, and the record's ``reset_sharded_param`` replaced by one that makes none and pads nothing
+    (the hooks do that). It leaves plain shards to FSDP2, and those that it keeps in pinned memory. Local operation.
+    """
+    if "reset_sharded_param" not in managed.__dict__:
+        managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
+    owner, name = owners_of(managed)[0]
+    if has_all_gather_hooks(getattr(owner, name)):
+        managed.reset_sharded_param()  # also lets go of the parameter that the registered one has replaced
+
+
+def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
+    """:func:`disable_flat_shard` of a module's quantized shard. Local operation; nothing to do without FSDP2."""
+    for name, parameter in module._parameters.items():
+        if parameter is None or local_of(parameter) is not local:
+            continue
+        if (managed := find_fsdp_param(module, name)) is not None:
+            disable_flat_shard(managed)
+
+
+def has_all_gather_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
+    return hasattr(local_of(parameter), "fsdp_pre_all_gather")
+
+
+def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
+    """``FSDPParam.reset_sharded_param`` without the flat copy."""
+    info = managed._module_info
+    parameter = getattr(info.module, info.param_name)
+    if managed.pin_memory or not isinstance(parameter, DTensor) or not has_all_gather_hooks(parameter):
+        stock()
+        return
+    if hasattr(managed, "_capture_grad_dtype_policy"):
+        _keep_gradient_dtype(managed, parameter)
+    managed.sharded_param = parameter
+    managed._sharding_spec = parameter._spec
+    managed._sharded_param_data = torch.empty(0)
+
+
+def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
+    """What ``reset_sharded_param`` of torch 2.15 does besides: in which dtype the shard's gradient is kept.
+
+    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which refuses all but its
+    own ``grad_dtype``: both have to say the same. One that was set on the old parameter holds for the new one.
+    """
+    managed._capture_grad_dtype_policy(managed.sharded_param)
+    managed._capture_grad_dtype_policy(parameter)
+    if not managed._has_sharded_grad_dtype_override:
+        managed.sharded_grad_dtype = parameter.dtype
+    elif not parameter._has_grad_dtype_override:  # type: ignore[attr-defined]
+        parameter.grad_dtype = managed.sharded_grad_dtype
+    managed._sharding_spec_by_dtype.clear()  # specs of gradients, made from the spec of the old parameter
+
+
+def record_shard_meshes(unit: nn.Module) -> None:
+    """Keep the mesh that FSDP2 hands to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
+
+    Up to torch 2.12 it is a property that slices the mesh of HSDP anew at every gather of every quantized weight: a
+    tenth of the host's time of a step. Later ones keep it themselves and are left alone. Local operation.
+    """
+    for managed in managed_fsdp_params(unit):
+        kind = type(managed)
+        if hasattr(managed, "_shard_mesh") or not isinstance(getattr(kind, "shard_mesh", None), property):
+            continue
+        slicing = kind.shard_mesh.fget
+        assert slicing is not None
+        # A subclass, as FSDP2 gives units one: a property cannot be hidden by an attribute of the instance.
+        managed.__class__ = _with_shard_mesh(kind)
+        managed._te_fsdp_shard_mesh = slicing(managed)
+
+
+@functools.cache
+def _with_shard_mesh(kind: type) -> type:
+    """A record's class whose ``shard_mesh`` is what :func:`record_shard_meshes` has kept."""
+    kept = property(operator.attrgetter("_te_fsdp_shard_mesh"))  # no call of Python's
+    return type(kind.__name__, (kind,), {"shard_mesh": kept})
+
+
+# --- shards that are whole
+
+
+def alias_single_rank_shards(unit: nn.Module) -> None:
+    """Let whole shards lend their memory to the gathered parameters, and pass their gradients on. Local operation.
+
+    Over a shard axis of size 1 FSDP2 copies each shard in every gather and holds both
+    (``FSDPParamGroup.wait_for_unshard``). Here what it gathers into (``FSDPParam.all_gather_outputs``) is the shard's
+    memory: it copies a tensor onto itself, which torch passes over. The gathered parameter is one object all the same.
+    FSDP2 does as ever with values that are cast to ``param_dtype``, or lie on the host or in a part of a storage.
+    Quantized shards lend their buffers through their hooks (``quantized/fsdp_hooks.py``).
+
+    It also copies gradients into the input of a reduction, and from there into its output (``foreach_reduce``). Here
+    they are passed on before, and it finds none; only what it would cast, divide or add is written. FSDP2 does as ever
+    where it all-reduces over ``dp_replicate`` (HSDP) or the user has set a hook for that, and with parameters on the
+    host. Call it before anything else listens to the unit's reductions: it has to be the last before FSDP2.
+    """
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            continue
+        for managed in group.fsdp_params:
+            stock = managed.init_all_gather_outputs
+            managed.init_all_gather_outputs = functools.partial(_init_outputs, managed, stock)
+        if not hasattr(group.mesh_info, "replicate_mesh_size"):
+            add_reduction_listener(group, before=_reduce_single_rank)
+
+
+def _init_outputs(
+    managed: Any,
+    stock: Callable[..., None],
+    all_gather_input_numels: list[int],
+    all_gather_input_dtypes: list[torch.dtype],
+    *rest: Any,
+    **named: Any,
+) -> None:
+    """``FSDPParam.init_all_gather_outputs``, in every gather. Numbers and dtypes are those of what it brings."""
+    data, outputs = managed._sharded_param_data, managed.all_gather_outputs
+    # Never the shard's memory for other values than its own: FSDP2 writes what it brings.
+    own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
+    if own and outputs and outputs[0] is data:
+        return  # as in the gather before
+    lends, lent = own and _can_alias(managed), "free_unsharded_param" in managed.__dict__
+    if lends:
+        managed.all_gather_outputs = [data]
+        managed.free_unsharded_param = _keep
+    elif lent:
+        managed.all_gather_outputs = []
+        del managed.free_unsharded_param
+    stock(all_gather_input_numels, all_gather_input_dtypes, *rest, **named)
+    if (lends or lent) and hasattr(managed, "_unsharded_param"):
+        # The shard has been loaded or moved since the gather before: the same parameter with other memory.
+        output, size = managed.all_gather_outputs[0], managed._orig_size
+        local_of(managed._unsharded_param).data = output.as_strided(size, managed._contiguous_orig_stride, 0)
+
+
+def _can_alias(managed: Any) -> bool:
+    """Whether a shard's memory is all of a storage on the device, in which its gathered parameter can lie."""
+    data = managed._sharded_param_data
+    whole = data.untyped_storage().nbytes() == data.numel() * data.itemsize
+    return whole and data.device == managed.device and not has_all_gather_hooks(managed.sharded_param)
+
+
+#: Instead of ``FSDPParam.free_unsharded_param``, at the end of every forward and backward: nothing, without a call.
+_keep: Callable[[], Any] = tuple
+
+
+def skips_reduction(group: Any) -> bool:
+    """Whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
+    return _reduce_single_rank in group.__dict__.get(LISTENERS, ((), ()))[0]
+
+
+def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
+    """Parameters of an FSDP module that one rank alone holds, by ``id``: whether their gradients are passed on."""
+    groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
+    return {
+        id(managed.sharded_param): skips_reduction(group) for group in groups for managed in group.fsdp_params
+    }
+
+
+@torch.no_grad()
+def _reduce_single_rank(group: Any) -> None:
+    """What ``foreach_reduce`` comes to where nobody else has a part of the gradients."""
+    if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
+        return
+    show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
+    seen = set[int]()
+    for managed in group.fsdp_params:
+        parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
+        # Before torch 2.15 what several backwards have added up lies apart.
+        if vars(managed).get("unsharded_accumulated_grad") is not None:
+            managed.accumulate_unsharded_grad_if_needed()
+            gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
+        elif whole is not None and whole.grad is not None:
+            gradient, whole.grad = managed.unsharded_grad_data, None
+        else:
+            continue
+        reduced = group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None)
+        gradient = gradient if reduced is None else gradient.to(reduced)
+        if factor not in (None, 1):
+            # Not in place: others may look at it. Of fp16 as FSDP2 does over one rank, twice (torch 2.11 to 2.13).
+            gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
+        if show is not None:
+            show(gradient)
+        kept = managed.sharded_grad_dtype if hasattr(managed, "sharded_grad_dtype") else group._orig_dtype
+        gradient = gradient if kept is None else gradient.to(kept)
+        if parameter.grad is not None:
+            local_of(parameter.grad).add_(gradient)
+        else:
+            # Autograd gives views as gradients, too: what is added to one must not change another.
+            memory = gradient.untyped_storage()
+            if memory.nbytes() != gradient.nbytes or memory.data_ptr() in seen:
+                gradient = gradient.clone(memory_format=torch.contiguous_format)
+            seen.add(memory.data_ptr())
+            parameter.grad = managed.to_sharded_dtensor(gradient.contiguous())
+        for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(parameter)
+
+
+# --- gathers
+
+
+#: Attribute of a parameter group: what gathers it instead of FSDP2.
+_GATHERS = "_te_fsdp_copies"
+
+
+def set_gather_methods(group: Any, gathers: Any) -> None:
+    """Let a parameter group be gathered and released by another's methods, which get it and the stock ones. Local."""
+    group.__dict__[_GATHERS] = gathers
+    group.unshard = functools.partial(gathers.unshard, group, group.unshard)
+    group.wait_for_unshard = functools.partial(gathers.wait_for_unshard, group, group.wait_for_unshard)
+    group._to_sharded = functools.partial(gathers.to_sharded, group, group._to_sharded)
+    for record in group.fsdp_params:
+        record.free_unsharded_param = _keep
+
+
+def clear_gathers(group: Any) -> None:
+    """Let what gathers a parameter group instead of FSDP2 forget its events. Local; nothing may be under way."""
+    gathers = group.__dict__.get(_GATHERS)
+    if gathers is not None:
+        gathers.forget()
+
+
+# --- pipelines
+
+
+def wrap_pipeline_step(stage: Any, sync: Callable[[bool], None], end: Callable[[], None]) -> None:
+    """Tell what FSDP2 does not manage which microbatches of a pipeline reduce no gradients, and when the last is over.
+
+    torch's stages (``_PipelineStageBase``) tell FSDP2's root alone: they turn reductions off before each backward, and
+    after the last one turn them on, reduce, and call the root's ``_root_post_backward_final_callback``, from torch 2.15
+    on ``finalize_backward``. Then they divide all gradients by the number of microbatches. Local operation.
+
+    ``sync`` gets whether backwards reduce from now on; ``end`` is called at the end of each, and when the stage has
+    reduced.
+    """
+    stage.set_requires_gradient_sync = functools.partial(_set_sync, stage.set_requires_gradient_sync, sync)
+    state = stage._get_fsdp_state()
+    stock = state._root_post_backward_final_callback
+    state._root_post_backward_final_callback = functools.partial(_finalize, stock, end)
+    if hasattr(stage, "finalize_backward"):
+        stage.finalize_backward = functools.partial(_finalize, stage.finalize_backward, end)
+
+
+def _set_sync(
+    stock: Callable[..., None], sync: Callable[[bool], None], enabled: bool, *, recurse: bool = True
+) -> None:
+    """``FSDPModule.set_requires_gradient_sync``; without ``recurse`` te_fsdp itself speaks to FSDP2's part."""
+    stock(enabled, recurse=recurse)
+    if recurse:
+        sync(enabled)
+
+
+def _finalize(stock: Callable[..., Any], end: Callable[[], None], *args: Any, **named: Any) -> Any:
+    """The end of a backward, or of a stage (torch 2.15): what FSDP2 does not manage is reduced with it."""
+    handle = stock(*args, **named)
+    end()
+    return handle
+
+
+# --- process groups, and methods of modules
+
+
+def replace_outer_group(
+    unit: nn.Module, make: Callable[[torch.distributed.ProcessGroup], torch.distributed.ProcessGroup]
+) -> None:
+    """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` through another process group. Local operation.
+
+    FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it calls ``dist.all_reduce`` with
+    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else. ``make`` gives one of the same
+    size for the group that FSDP2 has.
+    """
+    for group in fsdp_parameter_groups(unit):
+        info = copy.copy(group.mesh_info)  # equal to the one it replaces, which other units may share
+        info.replicate_process_group = make(info.replicate_process_group)
+        group.mesh_info = info
+
+
+def wrap_apply(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Call something instead of what ``to``, ``float``, ``cuda`` and their like all go through (``Module._apply``).
+
+    It gets the method that it stands for, then its arguments. A call on a module around this one comes by as well.
+    """
+    module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
+
+
+def around_zero_grad(call: Callable[[Callable[..., None], nn.Module, bool], None]) -> None:
+    """Call something instead of ``torch.nn.Module.zero_grad``, of all modules. Once in a process.
+
+    It gets the stock method, the module, and ``set_to_none``. A wrapper around a sharded model (``torch.compile``'s, or
+    one of the user's) calls torch's own on itself.
+    """
+    stock = torch.nn.Module.zero_grad
+
+    @functools.wraps(stock)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        call(stock, self, set_to_none)
+
+    torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]

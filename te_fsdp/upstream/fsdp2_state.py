@@ -1,0 +1,467 @@
+"""Private names of FSDP2's running state and of autograd (see also ``torch_dtensor.py``); torch 2.11 to 2.15.
+
+FSDP2's public all-gather hooks choose what of a shard is sent, but not when, and bring the same buffers each time. It
+has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before 2.13 to
+recover from an exception, and none before 2.15 to reduce outside of a backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.upstream.fsdp2_patches import clear_gathers
+from te_fsdp.upstream.torch_dtensor import (
+    dtensor,
+    find_fsdp_param,
+    fsdp_parameter_groups,
+    local_of,
+    managed_fsdp_params,
+    owners_of,
+    spec_of,
+    without_modes,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+@functools.cache
+def can_copy_gradients_into(dtype: torch.dtype, device: str) -> bool:
+    """Whether FSDP2 can copy gradients of other dtypes into a buffer of ``dtype`` (``torch._chunk_cat``).
+
+    It always could up to torch 2.13; later sources say that it rejects casts to a narrower dtype.
+    """
+    out = torch.empty((2, 4), dtype=dtype, device=device)
+    try:
+        for source in (torch.float32, torch.bfloat16, torch.float16):
+            torch._chunk_cat([torch.ones((4,), dtype=source, device=device)] * 2, 0, 2, out=out)
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_unit_unsharded(unit: nn.Module) -> bool:
+    """Whether a unit's parameters are the gathered ones now (``FSDPParamGroup.is_unsharded``)."""
+    # Asked in each step by each unit: without calls of Python's for each group.
+    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)  # type: ignore[operator]
+    return any(map(operator.attrgetter("is_unsharded"), groups))
+
+
+def is_root(unit: nn.Module) -> bool:
+    """Whether a unit is the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
+    return bool(unit._get_fsdp_state()._is_root)  # type: ignore[operator]
+
+
+def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
+    """The sharded parameters of a unit, gathered or not (``FSDPParam.sharded_param``)."""
+    return [managed.sharded_param for managed in managed_fsdp_params(unit)]
+
+
+def sharded_by_group(unit: nn.Module) -> list[list[torch.nn.Parameter]]:
+    """:func:`sharded_parameters` of each parameter group."""
+    groups = fsdp_parameter_groups(unit)
+    return [[managed.sharded_param for managed in group.fsdp_params] for group in groups]
+
+
+def sharded_param_of(managed: Any) -> torch.nn.Parameter:
+    """The sharded parameter of a record now (``FSDPParam.sharded_param``): FSDP2 looks for a new one at times."""
+    return managed.sharded_param
+
+
+def fsdp_params_of(unit: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """FSDP2's record of each parameter of a unit, and that of its parameter group."""
+    return ((managed, group) for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params)
+
+
+def unsharded_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]:
+    """Gathered parameter and FSDP2's record of each parameter that was gathered at least once."""
+    found = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_fsdp_params(unit))
+    return [(parameter, managed) for parameter, managed in found if parameter is not None]
+
+
+def is_assigned_by_user(module: nn.Module, name: str, value: object) -> bool:
+    """Whether FSDP2 has gathered a module's parameter before, and ``value`` is none of the forms that it puts there.
+
+    ``FSDPParam.sharded_param``, ``_unsharded_param`` (from the first gather on), ``_sharded_post_forward_param``.
+    """
+    managed = find_fsdp_param(module, name)
+    if managed is None or not hasattr(managed, "_unsharded_param"):
+        return False
+    forms = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+    return value is None or all(getattr(managed, form, None) is not value for form in forms)
+
+
+def unreduced_gradient(managed: Any) -> torch.Tensor | None:
+    """The whole gradient of a gathered parameter that FSDP2 keeps, to be added to."""
+    if "unsharded_accumulated_grad" in vars(managed):
+        return managed.unsharded_accumulated_grad
+    return managed._unsharded_param.grad
+
+
+def _accumulated_dtype(group: Any) -> torch.dtype | None:
+    """Dtype in which other gradients of a group have added up (torch before 2.15 must reduce all in one)."""
+    kept = (vars(managed).get("unsharded_accumulated_grad") for managed in group.fsdp_params)
+    return next((gradient.dtype for gradient in kept if gradient is not None), None)
+
+
+def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
+    """The whole gradient of a parameter that FSDP2 keeps until it reduces; uninitialised where there was none.
+
+    ``FSDPParam.unsharded_accumulated_grad``; before torch 2.15 all gradients that are reduced together must have one
+    dtype: that of the parameter as it is computed, unless FSDP2 accumulates in ``reduce_dtype``.
+
+    Local, of the gathered parameter's shape.
+    """
+    parameter, kept = managed._unsharded_param, unreduced_gradient(managed)
+    if kept is None:
+        local = local_of(parameter)
+        accumulates = _accumulated_dtype(group) if group.reduce_grads else managed.reduce_dtype
+        dtype = accumulates or getattr(parameter, "grad_dtype", None) or parameter.dtype
+        kept = torch.empty(local.shape, dtype=dtype, device=local.device)
+        if isinstance(parameter, DTensor):
+            kept = dtensor(kept, spec_of(parameter))
+        if "unsharded_accumulated_grad" in vars(managed):
+            managed.unsharded_accumulated_grad = kept
+        else:
+            parameter.grad = kept
+    return local_of(kept)
+
+
+def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
+    """The whole gradients of a record that wait for their reduction."""
+    gathered = getattr(managed, "_unsharded_param", None)
+    found = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
+    return [gradient for gradient in found if gradient is not None]
+
+
+def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
+    """Records of a unit's parameters whose gradients were not reduced over all axes yet.
+
+    Either whole ones that wait for their reduce-scatter, or parts that wait for the all-reduce of HSDP
+    (``FSDPParamGroup._partial_reduce_output``).
+    """
+    for group in fsdp_parameter_groups(unit):
+        part = group._partial_reduce_output is not None
+        for managed in group.fsdp_params:
+            gathered = getattr(managed, "_unsharded_param", None)
+            # On 2.15 both names are one gradient.
+            waits = gathered is not None and (
+                gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+            )
+            if waits or (part and managed.sharded_param.requires_grad):
+                yield managed
+
+
+def drop_unreduced_gradients(unit: nn.Module) -> None:
+    """Drop all gradients that wait for their reduction."""
+    for group in fsdp_parameter_groups(unit):
+        group._partial_reduce_output = None
+        for managed in group.fsdp_params:
+            if getattr(managed, "_unsharded_param", None) is not None:
+                managed._unsharded_param.grad = None
+            if "unsharded_accumulated_grad" in vars(managed):
+                managed.unsharded_accumulated_grad = None
+
+
+def _states(root: nn.Module) -> list[Any]:
+    """FSDP2's states of the tree under a root (``FSDPStateContext.all_states``); none before its first forward."""
+    return list(root._get_fsdp_state()._state_ctx.all_states)  # type: ignore[operator]
+
+
+def _groups(root: nn.Module) -> list[Any]:
+    """The parameter groups of the tree under a root."""
+    return [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
+
+
+def _comm(root: nn.Module) -> Any:
+    return root._get_fsdp_state()._comm_ctx  # type: ignore[operator]
+
+
+def interrupted_phase(root: nn.Module) -> str:
+    """What an exception has left half done under a root: ``"forward"``, ``"backward"``, or ``""`` for nothing.
+
+    Call it when neither runs.
+    """
+    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    phases = {thing._training_state.name for thing in (*context.all_states, *_groups(root))}
+    if context.post_backward_final_callback_queued or phases & {"PRE_BACKWARD", "POST_BACKWARD"}:
+        return "backward"
+    return "forward" if context.iter_forward_root is not None or "FORWARD" in phases else ""
+
+
+def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
+    """Make a tree ready for the next forward after an exception; gradients are left as they are.
+
+    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13) and ``stock`` is true, else the same by hand. It
+    would also drop what HSDP has reduced in part, and from 2.15 on every gradient, those of earlier microbatches.
+    """
+    groups = _groups(root)
+    kept = [_gradients_of(group) for group in groups]
+    if stock and hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()  # type: ignore[operator]
+    else:
+        _reset(root, groups)
+    for put_back in kept:
+        put_back()
+
+
+def _gradients_of(group: Any) -> Callable[[], None]:
+    """What a parameter group holds of gradients, reduced or not: a function that puts it back."""
+    part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
+    sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
+    found = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
+    gathered = [(parameter, parameter.grad) for parameter in found if parameter is not None]
+
+    def put_back() -> None:
+        group._partial_reduce_output = part
+        if layout:
+            group._partial_reduce_output_layout.update(layout)
+        for parameter, gradient in sharded:
+            if parameter.grad is None:
+                # The very tensor: it carries marks, and that of HFSDP refuses to be computed with.
+                parameter.grad = gradient
+        for parameter, gradient in gathered:
+            if parameter.grad is None and gradient is not None:
+                # A backward that was interrupted leaves gathered parameters' gradients in the dtype of compute, torch
+                # 2.15 wants them in that in which they add up.
+                parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
+
+    return put_back
+
+
+def _reset(root: nn.Module, groups: list[Any]) -> None:
+    """``reset_iter_state`` for torch before 2.13. Waits for the device: exceptions are rare."""
+    if groups and groups[0].device.type != "cpu":
+        torch.accelerator.synchronize(groups[0].device)
+    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    for group in groups:
+        result = group._all_gather_result
+        if result is not None and result.all_gather_work is not None:
+            result.all_gather_work.wait()
+    _clear_events(_comm(root), groups)
+    for group in groups:
+        group._post_forward_indices.clear()
+        group._training_state = type(group._training_state).IDLE
+        group._to_sharded()
+    for state in _states(root):
+        state._modules_to_run_forward.clear()
+        state._training_state = type(state._training_state).IDLE
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+
+
+def _clear_events(comm: Any, groups: list[Any]) -> None:
+    comm.all_gather_state = None
+    for group in groups:
+        group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
+        group._reshard_after_forward_event = None
+    _clear_reductions(comm)
+
+
+def _clear_reductions(comm: Any) -> None:
+    """What FSDP2 keeps of reductions until they have ended: one on 2.11, a list on 2.13."""
+    comm.post_forward_order.clear()
+    if hasattr(comm, "reduce_scatter_states"):
+        comm.reduce_scatter_states.clear()
+    else:
+        comm.reduce_scatter_state = None
+
+
+def clear_events(root: nn.Module) -> None:
+    """Forget the events that FSDP2 has kept of a tree to wait for. Local operation; nothing may be under way.
+
+    A stream that is captured must not wait for an event from before, nor any other for one that was recorded in a
+    capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
+    """
+    comm, groups = _comm(root), _groups(root)
+    _clear_events(comm, groups)
+    for group in groups:
+        clear_gathers(group)
+    if hasattr(comm, "_last_post_reduce_events"):
+        comm._last_post_reduce_events.clear()
+    root._get_fsdp_state()._state_ctx.post_optim_event = None  # type: ignore[operator]
+
+
+def clear_forward_order(root: nn.Module) -> None:
+    """Forget the order of units in forwards whose backwards have all run (``FSDPCommContext.post_forward_order``).
+
+    FSDP2 gathers ahead in backward by that order, and forgets it after a last backward alone: in a later microbatch the
+    first unit would gather the last one of the microbatch before, in the form that backward needs.
+    """
+    if not any(group._post_forward_indices for group in _groups(root)):
+        _comm(root).post_forward_order.clear()
+
+
+def reduce_outside_backward(root: nn.Module) -> None:
+    """Start the reduction of all gradients that wait for it (``FSDPParamGroup.post_backward``).
+
+    Collective over data parallel, the units in the order of a backward. Every trained parameter that was gathered at
+    least once takes part, with zeros where it has no gradient, so that ranks agree, and so that the parts that HSDP has
+    kept are reduced too. Call :func:`wait_for_reductions` before gradients are read.
+    """
+    for group in reversed(_groups(root)):
+        trained = [m for m in group.fsdp_params if m.sharded_param.requires_grad]
+        if not any(getattr(managed, "_unsharded_param", None) is not None for managed in trained):
+            continue
+        before = group.reduce_grads, group.all_reduce_grads
+        group.reduce_grads = group.all_reduce_grads = True
+        try:
+            group.post_backward()
+        finally:
+            group._training_state = type(group._training_state).IDLE
+            group.reduce_grads, group.all_reduce_grads = before
+
+
+def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
+    """The dtype in which FSDP2 reduces a unit's gradients.
+
+    Without a ``reduce_dtype`` in the policy that it was sharded with: up to torch 2.14 that of compute, later that of
+    the sharded parameters.
+    """
+    if policy.reduce_dtype is not None:
+        return policy.reduce_dtype
+    managed = managed_fsdp_params(unit)
+    by_parameters = bool(managed) and hasattr(type(managed[0]), "unsharded_grad_dtype")
+    return (None if by_parameters else policy.param_dtype) or next(
+        (parameter.dtype for parameter in unit.parameters()), torch.get_default_dtype()
+    )
+
+
+def wait_for_reductions(root: nn.Module) -> None:
+    """Let the current stream wait for reductions that were started (``FSDPParamGroup.finalize_backward``).
+
+    What a backward does at its end, unless ``set_is_last_backward(False)`` has told it not to; on torch 2.15
+    ``FSDPState._end_backward_iteration``.
+    """
+    end = getattr(root._get_fsdp_state(), "_end_backward_iteration", None)  # type: ignore[operator]
+    if end is not None:  # torch 2.15: finalize_backward of its groups no longer waits for the reductions
+        end()
+        return
+    comm = _comm(root)
+    for group in _groups(root):
+        group.finalize_backward()
+    kept = getattr(comm, "reduce_scatter_states", None)
+    for reduction in kept if kept is not None else [comm.reduce_scatter_state]:
+        if reduction is not None and reduction.event is not None:
+            torch.accelerator.current_stream().wait_event(reduction.event)
+    _clear_reductions(comm)
+
+
+# --- gathers
+
+
+def all_gather_ranks(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
+    """The ranks that a unit's weights are gathered from; ``None`` where that is one, or there are no weights."""
+    for group in fsdp_parameter_groups(unit):
+        if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+            return group.mesh_info.shard_process_group
+    return None
+
+
+def allow_recompute(unit: nn.Module) -> None:
+    """Let FSDP2 take part in a forward that runs in a backward after this unit's own backward. Local operation.
+
+    A reentrant checkpoint runs forward and backward of each use of a unit in turn. FSDP2 leaves the unit's state at
+    ``PRE_BACKWARD`` until the outermost backward ends (``FSDPState._training_state``), and then registers nothing for
+    the second use: its gradients stay unreduced, without an error.
+    """
+    if any(group._training_state.name == "POST_BACKWARD" for group in fsdp_parameter_groups(unit)):
+        state = unit._get_fsdp_state()  # type: ignore[operator]
+        state._training_state = type(state._training_state).IDLE
+
+
+@contextlib.contextmanager
+def report_as_unsharded(group: Any) -> Iterator[None]:
+    """Within the context a parameter group says of itself that it stays gathered between forward and backward.
+
+    ``FSDPParamGroup._reshard_after_forward``, which is true where ``post_forward_mesh_info`` is set.
+    """
+    mesh_info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
+    try:
+        yield
+    finally:
+        group.post_forward_mesh_info = mesh_info
+
+
+def resize_all_gather_outputs(group: Any, shard: torch.Tensor, sizes: list[int]) -> None:
+    """Let a gather bring other buffers of a shard than the one before. Local operation.
+
+    FSDP2 makes memory for what its first gather brings, and fills that ever after (``FSDPParam.all_gather_outputs``;
+    ``_unsharded_inner_tensors`` are views of it). The shard, local, has hooks of its own and is not gathered; ``sizes``
+    are numbers of elements of the gathered buffers.
+    """
+    for managed in group.fsdp_params:
+        have = managed.all_gather_outputs
+        if local_of(managed.sharded_param) is shard and have and [t.numel() for t in have] != sizes:
+            managed.all_gather_outputs, managed._unsharded_inner_tensors = [], []
+
+
+def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -> None:
+    """Gather some of a gathered module's parameters once more, into the same gathered parameters.
+
+    Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard``, of fewer ``fsdp_params``). The
+    names in the module are the same on all ranks, and its group is gathered.
+    """
+    everything, wanted = group.fsdp_params, [(module, name) for name in names]
+    group.fsdp_params = [m for m in everything if any(owner in wanted for owner in owners_of(m))]
+    try:
+        with without_modes():
+            group._to_sharded()
+            group.unshard()
+            group.wait_for_unshard()
+    finally:
+        group.fsdp_params = everything
+
+
+@contextlib.contextmanager
+def chunk_own_rank_only() -> Iterator[None]:
+    """In the context FSDP2 makes no tensors for the pieces that other ranks get of a parameter. Local operation."""
+    module: Any = _fsdp_param  # wants lists, but takes pieces by their number alone
+    stock = module._chunk_with_empty
+    plain = (torch.Tensor, torch.nn.Parameter)  # others are cut in ways of their own
+    module._chunk_with_empty = lambda tensor, count, dim: (
+        _OwnChunk(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
+    )
+    try:
+        yield
+    finally:
+        module._chunk_with_empty = stock
+
+
+@dataclass
+class _OwnChunk:
+    """What ``torch.chunk`` gives, and empty tensors for the ranks that it leaves without; made when asked for."""
+
+    tensor: torch.Tensor
+    count: int
+    dim: int
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        size = self.tensor.shape[self.dim]
+        rows = -(-size // self.count)
+        left = size - index * rows
+        if left <= 0 < size:
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, index * rows, min(rows, left))
+
+
+def defers_leaf_gradient(leaf: Any) -> bool:
+    """Whether the backward that runs leaves out a leaf's gradient, and keeps its graph for another backward.
+
+    ``torch._C._will_engine_execute_node``, ``torch._C._autograd._get_current_graph_task_keep_graph``.
+    """
+    try:
+        left_out = not torch._C._will_engine_execute_node(leaf)
+    except RuntimeError:  # of leaves that torch.autograd.grad was asked for
+        return False
+    return left_out and torch._C._autograd._get_current_graph_task_keep_graph()

@@ -1,0 +1,248 @@
+"""Gradients of parameters that a rank did not use in a backward, under FSDP2; torch 2.11 to 2.15.
+
+FSDP2 reduces the gradients that exist. Ranks whose gradients differ would run different collectives. So a parameter
+without a gradient takes part with zeros. Flags that are reduced with the gradients say whether any rank used it.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from te_fsdp.upstream.fsdp2_patches import FLAGS, LISTENERS, add_reduction_listener
+from te_fsdp.upstream.torch_dtensor import dtensor, find_fsdp_param, local_of, spec_of, with_dtype
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def fill_unused(group: Any) -> None:
+    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
+
+    In place of FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
+    """
+    if _fill not in group.__dict__.get(LISTENERS, ((), ()))[0]:
+        add_reduction_listener(group, before=_fill)
+
+
+def is_alone(group: Any) -> bool:
+    """Return whether no other rank has a part of a parameter group's gradients."""
+    return getattr(group.mesh_info, "shard_mesh_size", 1) == 1 and not hasattr(
+        group.mesh_info, "replicate_mesh_size"
+    )
+
+
+def drop_unused(group: Any) -> None:
+    """Let a parameter group's ``.grad`` be ``None`` after a backward for parameters that no rank used.
+
+    See :class:`UseFlags`. Local operation; call it after :func:`fill_unused`.
+    """
+    if is_alone(group) or hasattr(group, _ORDER) or group.fsdp_params[0].offload_to_cpu:
+        return
+    flags = group.__dict__[FLAGS] = UseFlags()
+    group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
+
+
+#: Order in which torch 2.15 reduces a group's records, by their numbers: it leaves out a record that is added.
+_ORDER = "_reduce_scatter_param_indices"
+
+
+def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:
+    stock(*args)
+    if flags.undecided:
+        flags.decide(group)
+
+
+def _fill(group: Any) -> None:
+    flags = group.__dict__.get(FLAGS)
+    for managed in group.fsdp_params:
+        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
+        if parameter is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None and managed.unsharded_accumulated_grad is None:
+            parameter.grad = zero_gradient(managed)
+            if flags is not None:
+                flags.filled.add(managed)
+
+
+class UseFlags:
+    """The number of ranks that used each parameter of a group, reduced in one collective with the gradients.
+
+    Each rank sends 1 for a parameter that it used and 0 for one that takes part with zeros. FSDP2 reduces the flags as
+    the gradient of one more record. A rank that used all parameters reads nothing. The others read the result after
+    the backward, which waits for the device, and remove gradients of parameters that no rank used. Ranks agree: a
+    parameter without any use has the flag 0 everywhere.
+
+    Alternatives considered: a collective of its own for each step, as DDP's ``find_unused_parameters`` has.
+
+    Attributes:
+        filled: Records that take part in the coming reduction with zeros.
+        undecided: Records whose gradient may consist of zeros alone, with their flags so far.
+    """
+
+    fsdp_placement, offload_to_cpu, is_dtensor = Shard(0), False, False
+    contiguous_sharded_stride = (1,)
+    unsharded_accumulated_grad = None
+
+    def __init__(self) -> None:
+        self.filled: set[Any] = set()
+        self.undecided: dict[Any, list[torch.Tensor]] = {}
+        self._dropped: set[Any] = set()
+        self._all_used: tuple[Any, torch.Tensor] | None = None
+        # What FSDP2 reads of a record: its parameter, unsharded and sharded, and the gradient of each.
+        self._unsharded_param = self.unsharded_param = SimpleNamespace(grad=None)
+        self.sharded_param = SimpleNamespace(grad=None, requires_grad=True)
+        self.sharded_size = self.padded_sharded_param_size = self._orig_size = torch.Size((0,))
+
+    def reduce_with(self, group: Any, stock: Any, *args: Any) -> None:
+        """Run a group's ``post_backward`` with the flags as one more record."""
+        records = group.fsdp_params
+        trained = [m for m in records if hasattr(m, "_unsharded_param") and m._unsharded_param.requires_grad]
+        # FSDP2 frees gradients while it reduces them: no reference to one may stay here.
+        dtype = next((dtype for dtype in map(_gradient_dtype, trained) if dtype is not None), None)
+        if dtype is None:
+            stock(*args)
+            return
+        self.unsharded_param.grad = self._flags(group, trained, dtype)
+        without = {m for m in self.filled if m.sharded_param.grad is None}
+        may_be_zeros = self.filled & self.undecided.keys()
+        if group.reshard_after_backward:
+            group._to_sharded()  # FSDP2 would do it with the record of the flags in the list
+        group.fsdp_params = [*records, self]
+        try:
+            stock(*args)
+        finally:
+            group.fsdp_params = records
+            self.filled.clear()
+        reduced, self.sharded_param.grad = self.sharded_param.grad, None
+        if reduced is None:
+            return  # HSDP keeps the sums over dp_shard until it reduces them over dp_replicate
+        for number, managed in enumerate(trained):
+            if managed in without:  # also where the gradients of an earlier microbatch were dropped
+                self.undecided[managed] = [reduced[number]]
+            elif managed in may_be_zeros:
+                self.undecided[managed].append(reduced[number])
+            elif self.undecided:
+                self.undecided.pop(managed, None)
+
+    def _flags(self, group: Any, trained: list[Any], dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's flags, once for each rank of the shard axis."""
+        ranks, count = getattr(group.mesh_info, "shard_mesh_size", 1), len(trained)
+        key = ranks, count, dtype
+        self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
+        if self.filled:
+            own = [0.0 if managed in self.filled else 1.0 for managed in trained]
+            return torch.tensor(own * ranks, dtype=dtype, device=group.device)
+        if self._all_used is None or self._all_used[0] != key:
+            self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
+        return self._all_used[1]
+
+    def decide(self, group: Any) -> None:
+        """Remove the gradients of parameters that no rank used. Waits for the device."""
+        undecided, self.undecided = self.undecided, {}
+        flags = torch.stack([torch.stack(found).sum() for found in undecided.values()])
+        if type(flags) is not torch.Tensor:
+            return  # of a model that is planned, not trained
+        if not (flags.is_cuda and torch.cuda.is_current_stream_capturing()):
+            used = flags.tolist()
+            self._dropped = {managed for managed, count in zip(undecided, used, strict=True) if count == 0}
+        for managed in undecided:
+            if managed in self._dropped:  # while a graph is recorded: as in the step before
+                managed.sharded_param.grad = None
+
+    @property
+    def unsharded_grad_data(self) -> torch.Tensor:
+        """The flags."""
+        grad = self.unsharded_param.grad
+        assert grad is not None
+        return grad
+
+    def accumulate_unsharded_grad_if_needed(self) -> None:
+        """Nothing: flags are of one reduction."""
+
+    def to_sharded(self) -> None:
+        """Nothing: flags are not gathered."""
+
+    def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's copy of the reduced flags."""
+        return tensor
+
+
+def _gradient_dtype(managed: Any) -> torch.dtype | None:
+    """Return the dtype of a record's unsharded gradient, or ``None`` without one."""
+    gradient = managed.unsharded_accumulated_grad
+    gradient = managed._unsharded_param.grad if gradient is None else gradient
+    return None if gradient is None else gradient.dtype
+
+
+def zero_gradient(managed: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return zeros as the unsharded gradient of a record's parameter. Local operation.
+
+    Do not use ``torch.zeros_like``: it dequantizes a quantized weight. The weight may be resharded at this point, so
+    that its storage has no bytes.
+    """
+    parameter = managed._unsharded_param
+    local = local_of(parameter)
+    dtype = dtype or getattr(parameter, "grad_dtype", None) or parameter.dtype
+    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
+    return dtensor(zeros, with_dtype(spec_of(parameter), dtype)) if isinstance(parameter, DTensor) else zeros
+
+
+def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
+    """Let FSDP2's ``set_reduce_scatter_unused_params`` make zeros for a module's quantized weight without reading it.
+
+    ``FSDPParam.unsharded_zero_grad_data`` calls ``torch.zeros_like`` (torch 2.13 and later). ``shard`` is the local
+    tensor. Local operation.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is None or local_of(parameter) is not shard:
+            continue
+        managed = find_fsdp_param(module, name)
+        kind = type(managed)
+        if isinstance(getattr(kind, _ZERO_GRADIENT, None), property) and not issubclass(kind, _Zeros):
+            managed.__class__ = _with_zeros(kind)
+
+
+#: Name of FSDP2's property that makes the zeros of an unused parameter.
+_ZERO_GRADIENT = "unsharded_zero_grad_data"
+
+
+class _Zeros:
+    """Marker of a record's class whose zeros are those of :func:`zero_gradient`."""
+
+
+@functools.cache
+def _with_zeros(kind: type) -> type:
+    """Return a subclass of a record's class with that property replaced."""
+    zeros = property(lambda managed: managed._get_grad_inner_tensor(zero_gradient(managed)))
+    return type(kind.__name__, (_Zeros, kind), {_ZERO_GRADIENT: zeros})
+
+
+def one_gradient_dtype(group: Any) -> None:
+    """Let a parameter group reduce gradients of which only some have added up over several backwards.
+
+    FSDP2 adds up in the dtype of the reduction, but leaves gradients of a first backward in the gathered parameters'
+    dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together (torch
+    2.15 keeps all in one dtype by itself).
+    """
+    add_reduction_listener(group, before=_in_one_dtype)
+
+
+def _in_one_dtype(group: Any) -> None:
+    records = [m for m in group.fsdp_params if "unsharded_accumulated_grad" in vars(m)]
+    added = [m.unsharded_accumulated_grad for m in records if m.unsharded_accumulated_grad is not None]
+    for managed in records if added else ():
+        parameter = managed._unsharded_param
+        if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
+            continue
+        if parameter.grad is not None:
+            managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
+            parameter.grad = None
+        else:
+            managed.unsharded_accumulated_grad = zero_gradient(managed, added[0].dtype)
+            if (flags := group.__dict__.get(FLAGS)) is not None:
+                flags.filled.add(managed)

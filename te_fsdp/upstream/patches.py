@@ -1,0 +1,414 @@
+"""Everything that te_fsdp replaces in other libraries: the tables, and what installs those for TransformerEngine.
+
+What the table for FSDP2 and torch names is installed in :mod:`te_fsdp.upstream.fsdp2_patches` and its neighbours.
+
+Classes belong to the process, and with them their patches. Each replacement looks for a mark of te_fsdp's on the object
+at hand (a binding of the module, the name of a group on the quantizer) and does as TE does where there is none, so that
+models that te_fsdp does not know see no change. Nothing is replaced before :func:`apply_patch` is called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.te_formats import FORMATS
+
+
+@dataclass(frozen=True)
+class Patch:
+    """An attribute of another library's class or object that te_fsdp replaces."""
+
+    owner: str  #: Whose attribute
+    attribute: str  #: Its name
+    why: str  #: What te_fsdp's own does besides, or instead
+    #: Test that tells whether it is still needed: that shows the fault on the stock library, or that fails without the
+    #: patch; file and name.
+    shown_by: str
+    #: How the passage on the fault begins in ``docs/upstream.md``; empty where there is no fault, only no public way.
+    upstream: str = ""
+    versions: str = "all"  #: Versions that need it, of those that te_fsdp supports
+
+
+FSDP2 = (
+    Patch(
+        "`FSDPParamGroup`",
+        "post_backward",
+        "calls what te_fsdp does before and after a reduction: zeros and flags for unused parameters,"
+        " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
+        "gradients of HFSDP; and hands on gradients of whole shards before FSDP2 copies them",
+        "test_no_shard.py::test_parameters_that_other_ranks_use",
+        '- FSDP2 asserts "uniform gradient dtype"',
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "pre_backward",
+        "refuses a backward with `create_graph=True` before weights are gathered for it (`upstream/fsdp2_outputs.py`)",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
+        "DTensor's dispatcher",
+        "_custom_op_handlers",
+        "lets `GradScaler` unscale gradients on several meshes and plain ones together, and reduces its report over "
+        "all of them (`upstream/torch_amp.py`)",
+        "test_unsupported.py::test_scaler",
+        "- `torch.amp.GradScaler` reduces",
+    ),
+    Patch(
+        "model, unit",
+        "__deepcopy__, __reduce_ex__",
+        "refuses copies and pickles with the fix",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "_init_mp_dtypes",
+        "keeps sharded gradients in a dtype of their own",
+        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "to_sharded_dtensor",
+        "gives such gradients a spec that says their dtype",
+        "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
+        "- Sharded gradients of another dtype",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "reset_sharded_param",
+        "makes no flat, dequantized copy of a quantized shard",
+        "test_quantized_memory.py::test_what_is_kept_without_the_savings",
+        "- `view(-1)` of block formats dequantizes",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "finalize_backward",
+        "removes gradients of parameters that no rank used",
+        "test_unused.py::test_weight_decay_of_what_no_rank_uses",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "unsharded_zero_grad_data",
+        "makes zeros without reading a quantized weight whose memory is released",
+        "test_unused.py::test_zeros_of_torch_itself",
+        "- `torch.zeros_like` of a quantized weight",
+        versions="torch 2.13 and later",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "shard_mesh",
+        "is kept, and not sliced anew from the mesh of HSDP at every gather",
+        "test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
+        "- `FSDPParam.shard_mesh` is a property",
+        versions="torch 2.11 and 2.12",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "init_all_gather_outputs, free_unsharded_param",
+        "uses the memory of a shard that is whole for the gathered parameter, over a shard axis of size 1",
+        "test_whole_shards.py::test_no_copy",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "unshard, wait_for_unshard, _to_sharded",
+        "gathers by copies into the memory that kernels read, where `transport` is `copy_engine` "
+        "(`upstream/fsdp2_copy_engine.py`)",
+        "test_copy_engine.py::test_bits",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "free_unsharded_param",
+        "leaves it to `_to_sharded` there when gathered weights are freed",
+        "test_copy_engine.py::test_bits",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "_to_unsharded, _to_sharded",
+        "swaps the parameters of a unit in one loop while shards and gathered parameters are the same objects"
+        " (`upstream/fsdp2_settled.py`)",
+        "test_all_calls.py::test_budget",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "unshard, wait_for_unshard",
+        "asks no plain shard what it sends, and takes gathered memory in one loop",
+        "test_all_calls.py::test_budget",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParam`",
+        "all_gather_inputs, unsharded_grad_data, to_sharded_dtensor",
+        "answers in one call where nothing is cast, moved or padded",
+        "test_all_calls.py::test_budget",
+        versions="torch 2.11 to 2.14",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "mesh_info",
+        "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
+        "test_precision.py::test_values_and_bytes",
+    ),
+    Patch(
+        "unit that keeps its weights",
+        "unshard",
+        "shows the gathered weights again, beside which an evaluation has installed the shards",
+        "test_mistakes.py::test_what_is_no_mistake",
+    ),
+    Patch(
+        "modules `_state_dict_utils`, `checkpoint.state_dict`",
+        "_distribute_tensors, _distribute_state_dict",
+        "places rows of stacked tensors with `full_state_dict=True` (`boxed_dtensor.py`)",
+        "test_plain_dcp.py::test_states_of_fused_adam",
+    ),
+    Patch(
+        "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`",
+        "_load_state_dict, narrow_tensor_by_index",
+        "quantizes weights that DCP has read from another mesh (`quantized/boxed.py`)",
+        "test_plain_dcp.py::test_load_without_load_state_dict",
+    ),
+    Patch(
+        "model",
+        "_apply",
+        "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",
+        "test_patches.py::test_apply_loses_attributes",
+    ),
+    Patch(
+        "`torch.nn.Module`, of all modules",
+        "zero_grad()",
+        "forgets gradients that wait for their reduction, if a sharded model is in the module",
+        "test_mistakes.py::test_what_is_no_mistake",
+    ),
+    Patch(
+        "stage of a pipeline",
+        "set_requires_gradient_sync",
+        "tells `no_shard` parameters too that microbatches follow",
+        "test_pipeline.py::test_schedules",
+    ),
+    Patch(
+        "`FSDPState`",
+        "_root_post_backward_final_callback",
+        "reduces `no_shard` parameters too after the last microbatch of a pipeline",
+        "test_pipeline.py::test_schedules",
+    ),
+    Patch(
+        "stage of a pipeline",
+        "finalize_backward",
+        "does so from torch 2.15 on",
+        "test_pipeline.py::test_schedules",
+    ),
+    Patch(
+        "module `_fsdp_param`, during `te_fsdp.fully_shard`",
+        "_chunk_with_empty",
+        "cuts a parameter into the pieces that FSDP2 looks at, not into one for each rank",
+        "test_patches.py::test_pieces_of_all_ranks",
+        "- FSDP2 cuts every parameter into as many tensors",
+    ),
+)
+
+
+def markdown(patches: Iterable[Patch]) -> str:
+    """A table of patches as ``docs/upstream.md`` has it."""
+    lines = ["| whose | attribute | what for | needed by | shown by |", "| --- | --- | --- | --- | --- |"]
+    for row in patches:
+        lines.append(f"| {row.owner} | `{row.attribute}` | {row.why} | {row.versions} | `{row.shown_by}` |")
+    return "\n".join(lines)
+
+
+# ---------------------------------------------------------------------------------------------------- TransformerEngine
+
+
+_GROUP = "### The amax group of a weight is FSDP2's axis alone"
+
+#: By a name of te_fsdp's own.
+PATCHES: dict[str, Patch] = {
+    "gather": Patch(
+        "tensors with all-gather hooks",
+        "fsdp_pre_all_gather",
+        "reduces the amax over tp too, sends buffers as FSDP2 can gather them (`quantized/fsdp_hooks.py`)",
+        "test_one_scale.py::test_the_group_of_stock_te_is_caught",
+        _GROUP,
+    ),
+    "gathered": Patch(
+        "tensors with all-gather hooks",
+        "fsdp_post_all_gather",
+        "fills the tensor that kernels read, with the shard's scale and without a scrambled transpose",
+        "test_te_faults.py::test_as_strided_scrambles_the_transpose",
+        "### `as_strided` scrambles the cached transpose",
+    ),
+    "columnwise": Patch(
+        "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
+        "clear_columnwise_cache",
+        "leaves columnwise data that TE cannot compute again from rowwise data",
+        "test_recomputation.py::test_mxfp8_weights",
+        "- The backward of a module takes the columnwise half",
+        versions="those that have it",
+    ),
+    "copy": Patch(
+        "quantizers",
+        "copy",
+        "hands on the name of the group over which the amax is reduced, and that clones copy scales",
+        "test_one_scale.py::test_copies_know_the_group_and_hold_none",
+        _GROUP,
+    ),
+    "deepcopy": Patch(
+        "quantizers of current scaling and NVFP4",
+        "__deepcopy__",
+        "does so too, and takes no process group along",
+        "test_te_faults.py::test_no_deep_copy_after_a_gather",
+        "### A gathered weight cannot be deep copied",
+    ),
+    "pickle": Patch(
+        "quantizers of current scaling and NVFP4",
+        "__getstate__",
+        "leaves that name behind: in another process it may belong to other ranks",
+        "test_one_scale.py::test_copies_know_the_group_and_hold_none",
+        _GROUP,
+    ),
+    "group": Patch(
+        "tensors of current scaling and NVFP4, and their storages",
+        "amax_reduction_group",
+        "is the group of that name, whatever a gather sets",
+        "test_one_scale.py::test_the_group_of_stock_te_is_caught",
+        _GROUP,
+    ),
+    "clone": Patch(
+        "quantized tensors",
+        "clone",
+        "copies the scales too (`quantized/amax.py`)",
+        "test_te_faults.py::test_clone_shares_the_scale",
+        "### `clone()` of a quantized tensor shares its scales",
+    ),
+    "delayed": Patch(
+        "`Float8Quantizer`",
+        "update_quantized",
+        "reduces the newest amax at once: TE does at the end of the next forward, over another group",
+        "test_one_scale.py::test_writes_by_anybody",
+        _GROUP,
+    ),
+    "quantize empty": Patch(
+        "`Float8CurrentScalingQuantizer`",
+        "quantize_impl",
+        "lets a shard without rows take part in the reduction of the amax",
+        "test_alignment.py::test_uneven_and_empty_shards",
+        "- A tensor without elements takes no part",
+    ),
+    "update empty": Patch(
+        "`Float8CurrentScalingQuantizer`",
+        "update_quantized",
+        "does so too when a weight is written",
+        "test_alignment.py::test_uneven_and_empty_shards",
+        "- A tensor without elements takes no part",
+    ),
+    "new zeros": Patch(
+        "MXFP8 weight that lies on the device",
+        "new_zeros",
+        "makes scales with padding, into which FSDP2 copies a piece",
+        "test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
+        "- `fully_shard` on float8-block and NVFP4 weights",
+    ),
+    "states": Patch(
+        "`FusedAdam`",
+        "_initialize_state",
+        "gives states the class of their parameters, by which DCP finds their rows in the original tensor",
+        "test_plain_dcp.py::test_states_of_fused_adam",
+    ),
+    "states of dicts": Patch(
+        "`FusedAdam`",
+        "state_dict",
+        "does so for the tensors of state dicts, which TE wraps again",
+        "test_plain_dcp.py::test_states_of_fused_adam",
+    ),
+    "save": Patch(
+        "`FusedAdam` with main weights of te_fsdp's",
+        "state_dict",
+        "has main weights in the groups to its end: it looks at them after torch's, and torch's hooks are over "
+        "by then",
+        "test_main_weights.py",
+    ),
+    "load": Patch(
+        "`FusedAdam` with main weights of te_fsdp's", "load_state_dict", "does so too", "test_main_weights.py"
+    ),
+}
+
+
+def _tensors() -> list[type[torch.Tensor]]:
+    """Quantized tensor classes of this TE version."""
+    module = importlib.import_module("transformer_engine.pytorch.tensor")
+    classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
+    return [cls for cls in classes if cls is not None]
+
+
+def gathering_tensors() -> list[type[torch.Tensor]]:
+    """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
+    return [cls for cls in _tensors() if hasattr(cls, "fsdp_pre_all_gather")]
+
+
+def _cloning_tensors() -> list[type[torch.Tensor]]:
+    """Classes of quantized tensors that have a ``clone`` of their own."""
+    return [cls for cls in _tensors() if "clone" in cls.__dict__]
+
+
+def _amax_tensors() -> list[type]:
+    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
+    rows = [row for row in FORMATS.values() if "amax" in row.quantizers.values()]
+    names = [(row.module, row.tensor) for row in rows]
+    names += [(f"storage.{row.module}_storage", f"{row.tensor}Storage") for row in rows]
+    return [_te.tensor_attribute(module, name) for module, name in names]
+
+
+def _modules_with(name: str) -> list[ModuleType]:
+    """TE's modules of linear layers that use a function under this name."""
+    files = ("linear", "layernorm_linear", "layernorm_mlp")
+    found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
+    return [module for module in found if hasattr(module, name)]
+
+
+#: The classes, or modules, that a patch belongs to. Each imports TE when it is called.
+_OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
+    "gather": gathering_tensors,
+    "gathered": gathering_tensors,
+    "columnwise": functools.partial(_modules_with, "clear_columnwise_cache"),
+    "copy": functools.partial(_te.quantizer_classes, "amax", "history", "blocks", "parts"),
+    "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
+    "pickle": functools.partial(_te.quantizer_classes, "amax"),
+    "group": _amax_tensors,
+    "clone": _cloning_tensors,
+    # Those of delayed scaling hold tensors of the module, of which pickle and deepcopy make others.
+    "delayed": functools.partial(_te.quantizer_classes, "history"),
+    # NVFP4's shards hold whole blocks, so that none is empty.
+    "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+    "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+    "states": _te.fused_adam_class,
+    "states of dicts": _te.fused_adam_class,
+}
+
+#: Attribute of a patched class or module: the names of its replaced attributes.
+_PATCHED = "_te_fsdp_patched"
+
+
+def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
+    """Replace an attribute wherever it has not been replaced; later calls do nothing.
+
+    ``name`` is a key of :data:`PATCHES`; ``make`` gets what stands there, or ``None``, and gives what shall.
+    """
+    attribute = PATCHES[name].attribute
+    for owner in _OWNERS[name]():
+        done = owner.__dict__.get(_PATCHED, ())
+        if attribute not in done:
+            setattr(owner, attribute, make(getattr(owner, attribute, None)))
+            setattr(owner, _PATCHED, (*done, attribute))
+
+
+def apply_patch_to(owner: Any, name: str, replacement: Any) -> None:
+    """Replace the attribute of one object that a row of :data:`PATCHES` names."""
+    setattr(owner, PATCHES[name].attribute, replacement)

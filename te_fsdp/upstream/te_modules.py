@@ -1,0 +1,263 @@
+"""TE's modules by private names, checked on TE 2.18 to 2.20.2.
+
+delayed scaling    a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, the fields of its
+                   ``DelayedScalingRecipeState``
+``GroupedLinear``  its grouped kernels, and the methods that read its parameters
+attention          which backend TE would pick; a stream of the device that it computes on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import logging.handlers
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.upstream import te as _te
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+
+def holds_quantized(module: nn.Module) -> bool:
+    """Return whether a ``te.ops`` module has, or on meta will have, a quantized weight (``_with_quantized_weight``)."""
+    own = [p for p in module._parameters.values() if p is not None]
+    return bool(getattr(module, "_with_quantized_weight", False)) or any(map(_te.is_quantized, own))
+
+
+def has_recipe_state(module: Any) -> bool:
+    """Whether a module is one that recipes keep state in (``fp8_meta``), of whatever recipe."""
+    return hasattr(module, "fp8_meta")
+
+
+def describe_delayed_recipe(module: nn.Module) -> dict[str, Any]:
+    """What :func:`make_delayed_states` needs to make a module's state again, as plain values."""
+    recipe = module.fp8_meta["scaling_fwd"].recipe  # type: ignore[index, union-attr]
+    algorithm = recipe.amax_compute_algo
+    return {
+        "num_gemms": module.fp8_meta["num_gemms"],  # type: ignore[index]
+        "margin": recipe.margin,
+        "fp8_format": recipe.fp8_format.name,
+        "amax_history_len": recipe.amax_history_len,
+        # A function of the user's comes back with the recipe of the next forward.
+        "amax_compute_algo": algorithm if isinstance(algorithm, str) else "max",
+        "reduce_amax": recipe.reduce_amax,
+    }
+
+
+def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
+    """Give a module delayed-scaling state of the described shape, as TE's own first forward would.
+
+    Local operation. State that is there is kept, its history cut or extended. The next forward takes it up (TE
+    2.20.2 ``TransformerEngineBaseModule.set_meta_tensor``).
+    """
+    recipes = _te.recipes()
+    fields = {**described, "fp8_format": recipes.Format[described["fp8_format"]]}
+    module.fp8_meta["num_gemms"] = fields.pop("num_gemms")  # type: ignore[index]
+    recipe = recipes.DelayedScaling(**fields)
+    module.fp8_meta.setdefault("recipe", recipe)  # type: ignore[union-attr]
+    module.init_fp8_meta_tensors(recipe)  # type: ignore[operator]
+    states = _te.delayed_states(module)
+    assert states is not None
+    return states
+
+
+def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: torch.Tensor) -> None:
+    """Give a weight under delayed scaling the scale of a known amax, as TE's update from a history of it would.
+
+    Local operation; writes into the module's own state, which the weight's quantizer refers to. ``amax`` has one
+    element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
+    """
+    recipe: Any = module.fp8_meta["recipe"]  # type: ignore[index]
+    scale = recipe.fp8_format.value.max_fwd / amax.float().reshape(()) / 2.0 ** getattr(recipe, "margin", 0)
+    finite = torch.finfo(torch.float32)
+    scale = torch.where(torch.isinf(scale), scale.new_tensor(finite.max), scale)
+    if bool(amax > 0) and bool(torch.isfinite(amax)):
+        for quantizer in _delayed_quantizers(module, name, local):
+            quantizer.scale.copy_(scale.reshape(quantizer.scale.shape))
+            quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+
+
+def sync_delayed_scale(module: nn.Module, name: str, local: torch.Tensor) -> None:
+    """Give a weight under delayed scaling the scale that its bytes have, for the next quantization. Local operation."""
+    for quantizer in _delayed_quantizers(module, name, local):
+        quantizer.scale.copy_(_te.inverse_scale_of(local).reciprocal().reshape(quantizer.scale.shape))
+
+
+def _delayed_quantizers(module: nn.Module, name: str, local: torch.Tensor) -> list[Any]:
+    """Those of a weight, of which the module has one and the local tensor may have another."""
+    both = _te.quantizer_of(local), _te.weight_quantizer(module, name)
+    return [quantizer for quantizer in both if _te.is_delayed_quantizer(quantizer)]
+
+
+@contextlib.contextmanager
+def amax_reduced_over(group: Any) -> Iterator[None]:
+    """Within the context delayed scaling reduces over ``group`` instead of that of the enclosing ``te.autocast``.
+
+    A nested ``te.autocast`` would say the same, but forget that the first module of the region has run, so that TE
+    would update the backward's scales twice (2.20.2 ``set_autocast_state``). ``quantization_state`` is the manager's
+    class itself in older TE.
+    """
+    manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
+    state = getattr(manager, "quantization_state", manager)
+    attribute = (
+        "fp8_distributed_group" if hasattr(state, "fp8_distributed_group") else "FP8_DISTRIBUTED_GROUP"
+    )
+    recipe, before = manager.get_fp8_recipe(), manager.get_fp8_group()
+    state.autocast_arguments[manager.get_unique_autocast_key(recipe, group)] = (recipe, group)
+    setattr(state, attribute, group)
+    try:
+        yield
+    finally:
+        setattr(state, attribute, before)
+
+
+def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
+    """Let TE's records of parameters (``param_init_meta``) go by other names too: TE's name -> registered name."""
+    records: dict[str, Any] = module.param_init_meta  # type: ignore[assignment]
+    records.update({new: records[old] for old, new in names.items() if old in records})
+
+
+def random_generators() -> list[torch.Generator]:
+    """The generators of TE's ``CudaRNGStatesTracker``, from which dropout inside of tp draws; none before TE runs."""
+    if not _te.is_loaded():
+        return []
+    states = importlib.import_module("transformer_engine.pytorch.distributed").get_all_rng_states()
+    return [state for state in states.values() if isinstance(state, torch.Generator)]
+
+
+def multiplies_any_order() -> bool:
+    """Whether the device's float8 products take operands in any order (``is_non_tn_fp8_gemm_supported``).
+
+    Hopper's do not: what forward and backward read differently is kept twice there.
+    """
+    return importlib.import_module("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported()
+
+
+#: cuBLASLt that TE asks for (2.20.2 ``is_module_grouped_tensor_path_supported``).
+_NEEDED = {"hopper": 130400, "hopper current": 130500, "hopper block": 130600, "blackwell": 130300}
+
+
+class GroupedWeightAccess:
+    """Mixin in front of TE's class: what TE reads as weights and biases, and makes of them, goes by way of te_fsdp."""
+
+    def is_adopted(self) -> bool:
+        """Whether te_fsdp holds the parameters as ordinary tensors, so that TE shall make no ``GroupedTensor``."""
+        return False
+
+    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """What TE shall see of its ``weight`` or ``bias`` tensors."""
+        return list(tensors)
+
+    def make_grouped_weights(self, defer_init: bool = False) -> None:
+        """TE's conversion of the experts' parameters into one."""
+        if self.is_adopted():
+            self.set_tensor_parallel_attributes(defer_init=defer_init)  # type: ignore[attr-defined]
+        else:
+            super().make_grouped_weights(defer_init=defer_init)  # type: ignore[misc]
+
+    def _make_grouped_biases(self) -> None:
+        if not self.is_adopted():
+            super()._make_grouped_biases()  # type: ignore[misc]
+
+    def _get_weight_tensors(self) -> list[torch.Tensor]:
+        return self.seen_by_te("weight", super()._get_weight_tensors())  # type: ignore[misc]
+
+    def _get_bias_tensors(self) -> list[torch.Tensor]:
+        tensors = super()._get_bias_tensors()  # type: ignore[misc]
+        # A bias that the forward returns is the user's: it stays what is registered.
+        return tensors if self.return_bias else self.seen_by_te("bias", tensors)  # type: ignore[attr-defined]
+
+
+def grouped_path_problem(recipe: Any | None) -> str:
+    """Why TE's grouped kernels run no ``GroupedLinear`` here, under a recipe or in bf16; empty if they do. Local."""
+    linear = _te.te().module.grouped_linear
+    if linear.is_module_grouped_tensor_path_supported(recipe, torch.bfloat16):
+        return ""
+    capability, version = linear.get_device_compute_capability(), linear.tex.get_cublasLt_version()
+    where = f"compute capability {capability[0]}.{capability[1]}"
+    if not (9, 0) <= capability <= (11, 0):
+        return f"TransformerEngine has grouped kernels for Hopper and Blackwell, not for {where}"
+    key = "blackwell" if capability >= (10, 0) else "hopper"
+    if key == "hopper" and recipe is not None:
+        kind = (
+            "block" if recipe.float8_block_scaling() else "current" if recipe.float8_current_scaling() else ""
+        )
+        key = f"{key} {kind}".strip()
+    if version < _NEEDED[key]:
+        return (
+            f"TransformerEngine needs cuBLASLt {_readable(_NEEDED[key])} or later for it on {where}, "
+            f"found {_readable(version)}"
+        )
+    return f"TransformerEngine has no grouped kernels for {type(recipe).__name__} on {where}"
+
+
+def _readable(version: int) -> str:
+    """130400 -> 13.4."""
+    return f"{version // 10000}.{version // 100 % 100}"
+
+
+def new_stream() -> Any:
+    """A stream of the device that TE computes on: of its own ``torch``, which the emulation stands in for."""
+    module = importlib.import_module(
+        "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
+    )
+    return module.torch.cuda.Stream()
+
+
+def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str, Any]:
+    """What TE's ``DotProductAttention`` would run in bf16 with a causal mask, with TE's own reasons. Local operation.
+
+    ``heads`` are those of the query, ``groups`` those of key and value; ``sequence`` is in tokens.
+
+    Returns:
+        ``backend`` ("flash", "fused", "unfused" or "none"), ``reasons``, the lines that TE logs about it, and
+        ``taken``: of each distribution of FlashAttention, whether TE has taken it.
+
+    Raises:
+        ImportError, AttributeError, TypeError: This TE selects in another way.
+    """
+    module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
+    asked = module.AttentionParams(
+        qkv_dtype=torch.bfloat16,
+        qkv_layout="bshd_bshd_bshd",
+        num_heads=heads,
+        num_gqa_groups=groups,
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        max_seqlen_q=sequence,
+        max_seqlen_kv=sequence,
+        attn_mask_type="causal",
+        window_size=(-1, 0),
+    )
+    seen, logger = logging.handlers.BufferingHandler(sys.maxsize), logging.getLogger("DotProductAttention")
+    logs = module.AttentionLogging
+    level, propagate = logs._log_level, logger.propagate
+    logger.addHandler(seen)
+    logs._log_level = logging.DEBUG  # the selection sets its logger to this at each call
+    logger.propagate = False
+    try:
+        found = module.get_attention_backend(asked)
+    finally:
+        logger.removeHandler(seen)
+        logs._log_level = level
+        logger.propagate = propagate
+    # (flash, which flash, fused, which fused, unfused, all that could): TE 2.18 and later
+    names = {"flash": found[0], "fused": found[2], "unfused": found[4]}
+    flags = {
+        "flash-attn": "is_installed",
+        "flash-attn-3": "v3_is_installed",
+        "flash-attn-4": "v4_is_installed",
+    }
+    taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
+    backend = next((name for name, chosen in names.items() if chosen), "none")
+    said = [record.getMessage() for record in seen.buffer]
+    reasons = [line for line in said if not line.startswith("Running with config")]  # that is the question
+    return {"backend": backend, "reasons": reasons, "taken": taken}
