@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from torch import nn
+from torch import Tensor, nn
 
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
 from te_fsdp.checkpoint.model_state import combine_stages
@@ -57,8 +57,8 @@ class Models(nn.Module):
 
 def joined_model(given: Any) -> nn.Module:
     """Return a model, models by name, or a rank's stages as one module; CheckpointError for others."""
-    if not isinstance(given, Mapping):
-        return combine_stages(given)
+    if not isinstance(given, Mapping) or any(isinstance(value, Tensor) for value in given.values()):
+        return combine_stages(given)  # refuses a state dict
     _check_names(given, "model")
     return Models({name: combine_stages(model) for name, model in given.items()})
 

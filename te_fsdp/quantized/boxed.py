@@ -114,7 +114,8 @@ class QuantizedParameter(QuantizedDTensor):
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
         found = getattr(torch.Tensor, name)(self, *args, **kwargs)
         if type(found) is DTensor:
-            found.__class__, found.__dict__[_torch.BOXES] = QuantizedDTensor, self.__dict__[_torch.BOXES]
+            kind = _DetachedParameter if name == "detach" else QuantizedDTensor
+            found.__class__, found.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]
         return found
 
     detach = functools.partialmethod(_copied, "detach")
@@ -122,6 +123,15 @@ class QuantizedParameter(QuantizedDTensor):
     to = functools.partialmethod(_copied, "to")
     cpu = functools.partialmethod(_copied, "cpu")
     cuda = functools.partialmethod(_copied, "cuda")
+
+
+class _DetachedParameter(QuantizedDTensor):
+    """What ``detach`` of a :class:`QuantizedParameter` returns, so that ``nn.Parameter`` accepts a parameter."""
+
+    def requires_grad_(self, mode: bool = True) -> Any:
+        """Set ``requires_grad``; ``nn.Parameter`` calls it, and requires the class of what was detached."""
+        self.__class__ = QuantizedParameter  # type: ignore[bad-argument-type]
+        return super(QuantizedDTensor, self).requires_grad_(mode)
 
 
 def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -139,7 +139,7 @@ ARGUMENTS = {
     "arguments_of_save_in_another_order": ("CheckpointError", "Fix: the path comes first"),
     "a_state_dict_to_save": (
         "CheckpointError",
-        "checkpoint: model: expected a module, or a rank's stages, got OrderedDict",
+        "checkpoint: model: expected a module, a dict of modules by name, or a rank's stages, got OrderedDict",
     ),
     "a_scheduler_as_optimizer": ("PlacementError", "optimizer: expected a torch.optim.Optimizer, got StepLR"),
     "a_list_as_extra": (
