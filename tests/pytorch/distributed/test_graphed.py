@@ -111,7 +111,7 @@ def test_mistakes(pool):
             "OrderError",
             "OrderError",
             "ValueError",
-            "ValueError",
+            "PlacementError",  # a ValueError, as all arguments that are no numbers raise it
         ]
         assert "warmup must be at least 1, got 0" in texts[2] and "max_norm must be" in texts[3]
 
