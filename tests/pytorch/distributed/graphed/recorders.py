@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from te_fsdp.features.hfsdp.gradients import UnaveragedGradient
+
 
 class Again:
     """What was recorded. It ran when it was recorded, so that the first replay does nothing.
@@ -40,7 +42,8 @@ class Again:
             if isinstance(held, torch.Tensor):
                 held.copy_(new)
         for (parameter, held), (_, new) in zip(self._gradients, self._now(), strict=True):
-            if type(held) is type(parameter):  # those of HFSDP refuse to be touched, and nobody reads them
+            # Gradients of HFSDP refuse to be read before their average. Others may have changed their class in a step.
+            if not isinstance(held, UnaveragedGradient):
                 held.copy_(new)
                 parameter.grad = held
 

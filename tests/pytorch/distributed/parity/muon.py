@@ -299,9 +299,12 @@ def torch_optimizers(axes: dict[str, int], only: Sequence[str] = (), **how: Any)
         reference, subject = models
         matrices = [n for n, p in reference.named_parameters() if p.ndim == 2 or name != "Muon"]
         made = []
+        # The same formula on both sides: by default torch uses foreach kernels for the parameters of one process, but
+        # not for subclasses of DTensor, and ASGD's foreach kernels multiply and add in a different order than its loop.
+        options = {} if name == "Muon" else {"foreach": False}
         for model in (subject, reference):
             chosen = [p for n, p in model.named_parameters() if n in matrices]
-            made.append(getattr(torch.optim, name)(chosen, lr=0.01))
+            made.append(getattr(torch.optim, name)(chosen, lr=0.01, **options))
         try:
             te_fsdp.check_optimizer(subject, made[0])
             if how.get("outer_strategy"):
