@@ -31,7 +31,7 @@ def test_quantized_weights_that_backward_does_not_reach(pool, arch, recipe):
     [
         {"zero_copy": True},
         {"fp32_gradients": True},
-        {"schedule": "no_sync", "fp32_gradients": True},
+        {"schedule": "no_sync", "fp32_gradients": True, "units": ()},
         {"schedule": "microbatch"},
         {"schedule": "by hand"},
         {"units": ()},
