@@ -126,7 +126,7 @@ class QuantizedParameter(QuantizedDTensor):
 
 
 class _DetachedParameter(QuantizedDTensor):
-    """What ``detach`` of a :class:`QuantizedParameter` returns, so that ``nn.Parameter`` accepts a parameter."""
+    """Result of ``detach`` of a :class:`QuantizedParameter`, so that ``nn.Parameter`` accepts a parameter."""
 
     def requires_grad_(self, mode: bool = True) -> Any:
         """Set ``requires_grad``; ``nn.Parameter`` calls it, and requires the class of what was detached."""

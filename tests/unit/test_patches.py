@@ -42,7 +42,7 @@ def test_a_row_names_what_there_is(row):
 
 def test_the_tables_are_read_without_a_change(python):
     program = (
-        "import sys; from te_fsdp import _patches\n"
+        "import sys; from te_fsdp.upstream import patches as _patches\n"
         "assert len(_patches.PATCHES) > 9 and len(_patches.FSDP2) > 5\n"
         "assert not any(name.startswith('transformer_engine') for name in sys.modules)"
     )
