@@ -33,6 +33,7 @@ from torch.distributed.tensor.placement_types import Placement
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_optim import support_foreach
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
@@ -151,7 +152,8 @@ def _place_states(stock: Any) -> Any:
 
 
 def _mark(tensor: DTensor, found: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
-    tensor.__class__ = cls or BoxedDTensor
+    tensor.__class__ = cls = cls or BoxedDTensor
+    support_foreach(cls)
     tensor.__dict__[_KEY] = found
 
 

@@ -15,7 +15,7 @@ from strategies import all_calls
 #: shards no optimizer state over the replicas.
 BUDGETS = {
     "dense": 0.9,
-    "tp": 0.93,
+    "tp": 0.95,  # 0.93 before use flags of unused parameters and checks of replaced parameters
     "tp alone": 0.9,
     "ep": 0.9,
     "fp8": 0.9,
