@@ -46,4 +46,4 @@ def train(options: setting.Options) -> list[float]:
 
 
 if __name__ == "__main__":
-    setting.expose(train(setting.options()))
+    setting.show(train(setting.options()))

@@ -189,14 +189,14 @@ def test_the_interpreter_waits_for_a_running_save(tmp_path: Path, python: str) -
 import os, sys, time
 import torch
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import background, writing
-original, name = writing.Writing.blocks, "a" if os.fork() else "b"
+from te_fsdp.checkpoint import async_save, planner
+original, name = planner.Writing.blocks, "a" if os.fork() else "b"
 def slow(self):
     time.sleep(0.5)
     if name == "b":
         raise OSError(28, "No space left on device")
     return original(self)
-writing.Writing.blocks = slow
+planner.Writing.blocks = slow
 handle = checkpoint.save(f"{sys.argv[1]}/{name}", torch.nn.Linear(2, 2), asynchronous=True, progress=name == "a")
 os.write(1, b"running %s\\n" % str(not handle.done()).encode())  # in one piece: two processes write
 raise SystemExit(3)
@@ -220,11 +220,11 @@ import torch
 import torch.distributed as dist
 import te_fsdp
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import background, writing
+from te_fsdp.checkpoint import async_save, planner
 child = os.fork()
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(not child), world_size=2)
 if not child:
-    writing.Writing.blocks = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
+    planner.Writing.blocks = lambda self: os.kill(os.getpid(), signal.SIGSTOP)
 te_fsdp.set_collective_timeout(1.0)
 checkpoint.save(f"{sys.argv[1]}/a", torch.nn.Linear(2, 2), asynchronous=True)
 if child:

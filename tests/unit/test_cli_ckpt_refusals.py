@@ -355,7 +355,7 @@ def test_rows_are_those_of_the_whole(
 MEGABYTES = 200
 PROBE = """
 import sys
-from te_fsdp.checkpoint import lazy
+from te_fsdp.checkpoint import lazy_tensors
 from te_fsdp.cli import main
 
 def peak():
@@ -374,7 +374,7 @@ for source in ("small", "big"):
     files = [f"{folder}/{source}{suffix}" for suffix in ("", ".pt", "-2", ".safetensors")]
     ways = (files[:2], [*files[1:3], "--to", "checkpoint", "--dtype", "float16"], files[2:])
     grown = [convert(*words) for words in ways]
-lazy.Lazy.blocks = lambda self: iter([(0, self.height)])
+lazy_tensors.Lazy.blocks = lambda self: iter([(0, self.height)])
 grown.append(convert(files[0], f"{folder}/control.pt"))
 print("grown", *grown, file=sys.stderr)
 """

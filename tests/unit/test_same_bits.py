@@ -60,7 +60,7 @@ def test_a_difference_is_told_by_rank_and_name():
 
 def test_the_exit_status_knows_what_was_expected(capsys):
     found = {"linear": [{"loss": "a"}], "grouped": [{"error": "MeshError"}]}
-    assert same_bits.expose({}, "", found) == 0
-    assert same_bits.expose({"linear": "rank 0: loss"}, "", found) == 1
-    assert same_bits.expose({"linear": "rank 0: loss"}, "line", found) == 0
+    assert same_bits.show({}, "", found) == 0
+    assert same_bits.show({"linear": "rank 0: loss"}, "", found) == 1
+    assert same_bits.show({"linear": "rank 0: loss"}, "line", found) == 0
     assert "1 of them refused" in capsys.readouterr().out
