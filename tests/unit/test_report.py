@@ -39,7 +39,7 @@ class Model(nn.Module):
                 device=device,
                 **meshes.te_kwargs(),
             )
-        self.head = nn.Linear(hidden, 10, bias=False, device=device)
+        self.head = nn.Linear(hidden, 10, bias=False, device=device, dtype=torch.bfloat16)
         self.tied = self.head
 
 
@@ -88,7 +88,7 @@ def test_every_rank(world, shape, device):
         report = te_fsdp.report(model)
         assert {r.name: (r.shape, r.layout, r.placements, r.local_shape) for r in report} == want
         for row in report:
-            size = math.prod(row.local_shape) * (4 if row.name == "head.weight" else 2)
+            size = math.prod(row.local_shape) * 2
             assert row.bytes == (0 if device == "meta" else size), row
         assert report.total_bytes == sum(row.bytes for row in report)
 
@@ -132,13 +132,13 @@ def test_formats(world, fmt):
     weights = ("mlp.fc1_weight", "mlp.fc2_weight")
     dtypes = rows(model, "dtype")
     assert {dtypes[name] for name in weights} == {f"bfloat16, will be {fmt}, on meta"}
-    assert (dtypes["mlp.fc1_bias"], dtypes["head.weight"]) == ("bfloat16, on meta", "float32, on meta")
+    assert (dtypes["mlp.fc1_bias"], dtypes["head.weight"]) == ("bfloat16, on meta", "bfloat16, on meta")
     assert te_fsdp.report(model).total_bytes == 0
 
     on_device = te_fsdp.fully_shard(Model(world, meshes, "cpu", recipes()[fmt], hidden), meshes)
     dtypes, sizes, shapes = (rows(on_device, column) for column in ("dtype", "bytes", "local_shape"))
     assert {dtypes[name] for name in weights} == {f"{fmt} (bfloat16)"}
-    assert (dtypes["mlp.fc1_bias"], dtypes["head.weight"]) == ("bfloat16", "float32")
+    assert (dtypes["mlp.fc1_bias"], dtypes["head.weight"]) == ("bfloat16", "bfloat16")
     assert {name: sizes[name] for name in weights} == {
         name: quantized_bytes(fmt, *shapes[name]) for name in weights
     }
@@ -158,9 +158,9 @@ parameters on this rank
 | mlp.fc1_bias          | 256      | dp_shard:S(0) tp:S(0) * | 64          | bfloat16         |    128 |
 | mlp.fc2_weight        | 64 x 128 | dp_shard:S(0) tp:S(1)   | 32 x 64     | mxfp8 (bfloat16) |  5,120 |
 | mlp.fc2_bias          | 64       | dp_shard:S(0) tp:R      | 32          | bfloat16         |     64 |
-| head.weight           | 10 x 64  | dp_shard:S(0) tp:R      | 5 x 64      | float32          |  1,280 |
+| head.weight           | 10 x 64  | dp_shard:S(0) tp:R      | 5 x 64      | bfloat16         |    640 |
 +-----------------------+----------+-------------------------+-------------+------------------+--------+
-| 7 parameters          |          |                         |             |                  | 15,936 |
+| 7 parameters          |          |                         |             |                  | 15,296 |
 +-----------------------+----------+-------------------------+-------------+------------------+--------+
 S(n): sharded along dim n, over tp before dp_shard. R: replicated.
 *: stacked blocks (gate and up; query, key and value), each of which tp shards.
