@@ -341,13 +341,6 @@ def check_order(model: nn.Module) -> None:
                 fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
             )
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ()):
-            raise OrderError(
-                f"{name}: fully_shard on a parameter that is sharded already",
-                expected="a plain parameter or a DTensor over ep, tp, or both",
-                got=f"placements {tuple(parameter.placements)}",
-                fix="build the model anew",
-            )
         # What FSDP2 does not tell: strategies without it, and a module within a sharded one.
         state = sharded_model_of(parameter)
         if state is not None:
@@ -357,6 +350,13 @@ def check_order(model: nn.Module) -> None:
                 got=f"a parameter of a sharded {type(state.model).__name__}",
                 why="Its gradients would be averaged twice",
                 fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
+            )
+        if isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ()):
+            raise OrderError(
+                f"{name}: fully_shard on a parameter that is sharded already",
+                expected="a plain parameter or a DTensor over ep, tp, or both",
+                got=f"placements {tuple(parameter.placements)}",
+                fix="build the model anew",
             )
 
 

@@ -190,7 +190,7 @@ def memory(mesh: dict[str, int], cases: list[dict[str, Any]]) -> list[tuple[floa
     for case in cases:
         given = replace(moe.Options(), **SIZES | {"hidden": 128, "ffn": 128}, **mesh, **case)
         recipe = moe.RECIPES[given.recipe] and moe.RECIPES[given.recipe]()
-        model, optimizer = moe.train.build(moe.ByteModel, moe.Layer, given, meshes, recipe)
+        model, optimizer, _ = moe.train.build(moe.ByteModel, moe.Layer, given, meshes, recipe)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

@@ -188,7 +188,7 @@ ERRORS = {
     "world_too_small": (
         "MeshError",
         "Meshes.build: dp_replicate(1) * dp_shard(3) * tp(2) = 6: expected a product equal to WORLD_SIZE = 4, got 6.",
-        "Fix: dp_shard=2, or dp_shard=-1 to use what is left.",
+        "Fix: dp_shard=2, or dp_shard=-1 to infer it.",
     ),
     "world_not_divisible": (
         "MeshError",

@@ -81,13 +81,13 @@ def _like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def _without(step_hooks: Any) -> Any:
+def _without(lifecycle: Any) -> Any:
     """Take nothing over."""
-    stock, step_hooks.take_over_gradients = step_hooks.take_over_gradients, lambda parameters: None
+    stock, lifecycle.broadcast_tp_gradients = lifecycle.broadcast_tp_gradients, lambda parameters: None
     try:
         yield
     finally:
-        step_hooks.take_over_gradients = stock
+        lifecycle.broadcast_tp_gradients = stock
 
 
 def _differing(model: torch.nn.Module, optimizer: torch.optim.Optimizer, meshes: Any) -> dict[str, list[str]]:
