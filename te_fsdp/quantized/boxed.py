@@ -255,12 +255,13 @@ def _has_columns(names: set[str]) -> bool:
 def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:
     """Copy the components of all sources, if they have the format of the target; return whether they have."""
     kind = _kind_of(base)
+    if not all(isinstance(source, QuantizedSlice) and _kind_of(source.base) == kind for _, source in arrived):
+        return False  # before asking for components: hybrid weights have none of their own
     targets = {component.name: component for component in components_of(base, "weight")}
     copies = []
     once: dict[str, torch.Tensor] = {}
     for target, source in arrived:
-        if not isinstance(source, QuantizedSlice) or _kind_of(source.base) != kind:
-            return False
+        assert isinstance(source, QuantizedSlice)
         there, here = source.component_boxes(), target.component_boxes()
         have = {component.name: component for component in components_of(source.base, "weight")}
         if there is None or here is None or not targets.keys() <= have.keys():
@@ -315,17 +316,22 @@ def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
                 drop_derived_state(held)  # both have the same memory, and derived data of their own
                 drop_derived_state(local)
             if values is not None and _te.is_quantized(local):
-                quantize_whole(owner, name, local, values)
+                quantize_whole(owner, name, local, values, keep_delayed_scale=True)  # as copy_ does
                 _follow(held, local)
                 state_dict[key] = parameter.detach()  # of the same buffers as the parameter
 
 
 def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
     """Give the tensor of the state dict what its weight has, where they do not share the memory."""
-    own = {component.name: component.tensor for component in components_of(local, "weight")}
-    for one in components_of(held, "weight"):
-        if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
-            one.tensor.copy_(own[one.name])
+    for mine, theirs in zip(_te.storage_parts_of(held), _te.storage_parts_of(local), strict=True):
+        plain, values = _te.high_precision_part(mine), _te.high_precision_part(theirs)
+        if plain is not None and values is not None:
+            plain.copy_(values)
+            continue
+        own = {component.name: component.tensor for component in components_of(theirs, "weight")}
+        for one in components_of(mine, "weight"):
+            if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
+                one.tensor.copy_(own[one.name])
     drop_derived_state(held)
 
 
