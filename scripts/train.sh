@@ -44,7 +44,7 @@ fi
 # FP8 weights with FP32 main weights where the GPU has FP8, two microbatches, clipping, warmup and cosine decay.
 weights="--optimizer fused_adam"
 if [ "$recipe" != none ]; then weights+=" --quantized-weights"; fi
-common="--recipe $recipe $weights --batch $batch --micro 2 --clip 1.0 --warmup 5 --decay $((2 * steps)) --lr 3e-3 --steps $((2 * steps))"
+common="--recipe $recipe $weights --batch $batch --micro 2 --clip 1.0 --warmup $((steps / 4)) --decay $((2 * steps)) --lr 3e-3 --steps $((2 * steps))"
 
 run() {
   local processes=$1
