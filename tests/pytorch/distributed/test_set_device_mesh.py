@@ -167,7 +167,7 @@ ERRORS = {
     "after_torch_fully_shard": (
         "OrderError",
         "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
-        "got DTensor with placements (Shard(dim=0),).",
+        "or a DTensor on tp_mesh placed as TE shards it, got DTensor with placements (Shard(dim=0),).",
         "Fix: call set_device_mesh before fully_shard",
     ),
     "after_our_fully_shard": (
