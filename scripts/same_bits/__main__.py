@@ -1,9 +1,9 @@
 """Do two commits train alike, bit for bit? `python scripts/same_bits --before COMMIT`.
 
-Every case (see `cases.py`) is trained by both trees on this machine, on emulated TransformerEngine; losses, gradients,
-norms, parameters after each step and an evaluation are compared as digests of every rank's bytes. Bits depend on the
-processor and on torch, so nothing is kept in the repository: both trees run now. Exit status 1 on a difference that
-`--expected` does not name.
+Every case (see `cases.py`) is trained by both trees on this machine, on emulated TransformerEngine. Losses, gradients,
+norms, parameters after each step and an evaluation are compared as digests of every rank's bytes. Each rank's list of
+collectives is compared too. Bits depend on the processor and on torch, so the repository contains no recording. The
+exit status is 1 on a difference that `--expected` does not name.
 """
 
 from __future__ import annotations
@@ -40,24 +40,36 @@ def main(
     """Compare this working tree with another commit.
 
     Args:
-        before: Commit to compare with.
+        before: Commit to compare with, or a file that `--out` has written.
         only: Regular expression; cases whose names it does not match are left out.
         expected: Regular expression of cases that may differ, for faults that were mended in between.
         jobs: Process groups at a time.
         out: Where to write all digests, as JSON.
     """
     wanted = [case for case in cases() if re.search(only, str(case))]
-    with tempfile.TemporaryDirectory(prefix="same_bits_") as scratch:
-        tree = Path(scratch) / "before"
-        _run("git", "worktree", "add", "--detach", "--quiet", str(tree), before)
-        try:
-            found = {name: train(where, wanted, jobs) for name, where in (("before", tree), ("now", ROOT))}
-        finally:
-            _run("git", "worktree", "remove", "--force", str(tree))
+    old = recorded(before, wanted) if Path(before).is_file() else train_commit(before, wanted, jobs)
+    found = {"before": old, "now": train(ROOT, wanted, jobs)}
     if out is not None:
         out.write_text(json.dumps(found, indent=1))
     different = {name: difference(found["before"][name], found["now"][name]) for name in found["now"]}
     sys.exit(show({name: what for name, what in different.items() if what}, expected, found["now"]))
+
+
+def recorded(file: str, wanted: list[Case]) -> dict[str, list[dict[str, str]]]:
+    """Read the digests that an earlier run recorded for its own tree."""
+    found = json.loads(Path(file).read_text())["now"]
+    return {str(case): found[str(case)] for case in wanted}
+
+
+def train_commit(commit: str, wanted: list[Case], jobs: int) -> dict[str, list[dict[str, str]]]:
+    """Train every case with the tree of a commit."""
+    with tempfile.TemporaryDirectory(prefix="same_bits_") as scratch:
+        tree = Path(scratch) / "before"
+        _run("git", "worktree", "add", "--detach", "--quiet", str(tree), commit)
+        try:
+            return train(tree, wanted, jobs)
+        finally:
+            _run("git", "worktree", "remove", "--force", str(tree))
 
 
 def train(tree: Path, wanted: list[Case], jobs: int) -> dict[str, list[dict[str, str]]]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cases import Case
+from collectives import RecordCollectives
 from torch import nn
 
 STEPS = 2
@@ -36,7 +37,8 @@ def run(case: Case, rank: int, store: Path) -> Seen:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=case.ranks)
     seen: Seen = {}
     try:
-        _train(case, seen)
+        with RecordCollectives(seen):
+            _train(case, seen)
     except Exception as error:
         seen["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if os.environ.get("SAME_BITS_VERBOSE"):

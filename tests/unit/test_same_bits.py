@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial
 
 FOLDER = Path(__file__).resolve().parents[2] / "scripts" / "same_bits"
 
@@ -20,6 +25,7 @@ def _load(name: str, file: str):
 
 
 cases = _load("cases", "cases.py")
+collectives = _load("collectives", "collectives.py")
 same_bits = _load("same_bits_main", "__main__.py")
 
 
@@ -64,3 +70,34 @@ def test_the_exit_status_knows_what_was_expected(capsys):
     assert same_bits.show({"linear": "rank 0: loss"}, "", found) == 1
     assert same_bits.show({"linear": "rank 0: loss"}, "line", found) == 0
     assert "1 of them refused" in capsys.readouterr().out
+
+
+def test_a_recording_replaces_the_commit_to_compare_with(tmp_path):
+    case, other = cases.cases()[:2]
+    digests = {str(case): [{"loss 0.0": "a", "collective 0": "allreduce_"}], str(other): [{"loss 0.0": "b"}]}
+    file = tmp_path / "recorded.json"
+    file.write_text(json.dumps({"before": {}, "now": digests}))
+    found = same_bits.recorded(str(file), [case])
+    assert found == {str(case): digests[str(case)]}
+    now = [{"loss 0.0": "a", "collective 0": "broadcast_"}]
+    assert (
+        same_bits.difference(found[str(case)], now)
+        == "rank 0: collective 0: allreduce_ before, broadcast_ now"
+    )
+
+
+def test_collectives_are_recorded_in_order_with_sizes_and_ranks():
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        seen = {}
+        with collectives.RecordCollectives(seen):
+            dist.all_reduce(torch.zeros(3))
+            DTensor.from_local(torch.zeros(2), init_device_mesh("cpu", (2,)), [Partial()]).full_tensor()
+            dist.broadcast(torch.zeros(4, dtype=torch.bfloat16), src=1)
+    finally:
+        dist.destroy_process_group()
+    first, inside_dtensor, last = seen.values()
+    assert list(seen) == ["collective 0", "collective 1", "collective 2"]
+    assert first.startswith("allreduce_ (float32[3]) over 0,1")
+    assert inside_dtensor.startswith("all_reduce float32[2] sum over 0,1")
+    assert last.startswith("broadcast_ (bfloat16[4]) over 0,1 1")
