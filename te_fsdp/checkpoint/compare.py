@@ -137,7 +137,7 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     if source.tensors is not None:
         _settle_scaling(manifest, state.described)
     found = compare_model(manifest, state)
-    if source.tensors is not None:
+    if source.is_plain:
         compare_stacked(found, source, state.described)
     for name, first in tied_names(model).items():
         if (then := manifest.tied.get(name, first)) != first:

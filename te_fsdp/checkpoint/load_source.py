@@ -21,6 +21,7 @@ import torch
 from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
+from te_fsdp.checkpoint.fitting import Change, changes_for, equal_ties, stack, tie
 from te_fsdp.checkpoint.index import Index, check_index, read_metadata
 from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
@@ -33,8 +34,7 @@ from te_fsdp.checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
-from te_fsdp.checkpoint.model_state import tied_names
-from te_fsdp.checkpoint.reader import DCP_KIND, Choices, Contents
+from te_fsdp.checkpoint.reader import DCP_KIND, Choices, Contents, open_checkpoint_contents
 from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.shard_files import checksum
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents
@@ -72,6 +72,7 @@ class Source:
     #: The world, if what several ranks want is read once; else each reads what it wants.
     ranks: RankMessenger | None = None
     index: Index = field(default_factory=lambda: Index({}, [], lambda keys: iter(())))  #: What lies where
+    is_plain: bool = False  #: Whether plain DCP wrote it
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor in the files, by key. Local operation."""
@@ -175,7 +176,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
             text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
             _log.info(text, path)
-        source = Source(path, manifest, index=all_agree(lambda: check_index(path, manifest)))
+        source = _own_source(path, manifest, model)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
         background().wait()  # a running save talks over the same group
         source.ranks = rank_messenger()
@@ -197,26 +198,37 @@ def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) 
         _verify_together(path, plain)
     choices = Choices(optimizer_class=optimizer or None)
     contents = all_agree(lambda: open_dcp_contents(path, choices, plain))
-    for name, first in from_rank_0(lambda: _equal_ties(contents, model)).items():
-        contents.manifest.parameters.pop(name)
-        contents.tensors.pop(f"model.{name}")
-        contents.notes.append(f"{name}: tied to {first} here, and equal to it")
+    _fit(contents, _changes(contents.manifest, model))
     if contents.manifest.optimizer is not None and not optimizer:
         contents.notes.append("optimizer: left, since none was given to load")
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
     told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    return Source(path, contents.manifest, contents.tensors, told, index=plain.index)
+    return Source(path, contents.manifest, contents.tensors, told, index=plain.index, is_plain=True)
 
 
-def _equal_ties(contents: Contents, model: nn.Module) -> dict[str, str]:
-    """Further names of the model's tied tensors under which the files hold equal values."""
-    have, equal = contents.manifest.parameters, {}
-    for name, first in tied_names(model).items():
-        if {name, first} <= have.keys() and have[name] == have[first] and have[name]["format"] is None:
-            a, b = (contents.tensors[f"model.{n}"] for n in (name, first))
-            if all(torch.equal(a.rows(*block), b.rows(*block)) for block in a.blocks()):
-                equal[name] = first
-    return equal
+def _own_source(path: Path, manifest: Manifest, model: nn.Module) -> Source:
+    """Return the source of a te_fsdp checkpoint, its names fitted to the model if it was converted. Collective."""
+    index = all_agree(lambda: check_index(path, manifest))
+    # A save records the settings of modules, and with them the model's own names.
+    is_converted = not (manifest.semantics or {}).get("modules")
+    if not (is_converted and (changes := _changes(manifest, model))):
+        return Source(path, manifest, index=index)
+    contents = all_agree(lambda: open_checkpoint_contents(path))
+    _fit(contents, changes)
+    return Source(path, contents.manifest, contents.tensors, contents.notes, index=index)
+
+
+def _changes(manifest: Manifest, model: nn.Module) -> list[Change]:
+    """Return the changes of names that any rank's model needs, in one order on all ranks. Collective."""
+    gathered = gather_if_any(all_agree(lambda: changes_for(manifest, model)))
+    return [*dict.fromkeys(Change(*change) for changes in gathered for change in changes)]
+
+
+def _fit(contents: Contents, changes: list[Change]) -> None:
+    """Change names and stack experts; rank 0 compares the values of ties. Collective."""
+    if changes:
+        all_agree(lambda: stack(contents, changes))
+        tie(contents, from_rank_0(lambda: equal_ties(contents, changes)))
 
 
 # --- verifying

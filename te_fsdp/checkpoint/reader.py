@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from te_fsdp.checkpoint.lazy_tensors import (
     Stack,
     dequantized,
     mapped,
-    open_safetensors,
     total_bytes,
 )
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
@@ -36,7 +35,7 @@ CHECKPOINT = "te_fsdp checkpoint"
 DCP_KIND = "torch.distributed.checkpoint"
 #: Where portable files carry a manifest of ours; and what stands before names of tensors that are no weights.
 MANIFEST_KEY = "te_fsdp"
-_OTHER = "te_fsdp:"
+OTHER = "te_fsdp:"
 #: A weight of one expert in TE's modules.
 _OF_EXPERT = re.compile(r"(|.*\.)(weight|bias)(0|[1-9]\d*)")
 
@@ -152,23 +151,9 @@ def _empty(manifest: Manifest) -> dict[str, Lazy]:
     }
 
 
-def open_safetensors_contents(path: Path) -> Contents:
-    """Files of safetensors, ours with everything, or anybody's with weights alone; as :func:`from_portable`. Local."""
-    tensors, metadata = open_safetensors(path)
-    if MANIFEST_KEY in metadata:
-        return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
-    if others := [name for name in tensors if name.startswith(_OTHER)]:
-        raise CheckpointError(
-            f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
-            fix="the file was changed after te_fsdp wrote it",
-        )
-    manifest = replace(empty_manifest(), parameters={name: describe(t) for name, t in tensors.items()})
-    return Contents(path, "safetensors", manifest, {f"model.{name}": t for name, t in tensors.items()})
-
-
 def portable_name(key: str) -> str:
     """Name in portable files of a tensor that has a key in ours: weights have their own name."""
-    return key.removeprefix("model.") if key.startswith("model.") else f"{_OTHER}{key}"
+    return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
 
 
 def portable_text(manifest: Manifest) -> str:
@@ -182,7 +167,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
         manifest = parse_manifest(json.loads(text))
     keys = {
-        name.removeprefix(_OTHER) if name.startswith(_OTHER) else f"model.{name}": tensor
+        name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
         if name.partition(":")[0] not in manifest.tied
     }
@@ -202,14 +187,15 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
 # ------------------------------------------------------------- experts: a tensor for each, as TE has it, or one for all
 
 
-def stack_experts(contents: Contents) -> None:
+def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> None:
     """Put the weights of each expert (``weight0``, ``weight1``, ...) together, with their optimizer state; changes it.
 
-    A module's tensors are experts' if they are numbered from 0 without gaps, are of one kind, and the module is TE's
-    (it has an ``_extra_state``) or has nothing else, in files without such entries.
+    A module's tensors belong to experts if they are numbered from 0 without gaps and are of one kind. In addition, the
+    model must have the stacked name (``wanted``). Without a model, the module must be TE's: te_fsdp's manifest or an
+    ``_extra_state`` entry shows this. A plain module may number its parameters as well, so names alone do not decide.
     """
     manifest, tensors = contents.manifest, contents.tensors
-    found = _layers(manifest)
+    found = _layers(manifest, wanted)
     stacked_of = {name: stacked for stacked, members in found.items() for name in members}
     if not found:
         return
@@ -240,24 +226,21 @@ def _ends(described: Mapping[str, Any]) -> list[str]:
     return [f":{part}" for part in described["components"]] if "components" in described else [""]
 
 
-def _layers(manifest: Manifest) -> dict[str, list[str]]:
+def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, list[str]]:
     """By the name of the tensor of all experts: the names of theirs, in order."""
     parameters, extras = manifest.parameters, manifest.extra_states
     numbered: dict[str, dict[int, str]] = {}
-    others: set[str] = set()
     for name in parameters:
         if match := _OF_EXPERT.fullmatch(name):
             numbered.setdefault(stacked_name(name), {})[int(match[3])] = name
-        else:
-            others.add(name.rpartition(".")[0])
     found = {}
     for stacked, by_index in numbered.items():
         if sorted(by_index) != list(range(len(by_index))) or stacked in parameters:
             continue
         module, members = stacked.rpartition(".")[0], [by_index[n] for n in range(len(by_index))]
         kinds: list[dict[str, Any]] = [{**parameters[name], "layout": None} for name in members]
-        is_layer = module in extras if extras else module not in others
-        is_layer = is_layer or parameters[members[0]].get("layout") == GROUPED
+        is_te = module in extras or parameters[members[0]].get("layout") == GROUPED
+        is_layer = is_te if wanted is None else stacked in wanted
         dims = 2 if stacked.endswith("weight") else 1
         if is_layer and len(kinds[0]["shape"]) == dims and all(kind == kinds[0] for kind in kinds):
             found[stacked] = members

@@ -15,18 +15,18 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.index import read_metadata
-from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy, Stored
+from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy, Stored, open_safetensors
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
 from te_fsdp.checkpoint.reader import (
     DCP_KIND,
     MANIFEST_KEY,
+    OTHER,
     Choices,
     Contents,
     describe,
     empty_manifest,
     from_portable,
     portable_name,
-    stack_experts,
     with_other_experts,
 )
 from te_fsdp.checkpoint.shard_files import frame_of
@@ -58,6 +58,25 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
         if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
             return _own_file(path, tree)
     return _from_tree(path, "torch.save", tree, choices)
+
+
+def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
+    """Open safetensors files: te_fsdp's with everything, or a state dict; as :func:`from_portable`. Local operation."""
+    tensors, metadata = open_safetensors(path)
+    if MANIFEST_KEY in metadata:
+        return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
+    if others := [name for name in tensors if name.startswith(OTHER)]:
+        raise CheckpointError(
+            f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
+            fix="the file was changed after te_fsdp wrote it",
+        )
+    contents = Contents(path, "safetensors", empty_manifest())
+    _add_model(contents, tensors, choices)
+    # safetensors' save_model stores a tied tensor once, and its further names here.
+    tied = {name: first for name, first in metadata.items() if first in tensors and name not in tensors}
+    contents.manifest.tied |= tied
+    contents.notes += [f"{name}: tied to {first}, stored once" for name, first in tied.items()]
+    return contents
 
 
 def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None = None) -> Contents:
@@ -146,9 +165,7 @@ def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
     for number, values in optimizer["state"].items():
         found = {k: v for k, v in values.items() if isinstance(v, Lazy)}
         tensors |= {portable_name(f"optimizer.state.{names[number]}.{k}"): v for k, v in found.items()}
-    contents = from_portable(path, "torch.save", tensors, own["manifest"])
-    stack_experts(contents)
-    return contents
+    return from_portable(path, "torch.save", tensors, own["manifest"])
 
 
 def _is_extra(name: Any) -> bool:
@@ -172,7 +189,6 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
         contents.notes.append(f"weights: taken from {where!r}")
     if left:
         contents.notes.append(f"left: {', '.join(sorted(left))}")
-    stack_experts(contents)
     return contents
 
 
@@ -214,7 +230,8 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     for name, value in ((name, value) for name, value in state.items() if not _is_extra(name)):
         place: Any = name
         if isinstance(value, Stored) and value.bytes:
-            place = (value.record.offset, value.start, value.shape, value.stride, value.dtype)
+            record = value.record
+            place = (record.file, record.offset, value.start, value.shape, value.stride, value.dtype)
         if not isinstance(name, str):
             unread.append(f"{name!r} is no name")
         elif first.setdefault(place, name) != name:

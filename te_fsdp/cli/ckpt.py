@@ -22,6 +22,7 @@ from te_fsdp.checkpoint.load_source import problems_of
 from te_fsdp.checkpoint.manifest import check_files, read_manifest
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
+    check_written,
     compare_contents,
     open_any,
     resolve,
@@ -249,6 +250,8 @@ def _carry_out(
             files = write_safetensors(place, into, tick, **shards)
         else:
             files = write_pt(place, into, tick, everything=everything)
+        if target.like is None:
+            check_written(place, into)
     columns = ("name", "from", "dtype")
     rows = [(name, origin, _described(into, name)["dtype"]) for name, origin in sources.items()]
     if as_json:

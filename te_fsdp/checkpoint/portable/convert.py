@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint
+from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, remove
 from te_fsdp.checkpoint.lazy_tensors import (
     BLOCK_BYTES,
     InMemory,
@@ -35,17 +35,17 @@ from te_fsdp.checkpoint.reader import (
     Contents,
     describe,
     open_checkpoint_contents,
-    open_safetensors_contents,
     portable_name,
     portable_text,
     refuse_scrambled,
     split_experts,
+    stack_experts,
 )
-from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_torch_contents
+from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_safetensors_contents, open_torch_contents
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.checkpoint.torch_files import write_torch
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
 
 
@@ -90,18 +90,51 @@ def resolve(path: Path) -> tuple[Path, str]:
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
-    """Contents of whatever :func:`resolve` finds at a path; CheckpointError: not to be read. Local operation."""
+    """Return the contents of a checkpoint of any kind, with experts stacked.
+
+    CheckpointError for a path that cannot be read. Local operation.
+    """
     choices = choices or Choices()
     where, kind = resolve(path)
+    if kind == CHECKPOINT:
+        return open_checkpoint_contents(where)
     if kind == "safetensors":
-        return open_safetensors_contents(where)
-    if kind == "torch":
-        return open_torch_contents(where, choices)
-    if kind == "DCP":
+        contents = open_safetensors_contents(where, choices)
+    elif kind == "torch":
+        contents = open_torch_contents(where, choices)
+    else:
         contents = open_dcp_contents(where, choices)
         refuse_scrambled(contents)
-        return contents
-    return open_checkpoint_contents(where)
+    stack_experts(contents)
+    return contents
+
+
+def check_written(target: Path, contents: Contents) -> None:
+    """Open what was written from ``contents``, and remove it if it cannot be read or has different tensors.
+
+    CheckpointError then. Compares names, dtypes and shapes, not values. Local operation.
+    """
+
+    def listed(one: Contents) -> dict[str, str]:
+        tensors = {key: t for key, t in one.tensors.items() if math.prod(t.shape)}
+        return {key: f"{dtype_name(t.dtype)} {tuple(t.shape)}" for key, t in tensors.items()}
+
+    try:
+        found, expected = listed(open_any(target)), listed(contents)
+    except CheckpointError:
+        remove(target)
+        raise
+    wrong = sorted(k for k in found.keys() | expected.keys() if found.get(k) != expected.get(k))
+    if wrong:
+        remove(target)
+        one = wrong[0]
+        raise CheckpointError(
+            f"{target}: {len(wrong)} tensor(s) differ from what was to be written: {shorten(wrong, 3)}",
+            expected=f"{one}: {expected.get(one, 'absent')}",
+            got=found.get(one, "absent"),
+            why="The target was opened again after it was written, and removed",
+            fix="write another kind (--to), and report this with the source's te-fsdp ckpt inspect --json",
+        )
 
 
 def check_apart(source: Path, target: Path) -> None:
