@@ -61,6 +61,7 @@ from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_settled as _fsdp2_settled,
     fsdp2_state as _fsdp2,
+    fsdp2_units,
     te as _te,
     torch_amp as _torch_amp,
     torch_dtensor as _torch,
@@ -309,13 +310,13 @@ def _install_hooks(plan: ModelPlan, state: ShardedModel, check_inputs: bool, fus
     """What FSDP2 shall not keep, and what watches the model, and gathers it."""
     cuts = {(id(item.module), name) for item in plan.modules for name in item.cuts}
     for unit in state.modules.values():
-        for managed in _torch.managed_fsdp_params(unit):
-            if any((id(owner), name) in cuts for owner, name in _torch.owners_of(managed)):
+        for managed in fsdp2_units.managed_fsdp_params(unit):
+            if any((id(owner), name) in cuts for owner, name in fsdp2_units.owners_of(managed)):
                 # No high-precision copies of quantized shards, neither now nor when a shard is quantized later.
                 _fsdp2_patches.disable_flat_shard(managed)
         _fsdp2_patches.record_shard_meshes(unit)
         _fsdp2_patches.alias_single_rank_shards(unit)
-        for group in _torch.fsdp_parameter_groups(unit):
+        for group in fsdp2_units.fsdp_parameter_groups(unit):
             _fsdp2_settled.swap_at_once(group, pair_of, FACTS)
             _fsdp2_settled.ask_once(group)
             if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
@@ -379,7 +380,7 @@ def _install_replicated_reduction(plan: ModelPlan, state: ShardedModel) -> None:
         average=state.average_gradients,
         beside_fsdp2=bool(state.modules),
     )
-    if state.meshes.pp is not None and _torch.is_fsdp_module(state.model):
+    if state.meshes.pp is not None and fsdp2_units.is_fsdp_module(state.model):
         _fsdp2_patches.wrap_pipeline_step(state.model, own.set_gradient_sync, own.reduce_after_microbatches)
 
 
@@ -443,7 +444,7 @@ def _fuse_wgrad(state: ShardedModel, fused: list[nn.Module]) -> None:
         (id(owner), name): _MainGradBuffer(managed, group, holders)
         for unit in state.modules.values()
         for managed, group in _fsdp2.fsdp_params_of(unit)
-        for owner, name in _torch.owners_of(managed)
+        for owner, name in fsdp2_units.owners_of(managed)
     }
     for module in fused:
         buffers = {name: records[id(module), name] for name in _fused_weights(module)}

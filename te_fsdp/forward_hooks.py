@@ -55,6 +55,7 @@ from te_fsdp.sharded_model import (
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
+    fsdp2_units,
     te as _te,
     torch_dtensor as _torch,
 )
@@ -200,7 +201,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
             f"register_forward_method: {type(module).__name__} has no method {method!r}",
             expected="the name of a method",
         )
-    is_unit = _torch.is_fsdp_module(module)
+    is_unit = fsdp2_units.is_fsdp_module(module)
     if is_unit:
         register_fsdp_forward_method(module, method)
     if is_unit or get_sharded_model(module) is not None:

@@ -37,7 +37,7 @@ from te_fsdp.sharded_model import (
     require_sharded_model,
     versions_of,
 )
-from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -133,7 +133,9 @@ def refuse_pending_gradients(model: nn.Module) -> None:
         if state.waiting and state.sync_mode is SyncMode.LAST:  # else a step may have taken what is in .grad
             pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
         units.update(state.modules.values())
-    plain = [module for module in model.modules() if _torch.is_fsdp_module(module) and module not in units]
+    plain = [
+        module for module in model.modules() if fsdp2_units.is_fsdp_module(module) and module not in units
+    ]
     records = [
         _fsdp2.sharded_param_of(record)
         for unit in plain

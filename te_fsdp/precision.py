@@ -26,7 +26,7 @@ from te_fsdp.errors import PrecisionError
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import get_record, is_replicated, iter_param_owners, plan_of, replace_local_tensor
 from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
-from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -172,12 +172,16 @@ class PrecisionPlan:
         set_comm(model, comm)
         for name in self.compute:
             unit = model.get_submodule(name)
-            if not _torch.is_fsdp_module(unit):
+            if not fsdp2_units.is_fsdp_module(unit):
                 continue
             set_unit_grad_comm(unit, comm, name)
             if comm.fp32_sum and self.all_reduces:
                 _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
-            if comm.fp32_sum and _torch.fsdp_parameter_groups(unit) and _torch.reduction_of(unit)[0] > 1:
+            if (
+                comm.fp32_sum
+                and fsdp2_units.fsdp_parameter_groups(unit)
+                and fsdp2_units.reduction_of(unit)[0] > 1
+            ):
                 unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
             if (dtype := self._gradients(name)) is not None and name in others:
                 _fsdp2_patches.keep_gradients_in_dtype(unit, dtype)

@@ -29,7 +29,7 @@ from te_fsdp.collectives.redistribute import PackedLayout, redistribute
 from te_fsdp.errors import OrderError, message
 from te_fsdp.lifecycle import registered_at
 from te_fsdp.records import NO_SHARD, binding_of, get_or_create_record
-from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,7 +84,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
 
 def _check_unsharded(module: nn.Module) -> None:
     binding = binding_of(module)
-    if _torch.is_fsdp_module(module) or (binding is not None and binding.is_managed_by_fsdp):
+    if fsdp2_units.is_fsdp_module(module) or (binding is not None and binding.is_managed_by_fsdp):
         label = (binding.name if binding is not None else "") or type(module).__name__
         raise OrderError(
             f"{label}: fsdp_no_shard on a module that is sharded already",

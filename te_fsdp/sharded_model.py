@@ -26,6 +26,7 @@ from te_fsdp.layout import SyncMode
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
+    fsdp2_units,
     te as _te,
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
@@ -332,7 +333,7 @@ def check_order(model: nn.Module) -> None:
                 got="a wrapper that reduces gradients, or cuts parameters, itself",
                 fix="te_fsdp.fully_shard in its place; strategy='no_shard' keeps whole weights on each rank",
             )
-        if _torch.is_fsdp_module(module):
+        if fsdp2_units.is_fsdp_module(module):
             raise OrderError(
                 f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
                 expected="a model without FSDP2",
@@ -426,7 +427,7 @@ def expose_sharded_params(state: ShardedModel) -> None:
         if name in state.aside or state.units[name].gather == "pass":
             continue
         for parameter, record in _fsdp2.unsharded_parameters(unit):
-            for module, own in _torch.owners_of(record):
+            for module, own in fsdp2_units.owners_of(record):
                 if module._parameters.get(own) is parameter:
                     _note_aside(module, own, True)
                     # Not by an assignment, after which a quantized weight would free what it holds.
@@ -451,7 +452,7 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         shard = _fsdp2.sharded_param_of(record)
         if parameter.requires_grad != shard.requires_grad:
             parameter.requires_grad_(shard.requires_grad)
-        for module, own in _torch.owners_of(record):
+        for module, own in fsdp2_units.owners_of(record):
             _note_aside(module, own, False)
             setattr(module, own, parameter)
 

@@ -57,6 +57,7 @@ from te_fsdp.errors import shorten
 from te_fsdp.upstream import (
     fsdp2_copy_engine as _fsdp2_copies,
     fsdp2_state as _fsdp2,
+    fsdp2_units,
     fsdp2_unused as _fsdp2_unused,
     symmetric_memory as _torch_transport,
     te as _te,
@@ -83,9 +84,9 @@ def reduce_unused(model: nn.Module) -> None:
     Every unit must still run on all ranks or on none: its all-gather is a collective too.
     """
     for unit in model.modules():
-        if not _torch.is_fsdp_module(unit):
+        if not fsdp2_units.is_fsdp_module(unit):
             continue
-        for group in _torch.fsdp_parameter_groups(unit):
+        for group in fsdp2_units.fsdp_parameter_groups(unit):
             if not _fsdp2_unused.is_alone(group):
                 _fsdp2_unused.fill_unused(group)
             _fsdp2_unused.one_gradient_dtype(group)
@@ -94,7 +95,7 @@ def reduce_unused(model: nn.Module) -> None:
 
 def set_unit_grad_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
     """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation."""
-    if _torch.fsdp_parameter_groups(unit):
+    if fsdp2_units.fsdp_parameter_groups(unit):
         unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm, name))  # type: ignore[operator]
 
 
@@ -152,7 +153,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         """
         unit = self._unit()
         assert unit is not None  # it is running its backward
-        shards, replicas, outer = _torch.reduction_of(unit)
+        shards, replicas, outer = fsdp2_units.reduction_of(unit)
         numel, backward, buffer = int(size[0]), _torch.backward_id(), None
         if self._input == (backward, numel * shards):
             self._input = None
@@ -164,7 +165,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         else:
             self._input = (backward, numel)
             given = _input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
-            (group,) = _torch.fsdp_parameter_groups(unit)
+            (group,) = fsdp2_units.fsdp_parameter_groups(unit)
             buffer = _torch_transport.zero_copy_input_of(group, numel, given)
         if buffer is None:
             buffer = torch.empty(*size, dtype=given, device=device)
@@ -210,8 +211,8 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
     comm, precision = comm_of(state.model) or GradComm(), state.precision_plan
     labels = {id(parameter): label for label, parameter in state.parameters().items()}
     for name, unit in state.modules.items():
-        groups = _torch.fsdp_parameter_groups(unit)
-        if not groups or _torch.reduction_of(unit)[0] == 1:
+        groups = fsdp2_units.fsdp_parameter_groups(unit)
+        if not groups or fsdp2_units.reduction_of(unit)[0] == 1:
             continue  # a root whose units hold all parameters; or one rank holds whole shards
         if wanted == "auto" and state.transports[name].name != "copy_engine":
             continue
@@ -271,7 +272,7 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
     for name, unit in state.modules.items():
         ranks = _fsdp2.all_gather_ranks(unit)
         if ranks is None:
-            held = _torch.fsdp_parameter_groups(unit)
+            held = fsdp2_units.fsdp_parameter_groups(unit)
             why = "one rank holds whole shards" if held else "it has no sharded weights"
             state.transports[name] = Transport("none", why)
             continue

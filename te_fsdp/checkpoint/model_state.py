@@ -38,7 +38,7 @@ from te_fsdp.quantized.components import components_of, describe_format, needed_
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
 from te_fsdp.records import ShardInfo, binding_of, shard_info
 from te_fsdp.sharded_model import get_sharded_model
-from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_units, te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -187,7 +187,7 @@ class OwnedTensor:
 def wait_and_reshard(model: nn.Module) -> None:
     """Reshard FSDP2 units, and wait for new weights on their way. Local operation."""
     for module in model.modules():
-        if _torch.is_fsdp_module(module):
+        if fsdp2_units.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.records import iter_param_owners
-from te_fsdp.upstream import fsdp2_outputs as _fsdp2_outputs, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_outputs as _fsdp2_outputs, fsdp2_units, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -128,7 +128,7 @@ def choose_root(state: ShardedModel, unit: nn.Module) -> None:
     """Let FSDP2 take the outermost unit around ``unit`` for its root, before its first forward. Local operation."""
     if _fsdp2_outputs.is_bound_to_root(unit):
         return
-    around = [state.model] if _torch.is_fsdp_module(state.model) else []
+    around = [state.model] if fsdp2_units.is_fsdp_module(state.model) else []
     around += reversed(state.modules.values())
     for outer in around:
         if outer is not unit and any(inner is unit for inner in outer.modules()):

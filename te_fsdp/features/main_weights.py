@@ -53,7 +53,7 @@ from te_fsdp.lifecycle import parameters_of_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse_unsafe_optimizer
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,7 +90,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     require_model(model, "check_optimizer(model, optimizer)")
     require_optimizer(optimizer, "check_optimizer(model, optimizer)")
     for module in model.modules():
-        if _torch.is_fsdp_module(module):
+        if fsdp2_units.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
     current = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

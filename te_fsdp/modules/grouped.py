@@ -27,7 +27,7 @@ from te_fsdp.modules.mixin import ResettableModule
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, as_plain_parameter, grouped_shard_dim
 from te_fsdp.records import ModuleBinding, binding_of, inherit, name_of
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_modules import GroupedWeightAccess, grouped_path_problem, rename_parameters
 
 if TYPE_CHECKING:
@@ -336,7 +336,7 @@ def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
     The loss of each rank is a mean over its own tokens, and the gradient of an expert sums over tokens of all ranks of
     ``ep``.
     """
-    managed, factor = _torch.divide_factor(module)
+    managed, factor = fsdp2_units.divide_factor(module)
     if managed and factor is None:
         assert binding.ep_mesh is not None
         raise OrderError(

@@ -51,6 +51,7 @@ from te_fsdp.records import (
 )
 from te_fsdp.upstream import (
     fsdp2_state as _fsdp2,
+    fsdp2_units,
     te as _te,
     te_modules as _te_modules,
     torch_dtensor as _torch,
@@ -423,7 +424,7 @@ class ResettableModule(MeshModule):
                     inherit(old, parameter)
                 binding.carry(name, parameter)
                 describe_shards(self, binding, name, parameter)
-        _torch.tie_again(self, before)
+        fsdp2_units.tie_again(self, before)
 
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
         """TE's change of delayed scaling's history, which FSDP2's shards then follow."""
@@ -470,7 +471,7 @@ class ForeignModule(MeshModule):
         before = dict(self._parameters)
         with track_replaced_parameters(self, "reset_parameters", prefix=binding.name):
             unset = initialize_by_reset(self, stock)
-        _torch.tie_again(self, before)
+        fsdp2_units.tie_again(self, before)
         if unset:
             raise InitError(
                 f"{', '.join(binding.label(name) for name in unset)}: never initialised",

@@ -29,7 +29,8 @@ import torch
 
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
 from te_fsdp.upstream.fsdp2_settled import ask_hook, takes_all
-from te_fsdp.upstream.torch_dtensor import copy_all_, fsdp_parameter_groups, local_of, owners_of
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, owners_of
+from te_fsdp.upstream.torch_dtensor import copy_all_, local_of
 
 #: Each piece begins at a multiple of so many bytes: vectorised copies and kernels want aligned addresses.
 ALIGNMENT = 256

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.upstream.torch_dtensor import flatten, fsdp_parameter_groups
+from te_fsdp.upstream.fsdp2_units import FSDP_STATE, fsdp_parameter_groups, fsdp_state_of
+from te_fsdp.upstream.torch_dtensor import flatten
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +60,7 @@ def _held_by(item: Any) -> list[Any]:
 
 def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
     """Let FSDP2 gather a unit in the backward of these outputs (``FSDPState._register_pre_backward_hook``). Local."""
-    unit._get_fsdp_state()._register_pre_backward_hook(tensors)  # type: ignore[operator]
+    fsdp_state_of(unit)._register_pre_backward_hook(tensors)
 
 
 def before_backward(unit: nn.Module, call: Callable[[], None]) -> None:
@@ -76,7 +77,7 @@ def _call_first(call: Callable[[], None], stock: Callable[..., Any], *args: Any,
 
 def is_bound_to_root(unit: nn.Module) -> bool:
     """Return whether FSDP2 has chosen the root of a unit, as it does in the first forward (``FSDPState._is_root``)."""
-    return unit._get_fsdp_state()._is_root is not None  # type: ignore[operator]
+    return (unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root is not None
 
 
 def choose_root(unit: nn.Module) -> None:
@@ -84,4 +85,4 @@ def choose_root(unit: nn.Module) -> None:
 
     Before a unit inside of it runs forward on its own, which FSDP2 would take for a root, and refuse the model later.
     """
-    unit._get_fsdp_state()._lazy_init()  # type: ignore[operator]
+    fsdp_state_of(unit)._lazy_init()

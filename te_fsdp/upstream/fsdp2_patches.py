@@ -18,16 +18,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.torch_dtensor import (
-    dtensor,
+from te_fsdp.upstream.fsdp2_units import (
     find_fsdp_param,
     fsdp_parameter_groups,
-    local_of,
     managed_fsdp_params,
     owners_of,
-    spec_of,
-    with_dtype,
 )
+from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
 
 if TYPE_CHECKING:
     from torch import nn

@@ -22,7 +22,8 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.torch_dtensor import dtensor, new_dtensor, owners_of, spec_of, with_dtype
+from te_fsdp.upstream.fsdp2_units import owners_of
+from te_fsdp.upstream.torch_dtensor import dtensor, new_dtensor, spec_of, with_dtype
 
 if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement

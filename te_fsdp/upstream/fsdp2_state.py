@@ -19,16 +19,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_patches import clear_gathers
-from te_fsdp.upstream.torch_dtensor import (
-    dtensor,
+from te_fsdp.upstream.fsdp2_units import (
+    FSDP_STATE,
     find_fsdp_param,
     fsdp_parameter_groups,
-    local_of,
+    fsdp_state_of,
     managed_fsdp_params,
     owners_of,
-    spec_of,
-    without_modes,
 )
+from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, without_modes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,14 +51,15 @@ def can_copy_gradients_into(dtype: torch.dtype, device: str) -> bool:
 
 def is_unit_unsharded(unit: nn.Module) -> bool:
     """Whether a unit's parameters are the gathered ones now (``FSDPParamGroup.is_unsharded``)."""
-    # Asked in each step by each unit: without calls of Python's for each group.
-    groups = getattr(unit._get_fsdp_state(), "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)  # type: ignore[operator]
+    # Runs in each step for each unit, so it avoids a Python call for each group.
+    state = unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit)
+    groups = getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)
     return any(map(operator.attrgetter("is_unsharded"), groups))
 
 
 def is_root(unit: nn.Module) -> bool:
     """Whether a unit is the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
-    return bool(unit._get_fsdp_state()._is_root)  # type: ignore[operator]
+    return bool((unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root)
 
 
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
@@ -175,7 +175,7 @@ def drop_unreduced_gradients(unit: nn.Module) -> None:
 
 def _states(root: nn.Module) -> list[Any]:
     """FSDP2's states of the tree under a root (``FSDPStateContext.all_states``); none before its first forward."""
-    return list(root._get_fsdp_state()._state_ctx.all_states)  # type: ignore[operator]
+    return list(fsdp_state_of(root)._state_ctx.all_states)
 
 
 def _groups(root: nn.Module) -> list[Any]:
@@ -184,7 +184,7 @@ def _groups(root: nn.Module) -> list[Any]:
 
 
 def _comm(root: nn.Module) -> Any:
-    return root._get_fsdp_state()._comm_ctx  # type: ignore[operator]
+    return fsdp_state_of(root)._comm_ctx
 
 
 def interrupted_phase(root: nn.Module) -> str:
@@ -192,7 +192,7 @@ def interrupted_phase(root: nn.Module) -> str:
 
     Call it when neither runs.
     """
-    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    context = fsdp_state_of(root)._state_ctx
     phases = {thing._training_state.name for thing in (*context.all_states, *_groups(root))}
     if context.post_backward_final_callback_queued or phases & {"PRE_BACKWARD", "POST_BACKWARD"}:
         return "backward"
@@ -243,7 +243,7 @@ def _reset(root: nn.Module, groups: list[Any]) -> None:
     """``reset_iter_state`` for torch before 2.13. Waits for the device: exceptions are rare."""
     if groups and groups[0].device.type != "cpu":
         torch.accelerator.synchronize(groups[0].device)
-    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
+    context = fsdp_state_of(root)._state_ctx
     for group in groups:
         result = group._all_gather_result
         if result is not None and result.all_gather_work is not None:
@@ -289,7 +289,7 @@ def clear_events(root: nn.Module) -> None:
         clear_gathers(group)
     if hasattr(comm, "_last_post_reduce_events"):
         comm._last_post_reduce_events.clear()
-    root._get_fsdp_state()._state_ctx.post_optim_event = None  # type: ignore[operator]
+    fsdp_state_of(root)._state_ctx.post_optim_event = None
 
 
 def clear_forward_order(root: nn.Module) -> None:
@@ -343,7 +343,7 @@ def wait_for_reductions(root: nn.Module) -> None:
     What a backward does at its end, unless ``set_is_last_backward(False)`` has told it not to; on torch 2.15
     ``FSDPState._end_backward_iteration``.
     """
-    end = getattr(root._get_fsdp_state(), "_end_backward_iteration", None)  # type: ignore[operator]
+    end = getattr(fsdp_state_of(root), "_end_backward_iteration", None)
     if end is not None:  # torch 2.15: finalize_backward of its groups no longer waits for the reductions
         end()
         return
@@ -376,7 +376,7 @@ def allow_recompute(unit: nn.Module) -> None:
     the second use: its gradients stay unreduced, without an error.
     """
     if any(group._training_state.name == "POST_BACKWARD" for group in fsdp_parameter_groups(unit)):
-        state = unit._get_fsdp_state()  # type: ignore[operator]
+        state = fsdp_state_of(unit)
         state._training_state = type(state._training_state).IDLE
 
 

@@ -14,7 +14,8 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.upstream.fsdp2_patches import FLAGS, LISTENERS, add_reduction_listener
-from te_fsdp.upstream.torch_dtensor import dtensor, find_fsdp_param, local_of, spec_of, with_dtype
+from te_fsdp.upstream.fsdp2_units import find_fsdp_param
+from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
 
 if TYPE_CHECKING:
     from torch import nn

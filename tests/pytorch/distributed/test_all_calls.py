@@ -11,17 +11,18 @@ import math
 import pytest
 from strategies import all_calls
 
-#: The most that te_fsdp may call, in parts of what plain FSDP2 calls in the same loop. HFSDP beside FSDP2's HSDP, which
-#: shards no optimizer state over the replicas.
+#: The limit on te_fsdp's calls, as a fraction of plain FSDP2's calls in the same loop. Each is about 2 % above the
+#: measured value, for other versions of torch. HFSDP is compared with FSDP2's HSDP, which shards no optimizer state
+#: over the replicas.
 BUDGETS = {
-    "dense": 0.9,
-    "tp": 0.95,  # 0.93 before use flags of unused parameters and checks of replaced parameters
-    "tp alone": 0.9,
-    "ep": 0.9,
-    "fp8": 0.9,
-    "fp8 tp": 0.93,
-    "hfsdp": 0.98,
-    "fp8 hfsdp": 1.02,
+    "dense": 0.71,
+    "tp": 0.92,
+    "tp alone": 0.76,
+    "ep": 0.88,
+    "fp8": 0.73,
+    "fp8 tp": 0.87,
+    "hfsdp": 0.94,
+    "fp8 hfsdp": 0.98,
 }
 
 

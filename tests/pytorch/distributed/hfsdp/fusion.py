@@ -89,9 +89,9 @@ def training(
 
 def gathered(module: nn.Module) -> list[torch.Tensor]:
     """Local tensors of the parameters as TE saw them."""
-    from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+    from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
 
-    if not _torch.is_fsdp_module(module):
+    if not fsdp2_units.is_fsdp_module(module):
         return []
     return [_torch.local_of(parameter) for parameter, _ in _fsdp2.unsharded_parameters(module)]
 

@@ -42,14 +42,14 @@ def adamw(
         zeros: Negative control: gradients of zeros stay.
     """
     import te_fsdp
-    from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
+    from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units
 
     torch.manual_seed(1)
     reference = Branches()
     torch.manual_seed(1)
     model = Branches()
     te_fsdp.fully_shard(model, meshes_of(axes), strategy=strategy, outer_strategy=outer)
-    for group in _torch.fsdp_parameter_groups(model) if zeros else ():
+    for group in fsdp2_units.fsdp_parameter_groups(model) if zeros else ():
         del group.__dict__[_fsdp2_patches.FLAGS]
     # eps: AdamW divides gradients by their size; near eps, rounding is not amplified.
     optimizers = [

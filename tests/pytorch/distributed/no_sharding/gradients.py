@@ -50,8 +50,8 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     import te_fsdp
     from te_fsdp.upstream import (
         fsdp2_patches as _fsdp2_patches,
+        fsdp2_units,
         fsdp2_unused as _fsdp2_unused,
-        torch_dtensor as _torch,
     )
 
     torch.manual_seed(1)
@@ -63,7 +63,7 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if mixed else None
     te_fsdp.fully_shard(model, meshes_of({}), mp_policy=policy)
     if how == "neither":
-        for group in _torch.fsdp_parameter_groups(model):
+        for group in fsdp2_units.fsdp_parameter_groups(model):
             group.__dict__[_fsdp2_patches.LISTENERS][0].remove(_fsdp2_unused._fill)
     x = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(2)).to(
         harness.device()

@@ -216,11 +216,11 @@ def identity(axes: dict[str, int], wrap: str) -> int:
 
 def _managed(model: nn.Module) -> dict[str, torch.Tensor]:
     """Local tensors of the unsharded parameters that FSDP2 keeps, or of the DTensors without FSDP2."""
-    from te_fsdp.upstream import torch_dtensor as _torch
+    from te_fsdp.upstream import fsdp2_units
 
-    if not _torch.is_fsdp_module(model):
+    if not fsdp2_units.is_fsdp_module(model):
         return {name: p._local_tensor for name, p in model._parameters.items()}
-    (group,) = _torch.fsdp_parameter_groups(model)
+    (group,) = fsdp2_units.fsdp_parameter_groups(model)
     return {p._module_info.param_name: p._unsharded_param._local_tensor for p in group.fsdp_params}
 
 

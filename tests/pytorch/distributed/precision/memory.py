@@ -35,7 +35,7 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
     from quantization.models import recipe_of
 
     import te_fsdp
-    from te_fsdp.upstream import torch_dtensor as _torch
+    from te_fsdp.upstream import fsdp2_units
 
     before, allocated = storages(), bytes_allocated()
     model = pair(recipe, HIDDEN, MIDDLE, "meta") if recipe else _plain()
@@ -53,7 +53,7 @@ def _held(meshes: Any, policy: dict[str, Any], recipe: str = "") -> dict[str, An
         # Gradients that only C++ refers to show up while Python refers to them.
         waiting = [
             managed._unsharded_param.grad
-            for managed in _torch.managed_fsdp_params(model)
+            for managed in fsdp2_units.managed_fsdp_params(model)
             if when == "unreduced"
         ]
         live = {ptr: t for ptr, t in storages().items() if ptr not in before}

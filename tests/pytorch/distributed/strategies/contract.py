@@ -155,13 +155,13 @@ def changed_by_hand(strategy: str, checked: bool = True) -> dict[str, Any]:
 
 def flags(model: nn.Module) -> list[tuple[bool, ...]]:
     """What FSDP2 will do at the end of the next backward."""
-    from te_fsdp.upstream import torch_dtensor as _torch
+    from te_fsdp.upstream import fsdp2_units
 
     groups = [
         g
         for unit in model.modules()
-        if _torch.is_fsdp_module(unit)
-        for g in _torch.fsdp_parameter_groups(unit)
+        if fsdp2_units.is_fsdp_module(unit)
+        for g in fsdp2_units.fsdp_parameter_groups(unit)
     ]
     return [(g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward) for g in groups]
 
@@ -204,14 +204,14 @@ def _forgetful() -> Iterator[None]:
     """Torch's own recovery drops every gradient, in any version as in 2.15; nothing where there is none."""
     from torch.distributed.fsdp import FSDPModule
 
-    from te_fsdp.upstream import torch_dtensor as _torch
+    from te_fsdp.upstream import fsdp2_units
 
     stock = getattr(FSDPModule, "reset_iter_state", None)
 
     def forget(root: Any) -> None:
         stock(root)
-        for unit in filter(_torch.is_fsdp_module, root.modules()):
-            for managed in _torch.managed_fsdp_params(unit):
+        for unit in filter(fsdp2_units.is_fsdp_module, root.modules()):
+            for managed in fsdp2_units.managed_fsdp_params(unit):
                 managed.sharded_param.grad = None
                 if hasattr(managed, "_unsharded_param"):
                     managed._unsharded_param.grad = None

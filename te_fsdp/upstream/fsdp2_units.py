@@ -1,0 +1,98 @@
+"""Private names of FSDP2's records of a unit and of its parameters. Checked on torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed._composable_state import _module_state_mapping
+from torch.distributed.fsdp import FSDPModule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+#: Attribute of a unit that caches :func:`fsdp_state_of`. Functions that run in each step read it themselves.
+FSDP_STATE = "_te_fsdp_fsdp_state"
+
+
+def is_fsdp_module(module: nn.Module) -> bool:
+    """Whether FSDP2's ``fully_shard`` was applied to this very module."""
+    return isinstance(module, FSDPModule)
+
+
+def fsdp_state_of(unit: nn.Module) -> Any:
+    """Return the state that FSDP2 keeps for a unit (``FSDPModule._get_fsdp_state``)."""
+    # torch searches a weak dictionary in five calls. A step requests the state several times for each unit.
+    state = unit.__dict__.get(FSDP_STATE)
+    if state is None:
+        state = unit.__dict__[FSDP_STATE] = unit._get_fsdp_state()  # type: ignore[operator]
+    return state
+
+
+def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
+    """Return FSDP2's parameter groups of a unit (``_fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
+    state = module.__dict__.get(FSDP_STATE) or fsdp_state_of(module)
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def managed_fsdp_params(unit: nn.Module) -> list[Any]:
+    """FSDP2's records (``FSDPParam``) of the parameters that an FSDP module gathers."""
+    return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]
+
+
+def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
+    """Modules that a record's parameter is registered at, each with its name there (``FSDPParam._module_info``)."""
+    info = managed._module_info
+    shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+    return [(info.module, info.param_name), *shared]
+
+
+def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
+    """Return whether FSDP2 manages a module's parameters, and the divide factor. With one, sum first, then divide."""
+    for group, managed in _iter_fsdp_params():
+        if any(owner is module for owner, _ in owners_of(managed)):
+            if group.gradient_divide_factor is not None and group.mesh_info.shard_mesh_size > 1:
+                group.force_sum_reduction_for_comms = True
+            return True, group.gradient_divide_factor
+    return False, None
+
+
+def find_fsdp_param(module: nn.Module, name: str) -> Any | None:
+    """FSDP2's record of a parameter, ``None`` if it manages none of that name."""
+    for _, managed in _iter_fsdp_params():
+        if any(owner is module and own == name for owner, own in owners_of(managed)):
+            return managed
+    return None
+
+
+def tie_again(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:
+    """Register the parameters that replaced those of ``before`` at the modules that FSDP2 has them tied to. Local."""
+    for name, old in before.items():
+        new = module._parameters.get(name)
+        if old is not None and new is not old and (managed := find_fsdp_param(module, name)) is not None:
+            for owner, own in owners_of(managed):
+                if owner._parameters.get(own) is old:
+                    owner._parameters[own] = new
+
+
+def _iter_fsdp_params() -> Iterator[tuple[Any, Any]]:
+    """Parameter group and record of each parameter that FSDP2 manages: torch lists all units in this table."""
+    for unit in list(_module_state_mapping):
+        for group in fsdp_parameter_groups(unit) if is_fsdp_module(unit) else ():
+            for managed in group.fsdp_params:
+                yield group, managed
+
+
+def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
+    """How FSDP2 reduces a unit's gradients now (``FSDPParamGroup.mesh_info`` and ``all_reduce_grads``).
+
+    Ranks that they are cut over, ranks that they are replicated over, and whether the backward that runs all-reduces
+    over the latter.
+    """
+    group = fsdp_parameter_groups(unit)[0]
+    info = group.mesh_info
+    shards, replicas = getattr(info, "shard_mesh_size", 1), getattr(info, "replicate_mesh_size", 1)
+    return shards, replicas, group.all_reduce_grads
