@@ -41,43 +41,40 @@ FSDP2 = (
     Patch(
         "`FSDPParamGroup`",
         "post_backward",
-        "calls what te_fsdp does before and after a reduction: zeros and flags for unused parameters,"
-        " one dtype for gradients that are reduced together (before 2.15), early averages and unaveraged "
-        "gradients of HFSDP; and hands on gradients of whole shards before FSDP2 copies them",
+        "runs te_fsdp's code before and after a reduction; gradients of unused parameters; one dtype per reduction",
         "test_no_shard.py::test_parameters_that_other_ranks_use",
         '- FSDP2 asserts "uniform gradient dtype"',
     ),
     Patch(
         "`FSDPParamGroup`",
         "pre_backward",
-        "refuses a backward with `create_graph=True` before weights are gathered for it (`upstream/fsdp2_outputs.py`)",
+        "refuses `create_graph=True` before weights are gathered",
         "test_unsupported.py::test_errors",
     ),
     Patch(
         "DTensor's dispatcher",
         "_custom_op_handlers",
-        "lets `GradScaler` unscale gradients on several meshes and plain ones together, and reduces its report over "
-        "all of them (`upstream/torch_amp.py`)",
+        "`GradScaler` over gradients on several meshes",
         "test_unsupported.py::test_scaler",
         "- `torch.amp.GradScaler` reduces",
     ),
     Patch(
         "model, unit",
         "__deepcopy__, __reduce_ex__",
-        "refuses copies and pickles with the fix",
+        "refuses copies and pickles",
         "test_unsupported.py::test_errors",
     ),
     Patch(
         "`FSDPParamGroup`",
         "_init_mp_dtypes",
-        "keeps sharded gradients in a dtype of their own",
+        "sharded gradients may have their own dtype",
         "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
         versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
         "to_sharded_dtensor",
-        "gives such gradients a spec that says their dtype",
+        "specs of these gradients have their dtype",
         "test_precision.py::test_main_weights_of_the_optimizer_take_fp32_gradients",
         "- Sharded gradients of another dtype",
         versions="torch 2.11 to 2.14",
@@ -85,21 +82,21 @@ FSDP2 = (
     Patch(
         "`FSDPParam`",
         "reset_sharded_param",
-        "makes no flat, dequantized copy of a quantized shard",
+        "no flat, dequantized copy of a quantized shard",
         "test_quantized_memory.py::test_what_is_kept_without_the_savings",
         "- `view(-1)` of block formats dequantizes",
     ),
     Patch(
         "`FSDPParamGroup`",
         "finalize_backward",
-        "removes gradients of parameters that no rank used",
+        "no gradient for parameters that no rank used",
         "test_unused.py::test_weight_decay_of_what_no_rank_uses",
         versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
         "unsharded_zero_grad_data",
-        "makes zeros without reading a quantized weight whose memory is released",
+        "zeros without reading released memory",
         "test_unused.py::test_zeros_of_torch_itself",
         "- `torch.zeros_like` of a quantized weight",
         versions="torch 2.13 and later",
@@ -107,7 +104,7 @@ FSDP2 = (
     Patch(
         "`FSDPParam`",
         "shard_mesh",
-        "is kept, and not sliced anew from the mesh of HSDP at every gather",
+        "cached",
         "test_quantized.py::test_a_settled_step_of_hsdp_slices_no_mesh",
         "- `FSDPParam.shard_mesh` is a property",
         versions="torch 2.11 and 2.12",
@@ -115,101 +112,99 @@ FSDP2 = (
     Patch(
         "`FSDPParam`",
         "init_all_gather_outputs, free_unsharded_param",
-        "uses the memory of a shard that is whole for the gathered parameter, over a shard axis of size 1",
+        "no copy over a shard axis of size 1",
         "test_whole_shards.py::test_no_copy",
     ),
     Patch(
         "`FSDPParamGroup`",
         "unshard, wait_for_unshard, _to_sharded",
-        "gathers by copies into the memory that kernels read, where `transport` is `copy_engine` "
-        "(`upstream/fsdp2_copy_engine.py`)",
+        "gathers by copy engines",
         "test_copy_engine.py::test_bits",
     ),
     Patch(
         "`FSDPParam`",
         "free_unsharded_param",
-        "leaves it to `_to_sharded` there when gathered weights are freed",
+        "no release of memory that other ranks read",
         "test_copy_engine.py::test_bits",
     ),
     Patch(
         "`FSDPParamGroup`",
         "_to_unsharded, _to_sharded",
-        "swaps the parameters of a unit in one loop while shards and gathered parameters are the same objects"
-        " (`upstream/fsdp2_settled.py`)",
+        "one loop per unit while parameters are unchanged",
         "test_all_calls.py::test_budget",
     ),
     Patch(
         "`FSDPParamGroup`",
         "unshard, wait_for_unshard",
-        "asks no plain shard what it sends, and takes gathered memory in one loop",
+        "fewer calls for plain shards",
         "test_all_calls.py::test_budget",
         versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParam`",
         "all_gather_inputs, unsharded_grad_data, to_sharded_dtensor",
-        "answers in one call where nothing is cast, moved or padded",
+        "one call if nothing is cast, moved or padded",
         "test_all_calls.py::test_budget",
         versions="torch 2.11 to 2.14",
     ),
     Patch(
         "`FSDPParamGroup`",
         "mesh_info",
-        "names a process group of te_fsdp's for the all-reduce of HSDP, where FSDP2 takes none",
+        "te_fsdp's process group for the all-reduce of HSDP",
         "test_precision.py::test_values_and_bytes",
     ),
     Patch(
-        "unit that keeps its weights",
+        "unit that stays gathered",
         "unshard",
-        "shows the gathered weights again, beside which an evaluation has installed the shards",
+        "restores gathered weights after an evaluation",
         "test_mistakes.py::test_what_is_no_mistake",
     ),
     Patch(
         "modules `_state_dict_utils`, `checkpoint.state_dict`",
         "_distribute_tensors, _distribute_state_dict",
-        "places rows of stacked tensors with `full_state_dict=True` (`boxed_dtensor.py`)",
+        "rows of stacked tensors with `full_state_dict=True`",
         "test_plain_dcp.py::test_states_of_fused_adam",
     ),
     Patch(
         "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`",
         "_load_state_dict, narrow_tensor_by_index",
-        "quantizes weights that DCP has read from another mesh (`quantized/boxed.py`)",
+        "quantizes weights read from a different mesh",
         "test_plain_dcp.py::test_load_without_load_state_dict",
     ),
     Patch(
         "model",
         "_apply",
-        "carries what hangs on parameters over to those that `to`, `float` and their like put in their place",
+        "copies attributes of parameters to their replacements",
         "test_patches.py::test_apply_loses_attributes",
     ),
     Patch(
-        "`torch.nn.Module`, of all modules",
+        "`torch.nn.Module`",
         "zero_grad()",
-        "forgets gradients that wait for their reduction, if a sharded model is in the module",
+        "drops unreduced gradients of a sharded model",
         "test_mistakes.py::test_what_is_no_mistake",
     ),
     Patch(
-        "stage of a pipeline",
+        "pipeline stage",
         "set_requires_gradient_sync",
-        "tells `no_shard` parameters too that microbatches follow",
+        "microbatches of `no_shard` parameters",
         "test_pipeline.py::test_schedules",
     ),
     Patch(
         "`FSDPState`",
         "_root_post_backward_final_callback",
-        "reduces `no_shard` parameters too after the last microbatch of a pipeline",
+        "reduces `no_shard` parameters after the last microbatch",
         "test_pipeline.py::test_schedules",
     ),
     Patch(
-        "stage of a pipeline",
+        "pipeline stage",
         "finalize_backward",
-        "does so from torch 2.15 on",
+        "the same, from torch 2.15 on",
         "test_pipeline.py::test_schedules",
     ),
     Patch(
         "module `_fsdp_param`, during `te_fsdp.fully_shard`",
         "_chunk_with_empty",
-        "cuts a parameter into the pieces that FSDP2 looks at, not into one for each rank",
+        "makes only the pieces that FSDP2 reads",
         "test_patches.py::test_pieces_of_all_ranks",
         "- FSDP2 cuts every parameter into as many tensors",
     ),
@@ -217,38 +212,38 @@ FSDP2 = (
 
 
 def markdown(patches: Iterable[Patch]) -> str:
-    """A table of patches as ``docs/upstream.md`` has it."""
-    lines = ["| whose | attribute | what for | needed by | shown by |", "| --- | --- | --- | --- | --- |"]
+    """Return the Markdown table of patches in ``docs/upstream.md``."""
+    lines = ["| object | attribute | purpose | versions |", "| --- | --- | --- | --- |"]
     for row in patches:
-        lines.append(f"| {row.owner} | `{row.attribute}` | {row.why} | {row.versions} | `{row.shown_by}` |")
+        lines.append(f"| {row.owner} | `{row.attribute}` | {row.why} | {row.versions} |")
     return "\n".join(lines)
 
 
 # ---------------------------------------------------------------------------------------------------- TransformerEngine
 
 
-_GROUP = "### The amax group of a weight is FSDP2's axis alone"
+_GROUP = "- The amax group of a weight is FSDP2's axis alone"
 
 #: By a name of te_fsdp's own.
 PATCHES: dict[str, Patch] = {
     "gather": Patch(
         "tensors with all-gather hooks",
         "fsdp_pre_all_gather",
-        "reduces the amax over tp too, sends buffers as FSDP2 can gather them (`quantized/fsdp_hooks.py`)",
+        "reduces the amax over `tp` too; buffers that FSDP2 can gather",
         "test_one_scale.py::test_the_group_of_stock_te_is_caught",
         _GROUP,
     ),
     "gathered": Patch(
         "tensors with all-gather hooks",
         "fsdp_post_all_gather",
-        "fills the tensor that kernels read, with the shard's scale and without a scrambled transpose",
+        "fills the tensor that kernels read; no scrambled transpose",
         "test_te_faults.py::test_as_strided_scrambles_the_transpose",
-        "### `as_strided` scrambles the cached transpose",
+        "- `as_strided` scrambles the cached transpose",
     ),
     "columnwise": Patch(
         "modules `linear`, `layernorm_linear`, `layernorm_mlp`",
         "clear_columnwise_cache",
-        "leaves columnwise data that TE cannot compute again from rowwise data",
+        "keeps columnwise data that TE cannot recompute",
         "test_recomputation.py::test_mxfp8_weights",
         "- The backward of a module takes the columnwise half",
         versions="those that have it",
@@ -256,87 +251,89 @@ PATCHES: dict[str, Patch] = {
     "copy": Patch(
         "quantizers",
         "copy",
-        "hands on the name of the group over which the amax is reduced, and that clones copy scales",
+        "copies the name of the amax group",
         "test_one_scale.py::test_copies_know_the_group_and_hold_none",
         _GROUP,
     ),
     "deepcopy": Patch(
         "quantizers of current scaling and NVFP4",
         "__deepcopy__",
-        "does so too, and takes no process group along",
+        "the same, without the process group",
         "test_te_faults.py::test_no_deep_copy_after_a_gather",
-        "### A gathered weight cannot be deep copied",
+        "- A gathered weight cannot be deep-copied",
     ),
     "pickle": Patch(
         "quantizers of current scaling and NVFP4",
         "__getstate__",
-        "leaves that name behind: in another process it may belong to other ranks",
+        "drops that name",
         "test_one_scale.py::test_copies_know_the_group_and_hold_none",
         _GROUP,
     ),
     "group": Patch(
         "tensors of current scaling and NVFP4, and their storages",
         "amax_reduction_group",
-        "is the group of that name, whatever a gather sets",
+        "returns the group of that name",
         "test_one_scale.py::test_the_group_of_stock_te_is_caught",
         _GROUP,
     ),
     "clone": Patch(
         "quantized tensors",
         "clone",
-        "copies the scales too (`quantized/amax.py`)",
+        "copies the scales",
         "test_te_faults.py::test_clone_shares_the_scale",
-        "### `clone()` of a quantized tensor shares its scales",
+        "- `clone()` of a quantized tensor shares its scales",
     ),
     "delayed": Patch(
         "`Float8Quantizer`",
         "update_quantized",
-        "reduces the newest amax at once: TE does at the end of the next forward, over another group",
+        "reduces the newest amax at once, over the weight mesh",
         "test_one_scale.py::test_writes_by_anybody",
         _GROUP,
     ),
     "quantize empty": Patch(
         "`Float8CurrentScalingQuantizer`",
         "quantize_impl",
-        "lets a shard without rows take part in the reduction of the amax",
+        "empty shards take part in the amax reduction",
         "test_alignment.py::test_uneven_and_empty_shards",
         "- A tensor without elements takes no part",
     ),
     "update empty": Patch(
         "`Float8CurrentScalingQuantizer`",
         "update_quantized",
-        "does so too when a weight is written",
+        "the same for writes",
         "test_alignment.py::test_uneven_and_empty_shards",
         "- A tensor without elements takes no part",
     ),
     "new zeros": Patch(
-        "MXFP8 weight that lies on the device",
+        "MXFP8 weight on the device",
         "new_zeros",
-        "makes scales with padding, into which FSDP2 copies a piece",
+        "padded scales, for FSDP2's copy of a shard",
         "test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
         "- `fully_shard` on float8-block and NVFP4 weights",
     ),
     "states": Patch(
         "`FusedAdam`",
         "_initialize_state",
-        "gives states the class of their parameters, by which DCP finds their rows in the original tensor",
+        "optimizer states have the class of their parameters, which DCP needs",
         "test_plain_dcp.py::test_states_of_fused_adam",
     ),
     "states of dicts": Patch(
         "`FusedAdam`",
         "state_dict",
-        "does so for the tensors of state dicts, which TE wraps again",
+        "the same in state dicts",
         "test_plain_dcp.py::test_states_of_fused_adam",
     ),
     "save": Patch(
-        "`FusedAdam` with main weights of te_fsdp's",
+        "`FusedAdam` with te_fsdp's main weights",
         "state_dict",
-        "has main weights in the groups to its end: it looks at them after torch's, and torch's hooks are over "
-        "by then",
+        "keeps main weights in the groups until the call ends",
         "test_main_weights.py",
     ),
     "load": Patch(
-        "`FusedAdam` with main weights of te_fsdp's", "load_state_dict", "does so too", "test_main_weights.py"
+        "`FusedAdam` with te_fsdp's main weights",
+        "load_state_dict",
+        "the same",
+        "test_main_weights.py",
     ),
 }
 

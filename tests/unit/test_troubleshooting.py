@@ -30,7 +30,7 @@ def rows() -> list[Row]:
 
 
 def page_rows(page: str) -> list[list[str]]:
-    """Return the cells (mistake, errors, fix) of the page's table, without headings."""
+    """Return the cells (mistake, error) of the page's table, without headings."""
     section = page.split("## Mistakes and their errors")[1].split("\n### ")[0]
     lines = [
         line
@@ -43,8 +43,8 @@ def page_rows(page: str) -> list[list[str]]:
 def quoted_errors(page: str) -> list[tuple[str, str]]:
     """Return (text, class) of each error that the page's table quotes."""
     found = []
-    for mistake, errors, fix in page_rows(page):
-        assert mistake and fix
+    for mistake, errors in page_rows(page):
+        assert mistake
         quoted = re.findall(r"`(\w+)` \"([^\"]+)\"", errors)
         assert quoted and errors == "; ".join(f'`{error}` "{text}"' for error, text in quoted), errors
         found += [(text, error) for error, text in quoted]

@@ -43,7 +43,6 @@ NOT_YET = (
     "docs/cli.md",
     "docs/internals.md",
     "docs/plan.md",
-    "docs/upstream.md",
     "examples/fsdp2_tp/README.md",
     "examples/fsdp2_tp/train.py",
     "examples/fsdp2_tp/train_elastic.py",
