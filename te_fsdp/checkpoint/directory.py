@@ -1,33 +1,29 @@
-"""Directories of checkpoints: visible only when whole, written by one job at a time, not removed while they are read.
+"""Directories of checkpoints: each is visible only when complete, and the first of several concurrent saves wins.
 
-A save writes into a hidden directory beside its target, whose lock it holds (:mod:`te_fsdp.checkpoint.storage`), and
-renames it at the end; an old checkpoint is renamed before its files are removed. What a killed job leaves behind is
-hidden, never taken for a checkpoint, and removed by a later save. All this holds for what is converted, too.
+Every save writes into its own folder. One step at the end makes it visible: the rename to the target on a disk, the
+creation of the manifest on object storage. That step fails if another save has done it before, so no locks are needed.
+A checkpoint is renamed before its files are removed. A later save removes the folders of killed jobs::
 
-    DIR/step-100                              whole
-    DIR/.step-200.te_fsdp-lock/OWNER          taken by whoever writes step-200
+    DIR/step-100                              complete
     DIR/.step-200.te_fsdp-saving.OWNER        being written, or left by a killed job
     DIR/.step-50.te_fsdp-removing.OWNER       being removed, or left by a killed job
 
-Object storage has neither renaming nor locks: there a checkpoint is whole when its manifest is there, written last and
-only where none lies. It names the folder beside it, ``te_fsdp-data.OWNER``, into which one save alone has written.
+    s3://DIR/step-200/te_fsdp.json            written last; names the folder next to it
+    s3://DIR/step-200/te_fsdp-data.OWNER/     the files of one save
 """
 
 from __future__ import annotations
 
 import errno
 import logging
-import math
 import os
 import re
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from te_fsdp.checkpoint import storage
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -39,147 +35,124 @@ from te_fsdp.checkpoint.manifest import (
     unreadable,
 )
 from te_fsdp.checkpoint.shard_files import explain_os_errors, sync
-from te_fsdp.checkpoint.storage import LOCK, Owner, RemotePath, is_remote, resolve_path
+from te_fsdp.checkpoint.storage import Owner, RemotePath, is_remote, last_written, resolve_path
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
 _SAVING, _REMOVING = ".te_fsdp-saving", ".te_fsdp-removing"
-_HIDDEN = re.compile(rf"(?s)\.(.+)({_SAVING}|{_REMOVING}|{LOCK})(?:\.(.+))?")
-#: Begins the names of folders on object storage; an object in one from its beginning on, by which other jobs find it
-#: and this one sees that it may write.
+#: Earlier versions also left locks.
+_HIDDEN = re.compile(rf"(?s)\..*(?:{_SAVING}|{_REMOVING}|\.te_fsdp-lock)(?:\.(.+))?")
+#: Prefix of folder names on object storage, and the object in a folder that is being written.
 _DATA, _BEGUN = "te_fsdp-data.", "writing"
-#: After so many seconds what a process of another machine was writing counts as abandoned.
+#: Seconds without a write after which the folder of another machine's process counts as left.
 _ABANDONED = 24 * 3600
+#: Bytes of the target's name in a hidden name. File systems allow 255 bytes for both together.
+_NAME_BYTES = 100
 
 
 def begin(target: Path, *, is_file: bool = False) -> Path:
-    """Take the lock of a target, remove what killed jobs have left beside it, and make the hidden directory.
+    """Make the hidden folder of a save, and remove what killed jobs have left. Return the hidden path.
 
-    One process alone calls this: rank 0 of a save. :func:`commit` or :func:`discard` ends it. For a file it only
-    returns the path. CheckpointError: another process writes this target, something lies there, or the system refuses.
+    For a file only return the path. One process calls this, and :func:`commit` or :func:`discard` afterwards. Raise
+    CheckpointError if something exists at the target, or the system refuses.
     """
     if is_remote(target):
-        return _begin_folder(target, is_file)
+        return _begin_remote(target, is_file)
     with explain_os_errors(target):
-        if not target.parent.exists():  # else what is wrong with it shows below
+        if not target.parent.exists():  # otherwise a later step shows what is wrong with it
             target.parent.mkdir(parents=True, exist_ok=True)
-        owner = storage.acquire_lock(target)
-        temporary = _hidden_name(target, _SAVING, owner)
-        try:
-            for left in target.parent.glob(".*.te_fsdp-*"):
-                _remove_left(left, target)
-            _check_free(target, owner)
-            if not is_file:
-                temporary.mkdir()
-        except BaseException:
-            discard(temporary)
-            raise
+        _check_free(target)
+        temporary = _hidden_name(target, _SAVING)
+        temporary.mkdir()
+        now = last_written(temporary) or 0.0
+        for left in target.parent.glob(".*.te_fsdp-*"):
+            found = _HIDDEN.fullmatch(left.name)
+            if found and _is_left(left, Owner.parse(found[1] or ""), now):
+                _log.info("%s was left by a job that was killed", left)
+                remove(left)
+        if is_file:
+            temporary.rmdir()
     return temporary
 
 
-def _hidden_name(path: Path, mark: str, owner: Owner) -> Path:
-    return path.with_name(f".{storage.short_name(path.name)}{mark}.{owner}")
+def _hidden_name(path: Path, mark: str) -> Path:
+    name = os.fsencode(path.name)[:_NAME_BYTES].decode(errors="ignore")
+    return path.with_name(f".{name}{mark}.{Owner.new()}")
+
+
+def _is_left(folder: Path, owner: Owner, now: float) -> bool:
+    """Return whether the process that wrote a folder is gone, or unknown and without a write for a day.
+
+    ``now`` is a time by the clock of the storage, because clocks of machines may differ by days.
+    """
+    alive = owner.is_alive()
+    written = last_written(folder) if alive is None else None
+    return not alive if alive is not None else written is not None and now - written > _ABANDONED
 
 
 def commit(temporary: Path, target: Path) -> None:
-    """Make what was written visible, durably, and give the lock back. One process calls this, after all have written.
+    """Make a written folder visible, durably. One process calls this after all ranks have written.
 
-    CheckpointError: something lies there by now, or another has the lock. :func:`discard` is still to be called.
+    Raise CheckpointError if another save was first. The caller still has to call :func:`discard`.
     """
     if is_remote(temporary):
         data, manifest = (temporary / FILE_NAME).read_bytes(), cast(Any, target / FILE_NAME)
         try:
             manifest.create(data)
         except FileExistsError as error:
-            if manifest.read_bytes() != data:  # else it was asked twice, since the first answer was lost
+            if manifest.read_bytes() != data:  # otherwise the request was repeated after a lost answer
                 raise _exists(target) from error
         for name in (FILE_NAME, _BEGUN):
             remove(temporary / name)
         return
-    owner = Owner.parse(temporary.name.rpartition(f"{_SAVING}.")[2])
     try:
-        _check_free(target, owner)
+        _check_free(target)
         sync(temporary)
         os.rename(temporary, target)
     except OSError:
-        _check_free(target, owner)  # this process was held up since the first look
+        _check_free(target)  # another job may have been faster since the first check
         raise
     sync(target.parent)
-    storage.release_lock(target, owner)
 
 
 def discard(temporary: Path) -> None:
-    """Remove the hidden path of what failed, and give the lock back. Nothing after :func:`commit`. Local operation."""
+    """Remove the folder of a failed save. Do nothing after :func:`commit`. Local operation."""
     if is_remote(temporary):
         target = temporary.parent
         try:
             if (target / FILE_NAME).exists() and read_manifest(target).folder == temporary.name:
                 return
         except (CheckpointError, OSError) as error:
-            _log.warning(
-                "%s: not removed, since what lies at %s cannot be read: %s", temporary, target, error
-            )
+            _log.warning("%s: not removed, since %s cannot be read: %s", temporary, target / FILE_NAME, error)
             return
     remove(temporary)
-    if found := _HIDDEN.fullmatch(temporary.name):  # there are no locks on object storage
-        storage.release_lock(temporary.with_name(found[1]), Owner.parse(found[3]))
 
 
-def _check_free(target: Path, owner: Owner) -> None:
+def _check_free(target: Path) -> None:
     if os.path.lexists(target) and (not target.is_dir() or target.is_symlink() or any(target.iterdir())):
         raise _exists(target)
-    storage.check_lock(target, owner)
 
 
 def _exists(target: Any) -> CheckpointError:
     return CheckpointError(
         f"{target}: exists already",
-        expected="a path where nothing lies, or an empty directory",
-        why="What lies there is replaced by nobody, so that a crash can never damage it",
-        fix="choose another path, such as step-<number>, or remove what lies there first (te-fsdp ckpt: --force)",
+        expected="a path that does not exist, or an empty directory",
+        why="Existing checkpoints are never overwritten, so that a crash cannot damage them",
+        fix="choose another path, such as step-<number>, or remove what exists first (te-fsdp ckpt: --force)",
     )
-
-
-def _remove_left(left: Path, target: Path) -> None:
-    """Remove a hidden path whose process is dead, has lost the target's lock to this one, or was silent for a day."""
-    found = _HIDDEN.fullmatch(left.name)
-    if found is None:
-        return
-    name, mark, text = found.groups()
-    if mark == LOCK and text is None:
-        return storage.release_stale_lock(left)
-    with suppress(OSError):  # somebody else has removed it
-        last = 0.0 if (name, mark) == (storage.short_name(target.name), _SAVING) else left.stat().st_mtime
-        owner = Owner.parse(text or "")
-        if not _is_owner_dead(owner, last):
-            return
-        # Clocks of machines may differ by days: a save that goes on holds its lock, and shows signs of life there.
-        lives = (
-            owner.is_alive() is None and mark == _SAVING and storage.gives_signs(left.with_name(name), owner)
-        )
-        if not lives:
-            _log.info("%s was left by a job that was killed", left)
-            remove(left)
-
-
-def _is_owner_dead(owner: Owner, last: float) -> bool:
-    """Whether an owner is dead or, where nobody can tell, has written nothing for a day."""
-    alive = owner.is_alive()
-    return time.time() - last > _ABANDONED if alive is None else not alive
 
 
 @contextmanager
 def new_directory(
     target: Path, *, needed: int | None = None, is_file: bool = False, is_checkpoint: bool = False
 ) -> Iterator[Path]:
-    """Yield a hidden directory beside ``target``, or its path for a file, which becomes ``target`` if all goes well.
+    """Yield a hidden path, for a directory or a file, that becomes ``target`` if the context ends without an error.
 
-    ``needed`` are the bytes that will be written, for messages. A checkpoint has a manifest, without which nothing
-    appears whole on object storage. CheckpointError: as :func:`begin`.
+    ``needed`` is the number of bytes to write, for messages. On object storage only a checkpoint, which has a
+    manifest, can appear in one step. Raise CheckpointError like :func:`begin`.
     """
     with explain_os_errors(target, needed):
-        has_no_manifest = is_file or (is_remote(target) and not is_checkpoint)
-        temporary = begin(target, is_file=has_no_manifest)
+        temporary = begin(target, is_file=is_file or (is_remote(target) and not is_checkpoint))
         try:
             yield temporary
             for path in () if is_remote(target) else temporary.rglob("*"):
@@ -191,34 +164,32 @@ def new_directory(
 
 @contextmanager
 def in_place_of(target: Path) -> Iterator[Path]:
-    """Yield the path for what shall replace ``target``, which stays until that is whole; one process calls this.
+    """Yield the path for a replacement of ``target``, which stays until the replacement is complete.
 
-    Killed on the way, both lie whole in ``NAME.new``. CheckpointError: on object storage, or what the system refuses.
+    A job that is killed between the two renames leaves both in ``NAME.new``. Raise CheckpointError on object storage,
+    or for errors of the system.
     """
     if is_remote(target):
         raise CheckpointError(
             f"{target}: cannot be replaced on object storage",
-            expected="a path where nothing lies",
+            expected="a path that does not exist",
             fix="choose another path",
         )
-    beside = target.with_name(f"{target.name}.new")
+    folder = target.with_name(f"{target.name}.new")
     with explain_os_errors(target):
-        owner = storage.acquire_lock(target)
         try:
-            yield beside / target.name
-            storage.check_lock(target, owner)
-            os.rename(target, old := _hidden_name(beside / target.name, _REMOVING, Owner.new()))
-            os.rename(beside / target.name, target)
+            yield folder / target.name
+            os.rename(target, old := _hidden_name(folder / target.name, _REMOVING))
+            os.rename(folder / target.name, target)
             sync(target.parent)
             remove(old)
         finally:
-            storage.release_lock(target, owner)
             with suppress(OSError):  # it is not empty, or was never made
-                beside.rmdir()
+                folder.rmdir()
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a directory, as far as that is possible: a later save removes what is left. Local operation."""
+    """Remove a file or a directory as far as possible; a later save removes the rest. Local operation."""
     try:
         if is_remote(path):
             path.remove_all()
@@ -228,47 +199,50 @@ def remove(path: Path) -> None:
             path.unlink()
     except FileNotFoundError:
         pass
-    except OSError as error:  # on a disk it is another user's, perhaps
+    except OSError as error:  # for example another user's file
         level = logging.WARNING if is_remote(path) else logging.DEBUG
         _log.log(level, "%s: cannot be removed: %s", path, error)
 
 
-def _begin_folder(target: RemotePath, is_file: bool) -> Any:
-    """Remove what killed jobs have left here and beside, and begin a folder."""
+def _begin_remote(target: RemotePath, is_file: bool) -> Any:
+    """Make the folder of a save on object storage, and remove the folders of killed jobs in and next to the target."""
     if is_file:
         raise CheckpointError(
             f"{target}: cannot be written on object storage",
             expected="a checkpoint of te_fsdp",
             got="files without a manifest",
-            why="Without renaming only a manifest makes files appear in one step",
+            why="Without renaming, only a manifest makes files appear in one step",
             fix="write to a local path, and copy that",
         )
     if not all(map(_owner_of_folder, target.iterdir())):
         raise _exists(target)
+    own = cast(Any, target / f"{_DATA}{Owner.new()}")
+    (own / _BEGUN).write_bytes(b"")
+    now = last_written(own) or 0.0
     for place in target.parent.iterdir():
         for folder in () if (place / FILE_NAME).exists() else place.iterdir():
             owner = _owner_of_folder(folder)
-            # One save runs at a time: another one of this process has failed, and could not clean up.
-            if owner and (owner.is_here or _is_owner_dead(owner, folder.touched() or math.inf)):
+            if owner is None or folder == own:
+                continue
+            # One save runs at a time: another folder of this process is of a failed save.
+            if owner.is_here or _is_left(cast(Any, folder), owner, now):
                 _log.info("%s was left by a job that was killed", folder)
                 remove(cast(Any, folder))
-    folder = target / f"{_DATA}{Owner.new()}"
-    (folder / _BEGUN).write_bytes(b"")
-    return folder
+    return own
 
 
 def _owner_of_folder(folder: RemotePath) -> Owner | None:
-    """Who writes, or wrote, a folder; ``None`` for what is none of ours."""
+    """Return the process that wrote a folder; ``None`` for a folder that te_fsdp did not write."""
     owner = Owner.parse(folder.name.removeprefix(_DATA))
     return owner if folder.name.startswith(_DATA) and owner.machine else None
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:
-    """The newest whole checkpoint of a directory, such as ``DIR`` of ``DIR/step-200``, or itself. Local operation.
+    """Return the newest complete checkpoint of a directory, such as ``DIR`` of ``DIR/step-200``, or the path itself.
 
-    Newest is what was saved last, by the number that each save gives its checkpoint, whatever the names, the steps and
-    the clock: a rolled-back run finds its own last one. What is not whole (no readable manifest, files missing or of
-    the wrong size) is passed over with a warning. ``None`` where nothing is.
+    Every save gives its checkpoint a number, and the largest number is the newest, independent of names, steps and
+    clocks. Incomplete checkpoints (no readable manifest, missing files, wrong sizes) are skipped with a warning.
+    ``None`` if there is none. Local operation.
     """
     place = resolve_path(directory)
     while True:
@@ -280,17 +254,17 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
                 whole = path
                 break
             if path.exists():
-                _log.warning("%s is not whole, passed over: %s", path, "; ".join(problems))
+                _log.warning("%s is not complete, skipped: %s", path, "; ".join(problems))
         if all(path.exists() for path in seen):
             return whole
-        # Another job's keep_last has removed some, since it has saved newer ones.
+        # keep_last of another job has removed some, after it saved newer ones.
 
 
 def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
-    """Those checkpoints whose manifests can be read, the oldest first; the others with a warning. Local operation.
+    """Return the checkpoints with readable manifests, oldest first; warn about the others. Local operation.
 
-    In the order of their save numbers; where two jobs gave the same one, of their steps (``extra["step"]``, else the
-    last number in the name). Those of earlier versions, without a number, come first, in the order of their times.
+    The order is by save number, then by step (``extra["step"]``, else the last number in the name). Checkpoints of
+    early versions, without a number, come first, by time.
     """
 
     def age(checkpoint: tuple[Path, Manifest]) -> tuple[int, int, int, str]:
@@ -305,25 +279,25 @@ def in_order(checkpoints: Iterable[Path]) -> list[tuple[Path, Manifest]]:
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:
-            if path.exists():  # else another job has removed it
-                _log.warning("%s is passed over: %s", path, error)
+            if path.exists():  # otherwise another job has removed it
+                _log.warning("%s is skipped: %s", path, error)
     return sorted(found, key=age)
 
 
 def next_number(directory: Path) -> int:
-    """The number of the next save into a directory: one more than the largest there. Local operation."""
+    """Return the number of the next save into a directory, one more than the largest there. Local operation."""
     return 1 + max((save_number(path) for path in visible(directory)), default=0)
 
 
 def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
-    """Give all but the last few checkpoints of a directory hidden names: each is whole, or none, from then on.
+    """Rename all but the last ``keep_last`` checkpoints of a directory to hidden names; return these for removal.
 
-    What another job has saved since counts as newer, and stays. Rank 0 alone calls this, once the newest, which counts,
-    is visible, and removes what it gets.
+    Checkpoints that another job has saved since are newer, and stay. Rank 0 calls this once ``newest``, which counts,
+    is visible.
     """
-    # Symbolic links are other names of what counts already, or lies elsewhere.
-    beside = in_order(p for p in visible(newest.parent) if p != newest and not os.path.islink(str(p)))
-    older = [path for path, other in beside if other.number < manifest.number]
+    # Symbolic links are further names of other entries, or point elsewhere.
+    others = in_order(p for p in visible(newest.parent) if p != newest and not os.path.islink(str(p)))
+    older = [path for path, other in others if other.number < manifest.number]
     gone = []
     for path in older[: max(0, len(older) + 1 - keep_last)]:
         try:
@@ -331,21 +305,20 @@ def hide_old(newest: Path, manifest: Manifest, keep_last: int) -> list[Path]:
                 (path / FILE_NAME).unlink()
                 gone.append(path)
             else:
-                hidden = _hidden_name(path, _REMOVING, Owner.new())
-                os.rename(path, hidden)
+                os.rename(path, hidden := _hidden_name(path, _REMOVING))
                 gone.append(hidden)
         except FileNotFoundError:
             pass  # another job has removed it
         except OSError as error:
-            _log.warning("%s should be removed and cannot be: %s", path, error)
+            _log.warning("%s cannot be removed: %s", path, error)
     if gone and not is_remote(newest):
-        # The new names must be on disk before the first file goes: a partial directory must not reappear.
+        # The new names must be on disk before the first file is removed, or a partial directory could reappear.
         sync(newest.parent)
     return gone
 
 
 def visible(directory: Path) -> list[Path]:
-    """Visible directories with a manifest; those that this user may not enter are told. Local operation."""
+    """Return the visible directories with a manifest; warn about those this user may not enter. Local operation."""
     found = []
     with unreadable(directory, "directory", "check the path"):
         inside = sorted(directory.iterdir()) if directory.is_dir() else []
@@ -354,14 +327,14 @@ def visible(directory: Path) -> list[Path]:
             if not path.name.startswith(".") and has_manifest(path):
                 found.append(path)
         except CheckpointError as error:
-            # Root's, in each mount of an ext file system: nothing to speak of.
+            # Every mount of an ext file system has lost+found, which belongs to root.
             level = logging.DEBUG if path.name == "lost+found" else logging.WARNING
-            _log.log(level, "%s is passed over: %s", path, error)
+            _log.log(level, "%s is skipped: %s", path, error)
     return found
 
 
 def open_checkpoint(path: Path) -> Manifest:
-    """Manifest of a checkpoint whose files are there, in the sizes that were written; else CheckpointError. Local."""
+    """Return the manifest of a checkpoint whose files exist with the written sizes; else raise CheckpointError."""
     if not has_manifest(path):
         raise _why_no_checkpoint(path)
     manifest = read_manifest(path)
@@ -370,7 +343,7 @@ def open_checkpoint(path: Path) -> Manifest:
 
 
 def damaged(path: Path, problems: list[str]) -> None:
-    """Raise if there are problems with the files of a checkpoint: CheckpointError, all in one. Local operation."""
+    """Raise one CheckpointError with all problems of a checkpoint's files, if there are any. Local operation."""
     refused = [one for one in problems if os.strerror(errno.EACCES) in one or os.strerror(errno.EPERM) in one]
     if refused:
         raise CheckpointError(
@@ -387,18 +360,18 @@ def damaged(path: Path, problems: list[str]) -> None:
 
 
 def _why_no_checkpoint(path: Path) -> CheckpointError:
-    """Why a path is no checkpoint, with the checkpoints that are near it."""
+    """Return the error for a path that is not a checkpoint; it names checkpoints nearby."""
     if (path / DCP_METADATA).is_file():
         return CheckpointError(
-            f"{path}: {FILE_NAME} is missing beside its {DCP_METADATA}",
-            expected="a checkpoint of te_fsdp, or a plain one whose metadata tells the nested dict (planner_data)",
+            f"{path}: {FILE_NAME} is missing next to its {DCP_METADATA}",
+            expected="a checkpoint of te_fsdp, or a plain one whose metadata records the nested dict (planner_data)",
             got="neither for certain",
-            why="A checkpoint of te_fsdp that has lost its manifest is not whole",
+            why="A checkpoint of te_fsdp that has lost its manifest is not complete",
             fix="load an earlier checkpoint or copy this one again; if torch.distributed.checkpoint wrote it without "
             "flattening, read it with te-fsdp ckpt convert",
         )
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
-    fix, inside = "check the path; no checkpoint lies near it", visible(path)
+    fix, inside = "check the path; no checkpoint is near it", visible(path)
     files = [path] if not path.is_dir() or inside else path.iterdir()
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"

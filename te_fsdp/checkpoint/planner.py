@@ -251,7 +251,7 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
     why = "Nothing has appeared there of this save; earlier checkpoints are as they were"
     with suppress(CheckpointError):  # there is none
         if read_manifest(path).save_id == save_id:  # a rank died after it had written
-            why = "The checkpoint was whole by then, and lies there"
+            why = "The checkpoint was complete by then, and exists"
     return CheckpointError(
         f"{path}: save failed {error}",
         why=why,

@@ -1,20 +1,7 @@
-"""Paths of checkpoints, on disk or on object storage, and which process writes one: no two jobs write one path.
+"""Paths of checkpoints on disk or on object storage, and the identity of the process that writes one.
 
-Object storage (``s3://bucket/...``) is reached through fsspec, which imports the library for a kind of storage (s3fs,
-gcsfs, adlfs) when a path of that kind is first touched. Listings are not cached: other processes write there.
-
-A local path that is being written has a lock, a directory with one file, whose name is its holder::
-
-    DIR/.step-200.te_fsdp-lock/HOST-BOOT.PID.START.SINCE.TOKEN     held by the process of this name
-    DIR/.step-200.te_fsdp-lock.HOST-BOOT.PID.START.SINCE.TOKEN/    being taken, or left by a killed job
-
-It is taken by renaming a directory that has the file already, which fails where another's file lies; handed on by
-renaming the file, which of several can be done by one; given back by removing the file, which cannot meet another's.
-Each is one step for every file system with directories, those without ``fcntl`` locks included, and whoever is killed
-between two steps leaves a name that tells who it was.
-
-A process on this machine is known to live or to be dead, by its id and the time of its start. One elsewhere touches its
-file every few seconds; who finds such a lock looks whether that happens. Clocks are not compared.
+Object storage (``s3://bucket/...``) is accessed through fsspec. fsspec imports the library of a storage kind (s3fs,
+gcsfs, adlfs) on first use. Listings are not cached, because other processes write to the same place.
 """
 
 from __future__ import annotations
@@ -22,14 +9,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import io
-import logging
 import os
 import re
 import secrets
-import shutil
 import socket
 import stat
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -41,27 +25,16 @@ from typing import Any, NamedTuple, TypeGuard, cast
 
 from te_fsdp.errors import CheckpointError
 
-_log = logging.getLogger("te_fsdp")
-#: ``scheme://...``, or ``scheme:/...``, which ``Path`` makes of it. A scheme has two letters at least.
+#: ``scheme://...``, or ``scheme:/...``, which ``Path`` makes of it. A scheme has at least two letters.
 _URL = re.compile(r"([a-z][a-z0-9+.\-]+)://?(.*)", re.DOTALL)
-#: What listings of several kinds of storage call the time of writing.
+#: Keys of the modification time in listings of several kinds of storage.
 _WRITTEN = ("LastModified", "mtime", "created")
-LOCK = ".te_fsdp-lock"
-#: Seconds between signs of life.
-BEAT = 5.0
-#: Seconds without one, after which a holder on another machine counts as dead: clients of NFS may see a file's time a
-#: minute late.
-SILENCE = 120.0
-#: Bytes of a name that is used as it is in the names of locks and of hidden directories.
-_LONGEST = 110
-#: By the owner of each lock that this process holds, what ends its signs of life.
-_held: dict[Owner, threading.Event] = {}
 
 
 def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
-    """A local path, or one on object storage where it is a URL; CheckpointError if it is neither. Touches nothing.
+    """Return a local path, or a path on object storage for a URL. Local operation; reads no storage.
 
-    A leading ``~`` or ``~user`` is the home directory, as in a shell.
+    A leading ``~`` or ``~user`` is replaced by the home directory. Raise CheckpointError for any other type.
     """
     if isinstance(path, RemotePath):
         return cast(Any, path)
@@ -75,14 +48,14 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
     text = os.fspath(path)
     found = _URL.fullmatch(text) if "://" in text or isinstance(path, PurePath) else None
     if found is None:
-        return _expanded(text)
+        return _expand_home(text)
     scheme, rest = found.groups()
     if scheme in ("file", "local"):
         return Path(rest if "://" in text else f"/{rest}")
     return cast(Any, RemotePath(f"{scheme}://{rest}"))
 
 
-def _expanded(text: str) -> Path:
+def _expand_home(text: str) -> Path:
     """Return a local path with its leading ``~`` replaced by the home directory."""
     full = os.path.expanduser(text)
     if full.startswith("~"):
@@ -96,31 +69,27 @@ def _expanded(text: str) -> Path:
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:
-    """:func:`resolve_path`, whatever the current directory is later; ``..`` is above a link's target.
-
-    Local operation.
-    """
+    """Return :func:`resolve_path` as an absolute path; ``..`` is resolved after links. Local operation."""
     place = resolve_path(path)
     full = os.path.realpath if ".." in str(place).split("/") else os.path.abspath
     return place if is_remote(place) else Path(full(place))
 
 
 def is_remote(path: Path) -> TypeGuard[Any]:
-    """Whether a path is on object storage."""
+    """Return whether a path is on object storage."""
     return isinstance(path, RemotePath)
 
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
-    """An object, or the common beginning of several, on object storage.
+    """An object on object storage, or the common prefix of several objects.
 
-    It has those methods of ``Path`` that checkpoints use, and inherits none: they would look for a directory ``s3:`` on
-    the local disk. Errors of the libraries below, which have many classes, come as ``OSError``, as those of disks do.
+    It has the methods of ``Path`` that checkpoints use. It does not inherit from ``Path``, whose other methods would
+    access the local disk. Errors of the storage libraries are raised as ``OSError``.
     """
 
-    url: str  #: With its scheme
-    #: What a listing told of it
-    listed: dict[str, Any] | None = field(default=None, compare=False, repr=False)
+    url: str  #: Includes the scheme
+    listed: dict[str, Any] | None = field(default=None, compare=False, repr=False)  #: Entry in a listing
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", self.url.rstrip("/"))
@@ -140,7 +109,7 @@ class RemotePath:
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
-        """Fsspec's file system, and its name for this path."""
+        """Return fsspec's file system and its key of this path."""
         from fsspec.core import url_to_fs
 
         try:
@@ -153,25 +122,25 @@ class RemotePath:
             ) from error
 
     def call(self, method: str, *arguments: Any, **options: Any) -> Any:
-        """A method of fsspec's file system, for this path."""
+        """Call a method of fsspec's file system for this path."""
         fs, key = self._place
         try:
             return getattr(fs, method)(key, *arguments, **options)
         except (OSError, TypeError):
             raise
-        except Exception as error:  # botocore's and aiohttp's have a base class each
+        except Exception as error:  # botocore and aiohttp have their own base classes
             raise OSError(errno.EIO, f"{type(error).__name__}: {error}", self.url) from error
 
     is_file = partialmethod(call, "isfile")
-    is_dir = partialmethod(call, "isdir")  # whether there are objects whose names begin so
+    is_dir = partialmethod(call, "isdir")  # whether objects with this prefix exist
     exists = partialmethod(call, "exists")  # one or the other
     read_bytes = partialmethod(call, "cat_file")
     write_bytes = partialmethod(call, "pipe_file")
     unlink = partialmethod(call, "rm_file")
-    remove_all = partialmethod(call, "rm", recursive=True)  # all objects whose names begin so
+    remove_all = partialmethod(call, "rm", recursive=True)  # all objects with this prefix
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """What lies directly below, by one request for a thousand names; none where there is nothing."""
+        """Yield the direct children, with one request per thousand names; none for a missing path."""
         try:
             found = self.call("ls", detail=True)
         except FileNotFoundError:
@@ -179,24 +148,24 @@ class RemotePath:
         own = self._place[1].rstrip("/")
         for info in found:
             key = info["name"].rstrip("/")
-            if key and key != own:  # some list a folder in itself
+            if key and key != own:  # some file systems list a folder in itself
                 yield RemotePath(f"{self.url}/{key.rpartition('/')[2]}", info)
 
     def stat(self) -> Any:
-        """Its bytes; from the listing that it comes from, if it comes from one."""
+        """Return size and mode, from the listing if the path has an entry of one."""
         info = self.listed or self.call("info")
         if info.get("type") == "directory" or info.get("size") is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
         return SimpleNamespace(st_size=int(info["size"]), st_mode=stat.S_IFREG)
 
     def open(self, mode: str = "rb", buffering: int = -1) -> Any:
-        """A file: a written one appears when it is closed; one read without buffer reads what it is asked for."""
+        """Open a file. A written file appears when it is closed; an unbuffered one reads ranges on demand."""
         return RangeFile(self) if mode == "rb" and not buffering else self.call("open", mode)
 
     def create(self, data: bytes) -> None:
-        """Write an object, or raise FileExistsError where there is one: of several processes that do, one succeeds.
+        """Write a new object, or raise FileExistsError. Of several concurrent processes exactly one succeeds.
 
-        S3, Google's and Azure's storage decide it; an fsspec that cannot ask them to looks, and writes a moment later.
+        S3, Google and Azure decide this on the server. With an older fsspec there is a short race.
         """
         try:
             self.call("pipe_file", data, mode="create")
@@ -205,14 +174,9 @@ class RemotePath:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), self.url) from None
             self.write_bytes(data)
 
-    def touched(self) -> float | None:
-        """Seconds since 1970 at which one of the objects directly below was last written; ``None`` if none tells."""
-        told = [(path.listed or {}).get(key) for path in self.iterdir() for key in _WRITTEN]
-        return max((t.timestamp() if hasattr(t, "timestamp") else float(t) for t in told if t), default=None)
-
 
 class RangeFile(io.RawIOBase):
-    """An object, which exists, that is read range by range, each by one request."""
+    """An existing object that is read range by range, with one request each."""
 
     def __init__(self, path: RemotePath) -> None:
         super().__init__()
@@ -220,7 +184,7 @@ class RangeFile(io.RawIOBase):
         self.size = path.stat().st_size
 
     def read_at(self, view: memoryview, offset: int) -> int:
-        """Fill memory from some byte on, as far as there are bytes; how many there were. Any thread may call this."""
+        """Fill memory with the bytes from an offset on; return how many there were. Thread-safe."""
         end = min(offset + len(view), self.size)
         if end <= offset:
             return 0
@@ -229,13 +193,13 @@ class RangeFile(io.RawIOBase):
         return len(data)
 
     def readable(self) -> bool:
-        """Yes."""
+        """Return True."""
         return True
 
     seekable = readable
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a byte."""
+        """Set the position; return it."""
         self._at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}[whence]
         return self._at
 
@@ -247,38 +211,48 @@ class RangeFile(io.RawIOBase):
 
 
 def listing(folder: Path) -> dict[str, Path]:
-    """What lies in a folder on object storage, by name; nothing for local ones, where asking for a file is quick."""
+    """Return the children of a folder on object storage by name; empty for a local folder, where ``stat`` is fast."""
     return {path.name: path for path in folder.iterdir()} if is_remote(folder) else {}
 
 
 def read_at(file: Any, view: memoryview, offset: int) -> int:
-    """Read an open file, unbuffered, from some byte on; how many bytes came. Local operation, in any thread."""
+    """Read an unbuffered open file at an offset; return the number of bytes. Local operation, thread-safe."""
     if isinstance(file, RangeFile):
         return file.read_at(view, offset)
     return os.preadv(file.fileno(), [view], offset)
 
 
-# --------------------------------------------------------------------------------------------------------- locks
+def last_written(folder: Path) -> float | None:
+    """Return when a folder or one of its direct children was last written, by the clock of the storage.
+
+    ``None`` if the storage has no such times, or the folder is gone. Local operation.
+    """
+    if not is_remote(folder):
+        with suppress(OSError):
+            return max(path.lstat().st_mtime for path in (folder, *folder.glob("*")))
+        return None
+    found = [(path.listed or {}).get(key) for path in folder.iterdir() for key in _WRITTEN]
+    return max((t.timestamp() if hasattr(t, "timestamp") else float(t) for t in found if t), default=None)
 
 
 class Owner(NamedTuple):
-    """A process that writes, or removes, a checkpoint. As text it is a part of a file's name."""
+    """A process that writes or removes a checkpoint. Its text is part of a folder name."""
 
-    machine: str  #: The host, and digits of what a process id means there: boot, process ids' namespace
+    machine: str  #: Host name, and a digest of the boot and the namespace of process ids
     pid: int
-    start: str  #: Of the process, in ticks since the boot; empty where the system does not tell
-    since: int  #: When it began this piece of work, in seconds since 1970, by its clock
-    token: str  #: Makes each piece of work another owner
+    start: str  #: Start of the process in ticks since boot; empty where the system does not report it
+    since: int  #: Start of this piece of work, in seconds since 1970
+    token: str  #: Distinguishes pieces of work of one process
 
     @classmethod
     def new(cls) -> Owner:
-        """This process, beginning something."""
+        """Return this process, for a new piece of work."""
         pid = os.getpid()
         return cls(_machine(), pid, _start_of(pid) or "", int(time.time()), secrets.token_hex(4))
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """The owner of a name; one on no known machine if it tells none."""
+        """Return the owner in a folder name; one with an empty machine for any other text."""
         parts = text.split(".")
         if len(parts) != 5 or not (parts[1].isdigit() and parts[3].isdigit()):
             return cls("", 0, "", 0, text)
@@ -287,21 +261,13 @@ class Owner(NamedTuple):
     def __str__(self) -> str:
         return ".".join(map(str, self))
 
-    def describe(self) -> str:
-        """For messages."""
-        if not self.machine:
-            return f"unknown: {self.token}"
-        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
-        own = " (this process)" if self.is_here else ""
-        return f"process {self.pid}{own} on {self.machine.rpartition('-')[0]}, since {since} by its clock"
-
     @property
     def is_here(self) -> bool:
-        """Whether it is this process."""
+        """Return whether it is this process."""
         return self.pid == os.getpid() and self.is_alive() is True
 
     def is_alive(self) -> bool | None:
-        """Whether the process lives; ``None`` if it is on another machine, or was before this one's boot."""
+        """Return whether the process is alive; ``None`` if it runs on another machine, or ran before this boot."""
         if self.machine != _machine():
             return None
         try:
@@ -315,8 +281,8 @@ class Owner(NamedTuple):
 
 
 def _machine() -> str:
-    """Where a process id means what it means here: hosts may share a name, and containers a host."""
-    known = [os.uname().sysname, "", ""]  # empty where it is no Linux
+    """Return where a process id has its meaning: hosts may share a name, and containers may share a host."""
+    known = [os.uname().sysname, "", ""]  # empty except on Linux
     with suppress(OSError):
         known[1] = Path("/proc/sys/kernel/random/boot_id").read_text()
     with suppress(OSError):
@@ -326,141 +292,10 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """When a process started, in the system's words; ``""`` for one that has ended, ``None`` where nobody tells."""
+    """Return when a process started; ``""`` for one that has ended, ``None`` where the system does not report it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    # proc(5): the third field is the state, the 22nd the start. Killed ones stay as zombies until somebody asks.
+    # proc(5): the third field is the state, the 22nd the start. A killed process stays a zombie until it is reaped.
     return "" if fields[0] in "ZX" else fields[19]
-
-
-def acquire_lock(target: Path) -> Owner:
-    """Take the lock of a path whose parent exists, from a dead holder too, and give signs of life from then on. Local.
-
-    Raises CheckpointError, naming it, for a living holder; one on another machine is given :data:`SILENCE` seconds.
-    """
-    lock, owner = _lock_of(target), Owner.new()
-    own = lock.with_name(f"{lock.name}.{owner}")
-    own.mkdir()
-    try:
-        (own / str(owner)).touch()
-        while not _has_taken(target, owner, lock, own):
-            time.sleep(0.01)  # it was given back, or taken, between two looks
-    finally:
-        if own.exists():
-            shutil.rmtree(own, ignore_errors=True)
-    ended = _held[owner] = threading.Event()
-
-    def give_signs() -> None:
-        while not ended.wait(BEAT):
-            with suppress(OSError):  # another has taken it over, or no answer came
-                os.utime(lock / str(owner))
-
-    threading.Thread(target=give_signs, name=f"te_fsdp {owner}", daemon=True).start()
-    return owner
-
-
-def _has_taken(target: Path, owner: Owner, lock: Path, own: Path) -> bool:
-    """Take a lock that nobody has, or that of a dead holder; whether that was possible."""
-    try:
-        os.rename(own, lock)
-        return True
-    except OSError as error:
-        holder = _holder(lock)
-        if holder is None and error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-    if holder is None or holder.name == str(owner):
-        # A server that answers late is asked twice: the second time the lock is there, and it is ours.
-        return holder is not None
-    known = Owner.parse(holder.name)
-    alive = known.is_alive()
-    if alive or (alive is None and not _has_no_heartbeat(holder)):
-        raise _written_by(target, known)
-    try:
-        os.rename(holder, lock / str(owner))
-    except FileNotFoundError:
-        return False
-    _log.warning("%s: taking over from a dead job, %s", target, known.describe())
-    return True
-
-
-def _written_by(target: Any, owner: Owner, why: str = "Nothing was written") -> CheckpointError:
-    return CheckpointError(
-        f"{target}: another job is writing it",
-        expected="one writer for a path",
-        got=owner.describe(),
-        why=why,
-        fix="save under another name, such as a directory per run; or end that job",
-    )
-
-
-def _has_no_heartbeat(holder: Path) -> bool:
-    """Whether a holder elsewhere gives no sign of life, for as long as this takes."""
-    _log.warning("%s: waiting for a sign of life, at most %.0f s", holder, SILENCE)
-    deadline = time.monotonic() + SILENCE
-    with suppress(FileNotFoundError):  # it has gone meanwhile: taking it will tell
-        seen = holder.stat().st_mtime_ns
-        while time.monotonic() < deadline:
-            time.sleep(min(BEAT, SILENCE) / 10)
-            if holder.stat().st_mtime_ns != seen:
-                return False
-    return True
-
-
-def gives_signs(target: Path, owner: Owner) -> bool:
-    """Return whether an owner on another machine holds the lock of a target and shows signs of life. Local operation.
-
-    Takes up to :data:`SILENCE` seconds if it holds the lock.
-    """
-    file = _lock_of(target) / str(owner)
-    return file.exists() and not _has_no_heartbeat(file)
-
-
-def check_lock(target: Path, owner: Owner) -> None:
-    """Raise if another has taken this owner's lock, since it was still for so long that it seemed dead. Local."""
-    lock = _lock_of(target)
-    if (lock / str(owner)).exists():
-        return
-    holder = _holder(lock)
-    why = f"It has taken over, since this one gave no sign of life for {SILENCE:.0f} s: nothing of it has appeared"
-    raise _written_by(target, Owner.parse("it has ended" if holder is None else holder.name), why)
-
-
-def release_lock(target: Path, owner: Owner) -> None:
-    """Give a lock back; nothing where it is another's. Local operation."""
-    file = _lock_of(target) / str(owner)
-    if owner in _held:
-        _held.pop(owner).set()
-    with suppress(OSError):  # another's by now, or the next one has come between the two steps
-        file.unlink()
-        file.parent.rmdir()
-
-
-def release_stale_lock(lock: Path) -> None:
-    """Remove a lock whose holder is known to be dead, or that nobody holds. Local operation."""
-    with suppress(OSError):  # held, or taken between the two steps; or another user's
-        holder = _holder(lock)
-        if holder is not None and Owner.parse(holder.name).is_alive() is False:
-            holder.unlink()
-        lock.rmdir()
-
-
-def short_name(name: str) -> str:
-    """Return a name to which mark and owner may be added: file systems take 255 bytes. Short ones stay as they are."""
-    if len(os.fsencode(name)) <= _LONGEST:
-        return name
-    digest = hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()
-    return f"{os.fsencode(name)[: _LONGEST - 20].decode(errors='ignore')}~{digest}"
-
-
-def _lock_of(target: Path) -> Path:
-    return target.with_name(f".{short_name(target.name)}{LOCK}")
-
-
-def _holder(lock: Path) -> Path | None:
-    """The file that names the holder."""
-    try:
-        return next(iter(lock.iterdir()), None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None

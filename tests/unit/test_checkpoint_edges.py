@@ -78,7 +78,7 @@ def test_names_appear_once_their_contents_are_on_disk(
         fsync(number)
 
     def renamed(old: Any, new: Any, **where: Any) -> None:
-        if Path(old).name.startswith(".") and Path(new).parent == tmp_path and "lock" not in Path(old).name:
+        if Path(old).name.startswith(".") and Path(new).parent == tmp_path:
             done = {path for event, path in events if event == "sync"}
             assert [p for p in contents(Path(old)) if p not in done] == [], "would be lost with the power"
             assert events[-1][1] == Path(old), "entries are synced when all are there"
@@ -128,7 +128,7 @@ def test_a_save_that_fails_after_it_is_whole_says_so(tmp_path: Path) -> None:
     assert "Nothing has appeared there" in str(as_failed_save(tmp_path / "a", lost, "0" * 32))
     checkpoint.save(tmp_path / "a", model())
     ours = read_manifest(tmp_path / "a").save_id
-    assert "was whole by then, and lies there" in str(as_failed_save(tmp_path / "a", lost, ours))
+    assert "was complete by then, and exists" in str(as_failed_save(tmp_path / "a", lost, ours))
     assert "by then" not in str(as_failed_save(tmp_path / "a", lost, "0" * 32)), "another job's lies there"
 
 

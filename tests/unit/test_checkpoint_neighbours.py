@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import subprocess
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import directory, manifest, planner, storage
-from te_fsdp.checkpoint.storage import LOCK, Owner
+from te_fsdp.checkpoint.storage import Owner
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 
@@ -53,26 +52,17 @@ def met(tmp_path_factory: pytest.TempPathFactory, python: str) -> dict[str, list
     return {plan: [o for o in outcomes if o["plan"] == plan] for plan in plans}
 
 
-def _is_true(told: str, winner: int) -> bool:
-    """Whether a loser's text says what was the case."""
-    return (
-        "exists already" in told
-        or f"another job is writing it: expected one writer for a path, got process {winner} on" in told
-    )
-
-
 def test_one_of_two_jobs_wins_wherever_they_meet(met: dict[str, list[dict[str, Any]]]) -> None:
-    refused = set()
+    """The first rename wins; the other job reports that the target exists, and leaves nothing."""
+    winners = set()
     for outcome in met["stopped"]:
         won = [told == "done" for told in outcome["told"]]
         assert sum(won) == 1, outcome
         winner = won.index(True)
         assert outcome["text"] == ("first", "second")[winner] and outcome["names"] == ["x"], outcome
-        told = outcome["told"][1 - winner]
-        assert _is_true(told, outcome["pids"][winner]), outcome
-        refused.add((winner, "exists already" in told))
-    assert len(refused) == 4, "each job has lost, to one that was writing and to one that had written"
-    assert len(met["stopped"]) > 40
+        assert "exists already" in outcome["told"][1 - winner], outcome
+        winners.add(winner)
+    assert winners == {0, 1} and len(met["stopped"]) > 20
 
 
 def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
@@ -84,7 +74,7 @@ def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
         if outcome["same"]:
             assert sorted(t == "done" for t in told) == [False, True], outcome
             winner = told.index("done")
-            assert _is_true(told[1 - winner], outcome["pids"][winner]), outcome
+            assert "exists already" in told[1 - winner], outcome
             assert values == {"step-3": 3.0, "step-4": (4.0, 5.0)[winner]}, outcome
         else:
             assert told == ["done", "done"], outcome
@@ -96,7 +86,7 @@ def test_two_jobs_on_a_slow_disk(met: dict[str, list[dict[str, Any]]]) -> None:
         assert kept == sorted(values), "nothing hidden is left"
 
 
-def test_a_job_killed_anywhere_holds_up_nobody(met: dict[str, list[dict[str, Any]]]) -> None:
+def test_a_job_killed_anywhere_does_not_block_the_next(met: dict[str, list[dict[str, Any]]]) -> None:
     """The next one saves to the same path at once, unless the killed one was whole."""
     told = set()
     for outcome in met["killed"]:
@@ -108,36 +98,22 @@ def test_a_job_killed_anywhere_holds_up_nobody(met: dict[str, list[dict[str, Any
         assert outcome["value"] == (3.0 if whole else 4.0) and outcome["names"] == ["step-3", "step-4"], (
             outcome
         )
-        assert outcome["seconds"] < storage.SILENCE / 4, "nobody is waited for"
         told.add(whole)
     assert told == {True, False} and len(met["killed"]) > 20
 
 
-# ------------------------------------------------------------------------------------------------ who holds a lock
-
-
-def holder_of(target: Path, owner: Owner) -> Path:
-    """A lock that somebody holds."""
-    lock = target.with_name(f".{target.name}{LOCK}")
-    lock.mkdir(parents=True)
-    (lock / str(owner)).touch()
-    return lock
+# ------------------------------------------------------------------------------------- folders of killed jobs
 
 
 def test_a_process_id_that_was_given_again(tmp_path: Path) -> None:
-    """It lives, and is another process: this one, which started later than the dead holder."""
+    """A process with the id of a dead owner started later; the control is this process itself."""
     here = Owner.new()
-    for number, start in enumerate(("1", here.start)):
-        target = tmp_path / f"step-{number}"
-        holder_of(target, Owner(here.machine, here.pid, start, here.since, "0" * 8))
-        if start == "1":
-            checkpoint.save(target, model())
-            continue
-        with pytest.raises(
-            CheckpointError, match=rf"another job is writing it.*got process {os.getpid()} \(this"
-        ):
-            checkpoint.save(target, model())
-    assert names(tmp_path) == [f".step-1{LOCK}", "step-0"]
+    for start, stays in (("1", False), (here.start, True)):
+        owner = Owner(here.machine, here.pid, start, here.since, "0" * 8)
+        left = tmp_path / f".step-1.te_fsdp-saving.{owner}"
+        left.mkdir()
+        checkpoint.save(tmp_path / f"step-{start}", model())
+        assert left.exists() == stays
 
 
 def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
@@ -152,95 +128,33 @@ def test_a_killed_process_that_nobody_asked_for(tmp_path: Path) -> None:
     assert owner.is_alive() is False
 
 
-def test_a_holder_on_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With signs of life it is respected and named; without them its lock is taken over, and it finds out."""
-    monkeypatch.setattr(storage, "SILENCE", 0.5)
-    target, owner = tmp_path / "step-1", Owner("node7-12345678", 17, "99", 1700000000, "0" * 8)
-    file = holder_of(target, owner) / str(owner)
-    ended = threading.Event()
-
-    def live() -> None:
-        while not ended.wait(0.02):
-            os.utime(file)
-
-    alive = threading.Thread(target=live)
-    alive.start()
-    try:
-        with pytest.raises(
-            CheckpointError, match="another job is writing it.*process 17 on node7, since 2023-11-1.*Fix"
-        ):
-            checkpoint.save(target, model())
-        assert names(tmp_path) == [f".step-1{LOCK}"] and file.exists()
-    finally:
-        ended.set()
-        alive.join()
-    began = time.monotonic()
-    checkpoint.save(target, model())
-    assert time.monotonic() - began > 0.5 and names(tmp_path) == ["step-1"]
-
-
-def test_a_job_that_was_taken_for_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "SILENCE", 0.1)
-    target = tmp_path / "x"
-    late = directory.begin(target)
-    (lock,) = tmp_path.glob(f"*{LOCK}")
-    monkeypatch.setattr(storage, "_machine", lambda: "elsewhere-00000000")
-    with directory.new_directory(target) as folder:
-        (folder / "text").write_text("new")
-        assert not late.exists(), "its lock was taken over, so what it wrote is nobody's"
-        with pytest.raises(
-            CheckpointError,
-            match="another job is writing it.*got process.*has taken over.*gave no sign of life",
-        ):
-            directory.commit(late, target)
-        directory.discard(late)
-        assert len(list(lock.iterdir())) == 1, "a lock is given back by its holder alone"
-    assert (target / "text").read_text() == "new" and names(tmp_path) == ["x"]
-
-
-def test_signs_of_life_are_given_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "BEAT", 0.01)
-    temporary = directory.begin(tmp_path / "x")
-    (file,) = (tmp_path / f".x{LOCK}").iterdir()
-    first, deadline = file.stat().st_mtime_ns, time.monotonic() + 30
-    while file.stat().st_mtime_ns == first:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    directory.discard(temporary)
-    deadline = time.monotonic() + 30
-    while any(str(file.name) in thread.name for thread in threading.enumerate()):
-        assert time.monotonic() < deadline, "the thread ends with the lock"
-        time.sleep(0.01)
-    assert names(tmp_path) == []
-
-
 def test_what_killed_jobs_left(tmp_path: Path) -> None:
-    """Removed where its process is dead, or it is a day old; never what a living one writes."""
+    """Removed if its process is dead, or unknown and a day old; never what a living process writes."""
     here = Owner.new()
     dead, elsewhere = Owner(here.machine, DEAD, "1", 0, "0"), Owner("node7-12345678", 1, "1", 0, "0")
     mine = directory.begin(tmp_path / "step-1")
     left = {
         f".step-2.te_fsdp-saving.{dead}": False,
-        f".step-2{LOCK}.{dead}": False,
+        f".step-2.te_fsdp-lock.{dead}": False,  # of an earlier version
         f".step-2.te_fsdp-removing.{dead}": False,
         f".step-3.te_fsdp-saving.{elsewhere}": True,
         f".step-3.te_fsdp-removing.{elsewhere}": True,
         f".step-4.te_fsdp-saving.{elsewhere}": False,  # a day old
-        f".step-5.te_fsdp-saving.{elsewhere}": False,  # of the same checkpoint, whose lock it has lost
-        ".step-5.te_fsdp-saving.other-host.1.00000000": False,  # of an earlier version
+        f".step-5.te_fsdp-saving.{elsewhere}": True,  # of the same path: that job may still be writing
+        ".step-6.te_fsdp-lock": False,  # of an earlier version, a day old
+        ".step-7.te_fsdp-lock": True,
         ".step-6.te_fsdp-saving.other-host.1.00000000": True,
         ".notes.te_fsdp-things": True,
     }
     for name in left:
         (tmp_path / name).mkdir()
-    holder_of(tmp_path / "step-6", dead)
-    holder_of(tmp_path / "step-7", elsewhere)
     yesterday = time.time() - 25 * 3600
-    os.utime(tmp_path / f".step-4.te_fsdp-saving.{elsewhere}", (yesterday, yesterday))
+    for name in (f".step-4.te_fsdp-saving.{elsewhere}", ".step-6.te_fsdp-lock"):
+        os.utime(tmp_path / name, (yesterday, yesterday))
     assert checkpoint.latest(tmp_path) is None
     checkpoint.save(tmp_path / "step-5", model())
     stays = [name for name, expected in left.items() if expected]
-    assert set(names(tmp_path)) == {"step-5", mine.name, f".step-1{LOCK}", f".step-7{LOCK}", *stays}
+    assert set(names(tmp_path)) == {"step-5", mine.name, *stays}
     directory.discard(mine)
 
 
@@ -329,10 +243,10 @@ def test_two_jobs_that_remove_the_same(
         checkpoint.save(tmp_path / f"step-{step}", model())
     hidden_name = directory._hidden_name
 
-    def other_was_quicker(path: Path, mark: str, owner: Owner) -> Path:
+    def other_was_quicker(path: Path, mark: str) -> Path:
         if mark == directory._REMOVING:
             shutil.rmtree(path)
-        return hidden_name(path, mark, owner)
+        return hidden_name(path, mark)
 
     monkeypatch.setattr(directory, "_hidden_name", other_was_quicker)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
@@ -370,20 +284,15 @@ def test_what_this_user_may_not_enter_is_passed_over(
     """The directories are another user's; a test that root runs may enter all."""
     for step in (1, 2):
         checkpoint.save(tmp_path / f"step-{step}", model())
-    closed, is_file, holder = {"lost+found", "step-2"}, Path.is_file, storage._holder
+    closed, is_file = {"lost+found", "step-2"}, Path.is_file
     (tmp_path / "lost+found").mkdir()
-    (tmp_path / f".step-9{LOCK}").mkdir()
 
     def is_file_here(path: Path) -> bool:
         if closed & {*path.parts}:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return is_file(path)
 
-    def holder_here(lock: Path) -> Path | None:
-        return holder(lock) if "step-9" not in lock.name else _always(errno.EACCES)()
-
     monkeypatch.setattr(Path, "is_file", is_file_here)
-    monkeypatch.setattr(storage, "_holder", holder_here)
     with caplog.at_level(logging.WARNING, logger="te_fsdp"):
         assert checkpoint.latest(tmp_path) == tmp_path / "step-1"
     assert ["step-2: cannot be read (Permission denied)" in text for text in caplog.messages] == [True]
@@ -408,7 +317,7 @@ def test_what_the_system_refuses_is_said(tmp_path: Path, monkeypatch: pytest.Mon
                 checkpoint.save(tmp_path / "a", model())
     assert names(tmp_path) == []
     checkpoint.save(tmp_path / "two\nlines", model())
-    assert names(tmp_path) == ["two\nlines"], "the lock was given back"
+    assert names(tmp_path) == ["two\nlines"]
 
 
 # ------------------------------------------------------------------------------------------------------ full disks
@@ -427,7 +336,6 @@ FULL = {
     errno.EFBIG: "a file would be too large",
 }
 PLACES = {
-    "lock": (Path, "touch"),
     "directory": (Path, "mkdir"),
     "tensors": (planner.Writing, "blocks"),
     "sync": (os, "fsync"),

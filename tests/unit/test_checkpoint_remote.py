@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -220,15 +219,16 @@ def test_two_jobs_at_one_path(memory: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Owner, "new", lambda: Owner.parse(ELSEWHERE))
     theirs = directory.begin(other)
     monkeypatch.undo()
-    # A day later its job is taken for dead. What is not ours stays, however it is called.
+    # After a day without a write, by the clock of the storage, its job counts as dead. Folders that te_fsdp did not
+    # write stay.
     foreign = resolve_path(f"{memory}/data/te_fsdp-data.v1/x")
     foreign.write_bytes(b"x")
-    now = time.time()
-    monkeypatch.setattr(directory.time, "time", lambda: now + 86399)
-    checkpoint.save(f"{memory}/c", trained()[0])
-    assert theirs.exists()
-    monkeypatch.setattr(directory.time, "time", lambda: now + 86500)
-    checkpoint.save(f"{memory}/d", trained()[0])
+    written = directory.last_written
+    for seconds, stays in ((86000, True), (86500, False)):
+        later = lambda folder, s=seconds: written(folder) + s * (folder.name != theirs.name)  # noqa: E731
+        monkeypatch.setattr(directory, "last_written", later)
+        checkpoint.save(f"{memory}/c-{stays}", trained()[0])
+        assert theirs.exists() == stays
     assert not theirs.exists() and foreign.exists()
 
 
@@ -252,7 +252,7 @@ def test_an_answer_that_was_lost_and_a_failing_storage(memory: str, monkeypatch:
     # It was whole by then: what has begun to be seen is not removed.
     monkeypatch.setattr(RemotePath, "create", failing)
     text = text_of(checkpoint.save, f"{memory}/b", trained(2.0)[0])
-    assert "LostError: no answer" in text and "The checkpoint was whole by then, and lies there" in text
+    assert "LostError: no answer" in text and "The checkpoint was complete by then, and exists" in text
     monkeypatch.undo()
     assert torch.equal(loaded_weights(f"{memory}/b"), trained(2.0)[0].weight)
 
