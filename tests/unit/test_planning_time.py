@@ -90,7 +90,7 @@ def test_beside_two_h200s(hopper, monkeypatch):
 
     sizes = SimpleNamespace(layers=8, hidden=4096, ffn=14336, heads=32, groups=8, vocabulary=0, experts=0)
     build = partial(plan_memory.build, sizes)
-    page, rates = (ROOT / "docs/plan.md").read_text(), {}
+    page, rates = (ROOT / "benchmarks/README.md").read_text(), {}
     for (weights, setting), (options, axes, measured, estimate) in ROWS.items():
         job = Job(build, optimizer="fused-adam", units=("layers.*",), **options)
         found = plan(job, Sizes(**{"dp_shard": 2, **axes}))

@@ -71,7 +71,7 @@ def test_the_plot_of_the_page_shows_the_recorded_rows(monkeypatch, tmp_path):
 
     path = ROOT / "benchmarks/results/scale-cpu.json"
     rows = json.loads(path.read_text())["rows"]
-    assert _text_chunks(ROOT / "docs/scale.png").get("Rows") == scale.digest(rows)
+    assert _text_chunks(ROOT / "benchmarks/scale.png").get("Rows") == scale.digest(rows)
     monkeypatch.setattr(sys, "argv", ["scale.py", "--plot-of", str(path), "--plot", str(tmp_path / "a.png")])
     scale.main()
     assert _text_chunks(tmp_path / "a.png")["Rows"] == scale.digest(rows)
@@ -81,8 +81,8 @@ def test_the_plot_of_the_page_shows_the_recorded_rows(monkeypatch, tmp_path):
 
 
 def test_the_page_shows_the_recorded_rows():
-    """Kind: as above, for the table of docs/scale.md."""
-    page = (ROOT / "docs/scale.md").read_text()
+    """Kind: as above, for the table of benchmarks/README.md."""
+    page = (ROOT / "benchmarks/README.md").read_text()
     for row in json.loads((ROOT / "benchmarks/results/scale-cpu.json").read_text())["rows"]:
         if row["model"] == "step":
             if row["ranks"] > 8:  # not in the table

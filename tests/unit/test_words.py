@@ -42,7 +42,6 @@ NOT_YET = (
     "docs/checkpoints.md",
     "docs/cli.md",
     "docs/internals.md",
-    "docs/plan.md",
     "examples/fsdp2_tp/README.md",
     "examples/fsdp2_tp/train.py",
     "examples/fsdp2_tp/train_elastic.py",

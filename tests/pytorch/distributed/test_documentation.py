@@ -40,7 +40,7 @@ PAGES = {
     "docs/compile.md": ["built"],
     "docs/concepts.md": ["nothing"],
     "docs/context_parallel.md": ["of_tokens", "of_tokens"],
-    "docs/data.md": ["data", "evaluated", "evaluated", "training", "training", "evaluated"],
+    "docs/data.md": ["data", "training", "training", "evaluated", "evaluated", "training", "evaluated"],
     "docs/errors.md": ["training"],
     "docs/fast.md": ["training"],
     "docs/graphs.md": ["microbatched"],
@@ -54,7 +54,7 @@ PAGES = {
     "docs/porting.md": ["nothing", "built", "built", "nothing"],
     "docs/precision.md": ["built", "passed", "training"],
     "docs/quantized.md": ["nothing"],
-    "docs/strategies.md": ["copies", "training", "training"],
+    "docs/strategies.md": ["copies"],
     "docs/transport.md": ["built", "built"],
     "docs/troubleshooting.md": ["training"],
 }
