@@ -1,7 +1,7 @@
 """What te_fsdp itself costs a rank as ranks grow: one process, torch's fake process group, no GPU.
 
     python benchmarks/scale.py --out benchmarks/results/scale-cpu.json --plot benchmarks/scale.png
-    python benchmarks/scale.py --plot-of benchmarks/results/scale-cpu.json --plot benchmarks/scale.png     (measures nothing)
+    python benchmarks/scale.py --plot-of benchmarks/results/scale-cpu.json --plot benchmarks/scale.png   (only plots)
 
 Set-up of a 405B-shaped and a 671B-MoE-shaped model on meta; materialize of as many modules and parameters, but narrow
 ones, since values are drawn by the device and this is the host's time; and a step of a small model whose work per rank
