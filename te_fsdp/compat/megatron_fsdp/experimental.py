@@ -157,6 +157,13 @@ def fully_shard(
             expected="each module once, before fully_shard_optimizer",
             got="a module that was given before, or that holds a sharded one",
         )
+    if not isinstance(placements, Placements):
+        raise PlacementError(
+            "experimental.fully_shard: placements",
+            expected="Placements(dp_axes, parameter, gradient, optimizer)",
+            got=type(placements).__name__,
+            fix="Placements([0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]) for ZeRO-3 on one axis",
+        )
     strategy, outer = _strategies(mesh, placements)
     guard = module.register_forward_pre_hook(_refuse_forward)
     note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)

@@ -43,3 +43,11 @@ def test_no_name_of_an_axis(pool):
     """A hint that names the axis."""
     for text in pool.run(edges.no_name_of_an_axis, 2):
         assert text.endswith("Fix: dp_shard_dim='near'."), text
+
+
+@pytest.mark.ranks(2)
+def test_placements_of_torch(pool):
+    """Newer scripts pass torch's ``Shard``: the error names the classes of the bridge."""
+    for listed, wrapped in pool.run(edges.placements_of_torch, 2):
+        assert "expected Placements(dp_axes, parameter, gradient, optimizer), got list" in listed, listed
+        assert "(Flat, Flat, Flat)" in wrapped and "got 0: (Shard, Shard, Shard)" in wrapped, wrapped

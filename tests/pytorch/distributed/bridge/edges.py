@@ -95,3 +95,20 @@ def no_name_of_an_axis() -> str:
     except MeshError as error:
         return str(error)
     return ""
+
+
+def placements_of_torch() -> list[str]:
+    """Return the error for torch's placements, in a list as ``distribute_tensor`` takes them, and in ``Placements``."""
+    from torch.distributed.tensor import Shard
+
+    from te_fsdp.compat.megatron_fsdp import experimental as v2
+    from te_fsdp.errors import PlacementError
+
+    mesh = dist.init_device_mesh(harness.device_type(), (2,))
+    texts = []
+    for placements in ([Shard(0)], v2.Placements([0], [Shard(0)], [Shard(0)], [Shard(0)])):  # type: ignore[list-item]
+        try:
+            v2.fully_shard(make_nested(), mesh, placements)  # type: ignore[arg-type]
+        except PlacementError as error:
+            texts.append(str(error))
+    return texts
