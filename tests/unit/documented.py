@@ -22,6 +22,7 @@ RUN_BY = {
     "docs/moe.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "docs/plan.md": "tests/unit/test_planning.py::test_the_page",
     "docs/quickstart.md": "tests/unit/test_docs.py::test_the_quickstart_runs",
+    "docs/support.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "docs/train.md": "tests/unit/test_docs.py::test_train_a_model_runs",
     "examples/fsdp2_tp/README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
 }
@@ -35,7 +36,6 @@ NOT_RUN = {
     ("docs/cli.md", "mkdir|te-fsdp completion"): "writes where shells look; tests/unit/test_planning.py",
     ("docs/moe.md", r"NODES=2|make train-moe ARGS"): "needs GPUs",
     ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; test_torchrun.py",
-    ("docs/nodes.md", ".*elastic_kills.py"): "takes many minutes; tests/pytorch/distributed/test_elastic.py",
     ("docs/emulation.md", "python -m tests.conformance.record"): "needs a Hopper GPU",
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
     ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",

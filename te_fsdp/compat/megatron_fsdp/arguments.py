@@ -28,12 +28,10 @@ _log = logging.getLogger("te_fsdp")
 
 _STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 _BUFFERS = (
-    "buffers come from torch's caching allocator, which has the same blocks for them in each step; "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True keeps it from breaking them up"
+    "torch's allocator reuses buffers; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids fragmentation"
 )
 _REGISTERED = (
-    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1 in the environment registers torch's memory with NCCL, buffers "
-    "included; it does so the conventional way"
+    "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK=1 registers torch's memory with NCCL, buffers included"
 )
 _SEPARATE = "set_separate_reduce_scatter_group(True) of FSDP2's modules (torch 2.13 and later)"
 
@@ -44,9 +42,9 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "fsdp_group_ag": _SEPARATE,
     "expt_fsdp_group_ag": _SEPARATE,
     "overlap_grad_reduce": "FSDP2 always overlaps reductions with backward",
-    "overlap_param_gather": "FSDP2 always gathers ahead; see set_modules_to_forward_prefetch of its modules",
-    "preproc_state_dict_for_dcp_ckpt": "state dicts hold DTensors that DCP reads as they are; te_fsdp.checkpoint.save "
-    "and load move them onto any other mesh",
+    "overlap_param_gather": "FSDP2 always prefetches; see set_modules_to_forward_prefetch of its modules",
+    "preproc_state_dict_for_dcp_ckpt": "state dicts contain DTensors, which DCP reads; te_fsdp.checkpoint loads them "
+    "on any mesh",
     "average_in_collective": "FSDP2 averages in the collective wherever the transport can",
     "disable_bucketing": "a unit is one bucket; choose units with fsdp_unit_modules",
     "keep_fp8_transpose_cache": 'zero_dp_strategy="optim_grads" keeps gathered weights with their transposes',
@@ -57,7 +55,7 @@ WITHOUT_MEANING: Mapping[str, str] = {
     "disable_symmetric_registration": _REGISTERED,
     "enable_fine_grained_param_gather": "name smaller modules in fsdp_unit_modules",
     "use_decoupled_grad": "FusedAdam reads .grad, which has main_grads_dtype",
-    "cuda_graph_mode": "a whole step is recorded by te_fsdp.graphed_step, which needs nothing of the model",
+    "cuda_graph_mode": "te_fsdp.graphed_step records a full step",
 }
 
 
@@ -233,14 +231,14 @@ CONFIG_WITHOUT_MEANING: Mapping[str, str] = {
     and not argument.startswith("overlap_")
 } | {
     "bucket_size": WITHOUT_MEANING["disable_bucketing"],
-    "fp8_param_gather": "quantized weights always travel quantized",
+    "fp8_param_gather": "quantized weights are always sent quantized",
     "gradient_reduce_div_fusion": WITHOUT_MEANING["average_in_collective"],
     "suggested_communication_unit_size": WITHOUT_MEANING["disable_bucketing"],
-    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always begins to gather the root's own parameters",
+    "fsdp_all_gather_in_start_param_sync": "start_param_sync() always gathers the root's own parameters",
     "fsdp_manual_registration": WITHOUT_MEANING["nccl_ub"],
     "megatron_fsdp_max_pool_double_buffer": WITHOUT_MEANING["maxpool_double_buffer"],
     **{
-        f"megatron_fsdp_{dtype}_dtype": "give the constructor a mixed_precision_policy"
+        f"megatron_fsdp_{dtype}_dtype": "pass mixed_precision_policy to the constructor"
         for dtype in ("main_params", "main_grads", "grad_comm")
     },
 }
