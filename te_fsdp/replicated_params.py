@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp.collectives.async_work import Pending, current_stream, own_group
+from te_fsdp.collectives.async_work import Pending, current_stream
+from te_fsdp.collectives.groups import own_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
 from te_fsdp.errors import OrderError, message
 from te_fsdp.lifecycle import registered_at
@@ -124,14 +125,14 @@ class ReductionGroup:
         """Those of a mesh. Collective over the world where a process group is made.
 
         Of several axes the group is these reductions' own in any case, of this ``name``; of a single one where ``root``
-        is given, the mesh of the job that it is cut from.
+        is given, the mesh of the job that it is cut from. Models on the same ranks share it ([Note: shared groups]).
         """
         axes = () if mesh is None else [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
         if mesh is None or not axes:
             return cls(None, divisor)
         if len(axes) > 1:
             return cls(_torch.flatten_mesh(mesh, name).get_group(), divisor)
-        return cls(mesh[axes[0]].get_group() if root is None else own_group(root, axes[0]), divisor)
+        return cls(mesh[axes[0]].get_group() if root is None else own_group(root, axes[0], name), divisor)
 
 
 @dataclass(eq=False)

@@ -26,14 +26,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import maximum
-from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from te_fsdp.mesh import Meshes
 
 T = TypeVar("T")
@@ -132,26 +128,6 @@ class SideStream:
             if tensor is not None:
                 tensor.record_stream(self._stream)
         return Pending(lambda: result, stream=self._stream, event=self._stream.record_event())
-
-
-def own_group(root: DeviceMesh, axis: str, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group of the ranks of one axis for these moves alone.
-
-    Moves that ranks may start in different orders must not share a group: FSDP2's own and these, when ranks use
-    different units. Collective over the world. Every rank creates the groups of all pipeline stages, since torch names
-    groups by counting them.
-
-    Args:
-        root: The mesh of the job, or of this rank's stage.
-        axis: The axis of that mesh.
-        backend: ``None`` for the default backend of the job.
-    """
-    at = (root.mesh_dim_names or ()).index(axis)
-    stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)
-    rows = stages.movedim(at + 1, -1).reshape(-1, root.size(at)).tolist()
-    group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)
-    assert isinstance(group, dist.ProcessGroup)  # this rank is a member
-    return group
 
 
 class UnitOrder:

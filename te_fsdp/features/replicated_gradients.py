@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.unsupported import first_te_module, refuse_second_derivatives_of_te
 from te_fsdp.collectives.async_work import UnitOrder, current_stream
+from te_fsdp.collectives.groups import group_of_ranks
 from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.collectives.rendezvous import is_simulated
 from te_fsdp.errors import OrderError
@@ -105,8 +106,7 @@ class ReplicatedGradients:
         self._words: Any = None
         if self._units and dist.is_gloo_available() and not is_simulated():
             # Over the CPU: no word waits for the device. Not over the world, where other stages have other models.
-            ranks = sorted(meshes.device_mesh.mesh.flatten().tolist())
-            self._words = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._words = group_of_ranks(meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo")
         self._said: tuple[Any, torch.Tensor] | None = None
         self._gave_up = False
         self.attach()

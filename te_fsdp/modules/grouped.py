@@ -14,13 +14,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import gather
+from te_fsdp.collectives.groups import group_of_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
 from te_fsdp.modules.mixin import ResettableModule
@@ -32,7 +33,6 @@ from te_fsdp.upstream.te_modules import GroupedWeightAccess, grouped_path_proble
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.quantized.alignment import Grid
@@ -326,8 +326,7 @@ def _find_amax_group(binding: ModuleBinding) -> None:
     if binding.weight_mesh is not None:
         binding.amax_group = binding.weight_mesh.get_group()
     else:  # this rank alone holds them; for TE None means all ranks
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        binding.amax_group = cast("ProcessGroup", alone)
+        binding.amax_group = group_of_ranks([dist.get_rank()], "amax of experts")
 
 
 def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard
 
 from te_fsdp.collectives.agreement import maximum
-from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream, own_group
+from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream
+from te_fsdp.collectives.groups import own_group
 from te_fsdp.collectives.redistribute import GradComm, PackedLayout, comm_of, redistribute
 from te_fsdp.features.hfsdp.optimizer_shards import (
     ALIGNED,
@@ -312,8 +313,9 @@ class EarlyAverages:
             plan.order.agreed = ()
             return
         if self._groups is None:
-            backends = (dist.get_default_backend_for_device(meshes.device.type), "gloo")
-            averages, question = (own_group(meshes.device_mesh, OUTER, backend) for backend in backends)
+            backend = dist.get_default_backend_for_device(meshes.device.type)
+            averages = own_group(meshes.device_mesh, OUTER, "averages", backend)
+            question = own_group(meshes.device_mesh, OUTER, "question", "gloo")
             self._groups = averages, question
             # Connected here, where all ranks come by, and not in the midst of a backward.
             dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)

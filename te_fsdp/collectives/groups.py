@@ -1,0 +1,71 @@
+"""Process groups that te_fsdp creates, shared by all models of a process.
+
+[Note: shared groups] A process group uses threads and file descriptors until the program destroys it. torch cannot
+destroy one without a collective, so not when a model is garbage-collected. Models on the same ranks therefore share
+groups. This is safe because all ranks run their models in the same order. Each purpose within a model has its own
+group, since ranks may start the collectives of two purposes in different orders.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from te_fsdp.upstream import torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@functools.cache
+def _groups() -> weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]:
+    """Return the groups by default process group, so that they are dropped with it."""
+    return weakref.WeakKeyDictionary()
+
+
+def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
+    """Return the group of a key, and create it in the first call. All ranks of the group pass the same key."""
+    known = _groups().setdefault(dist.group.WORLD, {})
+    if key not in known:
+        known[key] = make()
+    return known[key]
+
+
+def own_group(root: DeviceMesh, axis: str, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a process group of the ranks of one axis, for one purpose.
+
+    Collectives that ranks may start in different orders must not share a group, such as FSDP2's own and these when
+    ranks use different units. The first call is collective over the world. Every rank creates the groups of all
+    pipeline stages, since torch names groups by counting them.
+
+    Args:
+        root: The mesh of the job, or of this rank's stage.
+        axis: The axis of that mesh.
+        purpose: A word for the use of the group.
+        backend: ``None`` for the default backend of the job.
+    """
+    at = (root.mesh_dim_names or ()).index(axis)
+    stages = _torch.root_mesh(root).mesh.reshape(-1, *root.shape)
+    rows = stages.movedim(at + 1, -1).reshape(-1, root.size(at)).tolist()
+
+    def make() -> dist.ProcessGroup:
+        group, _ = dist.new_subgroups_by_enumeration(rows, backend=backend)
+        assert isinstance(group, dist.ProcessGroup)  # this rank is a member
+        return group
+
+    return _shared((purpose, backend, tuple(map(tuple, rows))), make)
+
+
+def group_of_ranks(ranks: Sequence[int], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Return a process group of some ranks, for one purpose. The first call is collective over them."""
+    given = tuple(sorted(ranks))
+
+    def make() -> Any:
+        return dist.new_group(list(given), backend=backend, use_local_synchronization=True)
+
+    return _shared((purpose, backend, given), make)
