@@ -88,11 +88,29 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
+        _own_memory(found)
         if binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
             for place, name in enumerate(ctx.names):
                 if binding.rules[name].partial_grad and specs[place] is not None:
                     found[place], specs[place] = _partial(binding, name, specs[place], found[place])
         return None, None, None, *_torch.dtensors(found, specs)
+
+
+def _own_memory(gradients: list[torch.Tensor | None]) -> None:
+    """Replace gradients that autograd expanded, or returns for two parameters, with copies in the list.
+
+    A DTensor hides this from autograd, which then adds to such a gradient in place. Clipping scales it in place too.
+    """
+    seen = set[int]()
+    for place, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        # Compare addresses, which tensors that torch.compile traces do not have.
+        key = gradient.data_ptr() if type(gradient) is torch.Tensor else id(gradient)
+        if key in seen or (not gradient.is_contiguous() and 0 in gradient.stride()):
+            gradients[place] = gradient.clone(memory_format=torch.contiguous_format)
+        elif gradient.numel():
+            seen.add(key)
 
 
 def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
