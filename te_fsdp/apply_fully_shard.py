@@ -36,6 +36,7 @@ from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import MeshError, PlacementError, require_flags, shorten
 from te_fsdp.features.hfsdp.gradients import register_reduction_hooks
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
+from te_fsdp.features.unreduced_gradients import register_unreduced_gradients
 from te_fsdp.forward_hooks import register_forward_hooks
 from te_fsdp.lifecycle import register_step_functions, schedule_gradient_checks, track_replaced_parameters
 from te_fsdp.materialization import check_replicas, check_same_model, wrap_module_apply
@@ -328,6 +329,7 @@ def _install_hooks(plan: ModelPlan, state: ShardedModel, check_inputs: bool, fus
     reduce_unused(state.model)
     if state.outer == "optim":
         register_reduction_hooks(state)
+    register_unreduced_gradients(state)
     if plan.replicated:
         _install_replicated_reduction(plan, state)
     state.model.__dict__[KEY] = state

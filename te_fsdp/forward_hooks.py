@@ -32,11 +32,11 @@ from te_fsdp.checks.unsupported import choose_root, refuse_taken_away
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank
 from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import CollectiveError, MeshError, OrderError, PlacementError, PrecisionError, shorten
-from te_fsdp.features.main_weights import optimizers_of
+from te_fsdp.features.unreduced_gradients import register_backward_checks
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
 from te_fsdp.initialize import check_initialised
 from te_fsdp.modules.inputs import check_inputs
-from te_fsdp.optimizer_step import clear_with_modules, wrap_optimizer_zero_grad
+from te_fsdp.optimizer_step import wrap_zero_grad
 from te_fsdp.records import is_replicated, iter_param_owners
 from te_fsdp.sharded_model import (
     ShardedModel,
@@ -81,7 +81,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
         _torch.disable_compile(functools.partial(_before_forward, state)), prepend=True
     )
     state.model.register_forward_hook(_torch.disable_compile(functools.partial(_after_forward, state)))
-    clear_with_modules()
+    wrap_zero_grad(state)
 
 
 def _check_initialised(state: ShardedModel) -> None:
@@ -110,11 +110,8 @@ def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
         if not _is_marked(state):
             attach_state_to_params(state)
         _check_same_computation(state)
-        if state.waiting and not state.cleared:
-            # Optimizers are met at their first step: those of a first microbatch that is given up are looked for.
-            for optimizer in optimizers_of(state.parameters().values()):
-                wrap_optimizer_zero_grad(optimizer, state)
-            state.cleared = True
+        if state.waiting:
+            state.unreduced.drop_cleared()
 
 
 def _is_marked(state: ShardedModel) -> bool:
@@ -174,8 +171,11 @@ def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: An
         if kept and name not in state.known_unsharded and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
             state.known_unsharded.add(name)
-    if module is state.model and not (torch.is_grad_enabled() or state.methods or _torch.in_backward()):
-        expose_sharded_params(state)
+    if module is state.model and not (state.methods or _torch.in_backward()):
+        if torch.is_grad_enabled():
+            register_backward_checks(state, output)
+        else:
+            expose_sharded_params(state)
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:

@@ -37,7 +37,12 @@ from te_fsdp.sharded_model import (
     require_sharded_model,
     versions_of,
 )
-from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
+    fsdp2_state as _fsdp2,
+    fsdp2_units,
+    torch_dtensor as _torch,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -139,7 +144,7 @@ def refuse_pending_gradients(model: nn.Module) -> None:
     records = [
         _fsdp2.sharded_param_of(record)
         for unit in plain
-        for record in _fsdp2.params_with_unreduced_gradients(unit)
+        for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
     ]
     names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
     pending |= {id(p): names.get(id(p)) or f"one of shape {tuple(p.shape)}" for p in records}
@@ -179,12 +184,11 @@ def has_failed_backward(state: ShardedModel) -> bool:
 
 
 def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
-    """Forget all gradients, those that wait for their reduction included. Local operation.
+    """Clear all gradients, including unreduced ones. Local operation.
 
-    ``model.zero_grad()`` does the same, and that of any module around the model (``torch.compile(model)``); so does
-    ``optimizer.zero_grad()`` of an optimizer over all of the model, but not always after an exception between
-    microbatches. Setting each ``.grad`` to ``None`` misses what waits. Without ``set_to_none`` gradients that are
-    complete are filled with zeros. From inside of backward it raises :class:`OrderError`.
+    ``model.zero_grad()`` does the same. ``optimizer.zero_grad()``, ``zero_grad()`` of another module, and ``.grad =
+    None`` clear the gradients of their parameters. They do not always suffice after an exception between microbatches.
+    Without ``set_to_none`` reduced gradients are filled with zeros. Inside backward it raises :class:`OrderError`.
     """
     require_flags("zero_grad", set_to_none=set_to_none)
     state = require_sharded_model(model, "zero_grad")
@@ -210,11 +214,12 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
 
 
 def drop_unreduced_gradients(state: ShardedModel) -> None:
-    """Drop the gradients that wait for their reduction. Local operation."""
+    """Drop all unreduced gradients. Local operation."""
     for unit in state.modules.values():
-        _fsdp2.drop_unreduced_gradients(unit)
+        _fsdp2_gradients.drop_unreduced_gradients(unit)
     if state.replicated is not None:
         state.replicated.forget_unreduced()
+    state.unreduced.unmark_all()
     state.waiting = state.sync_mode is not SyncMode.LAST
 
 

@@ -1,4 +1,4 @@
-"""What happens by itself around ``optimizer.step()`` of sharded models, and which ways of clearing reach what waits.
+"""Functions that run around ``optimizer.step()`` of sharded models, and their ``zero_grad()``.
 
 before a step    :data:`BEFORE_STEP`: gradients are complete, or it raises; replicas over tp get equal ones
 after a step     :data:`AFTER_STEP`: kept weights are released, so that the next forward gathers the new ones
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import struct
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from te_fsdp.errors import MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import check_step
 from te_fsdp.features.main_params import is_low_precision, main_parameters_of, optimizer_shard_in
 from te_fsdp.features.main_weights import main_weight, register_optimizer, use_fused_adam_master_weights
-from te_fsdp.gradient_sync import drop_unreduced_gradients, require_reduced, zero_grad
+from te_fsdp.gradient_sync import require_reduced, zero_grad
 from te_fsdp.lifecycle import (
     StepFunctions,
     gradients_of,
@@ -34,12 +34,11 @@ from te_fsdp.lifecycle import (
 )
 from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, restore_optimizer_params
 from te_fsdp.records import get_record
-from te_fsdp.sharded_model import ShardedModel, get_sharded_model, shard_of, sharded_model_of, undo_step
+from te_fsdp.sharded_model import ShardedModel, shard_of, undo_step
 from te_fsdp.unit_communication import invalidate_gathers
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
@@ -63,7 +62,6 @@ def record_stepping_optimizer(step: Step) -> None:
     for state, _ in step.models:
         state.stepping = weakref.ref(step.optimizer)
         register_optimizer(step.optimizer)
-        wrap_optimizer_zero_grad(step.optimizer, state)
 
 
 def refuse_closure(step: Step) -> None:
@@ -325,98 +323,26 @@ AFTER_STEP: StepFunctions = (
 
 
 # ------------------------------------------------------------------------------------------------------------ clearing
-#
-#     te_fsdp.zero_grad(model)       forgets all gradients that wait for their reduction (``reductions.py``)
-#     module.zero_grad()             of the model, or of a module around it: all; of a part: as of an optimizer
-#     optimizer.zero_grad()          those that it has, if no others wait with them
-#     parameter.grad = None          none: FSDP2 keeps what waits apart from the sharded parameter
-#
-# What waits of a microbatch that was given up (a loss of NaN) would else be in the next step.
 
 
-@functools.cache
-def clear_with_modules() -> None:
-    """Let ``zero_grad`` of modules forget what waits, too. Modules without sharded parameters see no change. Local."""
-    _fsdp2_patches.around_zero_grad(_zero_grad)
+def wrap_zero_grad(state: ShardedModel) -> None:
+    """Let ``model.zero_grad()`` also clear the state of a failed backward and of HFSDP. Local operation.
 
-
-def _zero_grad(stock: Callable[..., None], module: nn.Module, set_to_none: bool) -> None:
-    """In the place of torch's, which reaches ``.grad`` of the parameters that a module has now.
-
-    Raises, before anything has changed, for a part of a model whose gradients wait together with others.
+    The markers of :mod:`te_fsdp.features.unreduced_gradients` detect all other ways to clear ``.grad``.
     """
-    found = ((inner, get_sharded_model(inner)) for inner in module.modules())
-    whole = [state for inner, state in found if state is not None and state.model is inner]
-    now = list(module.parameters())
-    shards = list(map(shard_of, now))
-    parts = {
-        id(state): state
-        for state in map(sharded_model_of, shards)
-        if state is not None and state not in whole
-    }
-    if _torch.in_backward() or not (whole or parts):
-        stock(module, set_to_none)
-        return
-    held = {id(parameter): parameter for parameter in (*now, *shards)}
-    waiting = [
-        state for state in parts.values() if state.waiting and _is_all_held(state, held, module, "a module")
-    ]
-    for state in whole:
-        zero_grad(state.model, set_to_none=set_to_none)
-        for parameter in (*state.model.parameters(), *state.parameters().values()):
-            held.pop(id(parameter), None)
-    for parameter in held.values():
-        if set_to_none:
-            parameter.grad = None
-        elif parameter.grad is not None:
-            parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
-    for state in waiting:
-        drop_unreduced_gradients(state)
-
-
-def wrap_optimizer_zero_grad(optimizer: Optimizer, state: ShardedModel) -> None:
-    """Let ``optimizer.zero_grad()`` forget gradients that wait for their reduction too. Local operation.
-
-    Whoever has put a ``zero_grad`` of its own on the optimizer keeps it.
-    """
-    ours = optimizer.__dict__.get("zero_grad")
-    if ours is None:
-        ours = optimizer.zero_grad = _ZeroGrad(optimizer)  # type: ignore[method-assign]
-    if isinstance(ours, _ZeroGrad):
-        ours.states.add(state)
+    _fsdp2_patches.replace_zero_grad(state.model, _ZeroGrad(state))
 
 
 class _ZeroGrad:
-    """``zero_grad`` of one optimizer, in the place of its class's; ``states`` are those of its sharded models."""
+    """Replacement for ``zero_grad`` of one model."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)  # not kept alive
-        self.states: weakref.WeakSet[ShardedModel] = weakref.WeakSet()
-        functools.update_wrapper(self, type(optimizer).zero_grad)
+    def __init__(self, state: ShardedModel) -> None:
+        self._state = weakref.ref(state)
+        functools.update_wrapper(self, type(state.model).zero_grad)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        """Raises, before anything has changed, where other parameters' gradients wait for the same reductions."""
-        optimizer = self._optimizer()
-        assert optimizer is not None  # it is what this was called on
-        waiting = [] if _torch.in_backward() else [state for state in self.states if state.waiting]
-        if waiting:
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            waiting = [state for state in waiting if _is_all_held(state, held, optimizer, "an optimizer")]
-        type(optimizer).zero_grad(optimizer, *args, **kwargs)
-        for state in waiting:
-            drop_unreduced_gradients(state)
-
-
-def _is_all_held(state: ShardedModel, held: Collection[int], holder: object, what: str) -> bool:
-    """Whether an optimizer, or a module, holds all parameters whose gradients wait; raises if it holds some of them."""
-    pending = state.pending()
-    left = {key: label for key, label in pending.items() if key not in held}
-    if left and len(left) < len(pending):
-        raise OrderError(
-            f"{type(holder).__name__}.zero_grad: gradients of {len(pending)} parameter(s) wait for their reduction",
-            expected=f"{what} over all of them",
-            got=f"one that does not hold {shorten(list(left.values()), 3)}",
-            why="What was added up over microbatches is reduced, or forgotten, together",
-            fix="call te_fsdp.zero_grad(model), which forgets all gradients",
-        )
-    return not left
+    def __call__(self, set_to_none: bool = True) -> None:
+        state = self._state()
+        assert state is not None  # owned by the model, which is alive during its own method
+        if not _torch.in_backward():
+            zero_grad(state.model, set_to_none=set_to_none)
+        type(state.model).zero_grad(state.model, set_to_none)  # may be the user's override

@@ -25,6 +25,7 @@ from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout import SyncMode
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
     fsdp2_state as _fsdp2,
     fsdp2_units,
     te as _te,
@@ -93,8 +94,7 @@ class ShardedModel:
     unfinished: bool = False  #: Whether reductions may be under way that nobody has waited for
     #: Whether gradients may wait for their reduction, after a backward that was not the last one of its step.
     waiting: bool = False
-    #: Whether ``zero_grad`` of the model's optimizers reaches those, as far as they were there then.
-    cleared: bool = False
+    unreduced: Any = None  #: Their markers (:mod:`te_fsdp.features.unreduced_gradients`)
     #: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
     failed: bool = False
     #: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack it,
@@ -145,10 +145,12 @@ class ShardedModel:
 
     def pending(self) -> dict[int, str]:
         """``id`` -> name of the parameters with gradients that were not reduced yet. Local operation."""
+        if self.unreduced is not None:
+            self.unreduced.drop_cleared()
         records = [
             record
             for unit in self.modules.values()
-            for record in _fsdp2.params_with_unreduced_gradients(unit)
+            for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
         ]
         waiting = self.replicated.pending if self.replicated is not None else ()
         if not records and not waiting:
@@ -235,6 +237,7 @@ def recover_from_exception(state: ShardedModel) -> None:
     microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
     """
     optimizer = state.stepping() if state.stepping is not None else None
+    state.unreduced.unmark_unsharded()
     undo_step(state)
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None and (main_parameters.pairs or main_parameters.locals):
@@ -257,7 +260,7 @@ def recover_from_exception(state: ShardedModel) -> None:
         # Without microbatches it is the failed backward's own: whoever clears gradients then, has cleared all.
         waiting = state.waiting and bool(state.pending())
         for unit in state.modules.values():
-            _fsdp2.drop_unreduced_gradients(unit)
+            _fsdp2_gradients.drop_unreduced_gradients(unit)
         state.dropped = state.dropped or waiting
         state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
 
@@ -421,10 +424,14 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
 # (averages, clipping by hand, a new optimizer) would else work on copies that the next step throws away.
 
 
-def expose_sharded_params(state: ShardedModel) -> None:
-    """Let a model's parameters be its shards, where units stay gathered. Local operation; nothing is freed."""
-    for name, unit in state.gathered():
-        if name in state.aside or state.units[name].gather == "pass":
+def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
+    """Let ``model.parameters()`` return sharded parameters while units stay unsharded. Local operation.
+
+    No memory is freed. ``only`` is the name of one unsharded unit. The default is all units that keep their weights.
+    """
+    units = state.gathered() if only is None else [(only, state.modules[only])]
+    for name, unit in units:
+        if name in state.aside or (only is None and state.units[name].gather == "pass"):
             continue
         for parameter, record in _fsdp2.unsharded_parameters(unit):
             for module, own in fsdp2_units.owners_of(record):

@@ -45,7 +45,7 @@ from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.records import COPIED, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import get_sharded_model, shard_of, sharded_model_of
 from te_fsdp.unit_communication import set_unit_grad_comm
-from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from te_fsdp.sharded_model import ShardedModel
@@ -396,7 +396,9 @@ class NanReport:
         """Whether no gradient is left of the microbatches so far: the step that they belonged to was given up."""
         state = self._watched()
         if any(
-            True for unit in state.modules.values() for _ in _fsdp2.params_with_unreduced_gradients(unit)
+            True
+            for unit in state.modules.values()
+            for _ in _fsdp2_gradients.params_with_unreduced_gradients(unit)
         ) or (state.replicated is not None and state.replicated.pending):
             return False
         found = (p.grad for p in map(shard_of, state.model.parameters()))
@@ -412,8 +414,8 @@ class NanReport:
         for name, unit in state.modules.items():
             gradients = [
                 g
-                for managed in _fsdp2.params_with_unreduced_gradients(unit)
-                for g in _fsdp2.unreduced_gradients_of(managed)
+                for managed in _fsdp2_gradients.params_with_unreduced_gradients(unit)
+                for g in _fsdp2_gradients.unreduced_gradients_of(managed)
             ]
             if gradients:
                 self._note(name, _torch.abs_max(list(map(_torch.local_of, gradients))))

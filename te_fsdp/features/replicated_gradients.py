@@ -92,7 +92,7 @@ class ReplicatedGradients:
                 GradientSlot(parameter, ranks, partial, None if at_end else plan.unit, grads_dtype)
             )
         self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
-        self._sync, self._owes, self._running = True, False, False
+        self._sync, self._owes, self._running, self._marked = True, False, False, False
         self._te_module = first_te_module(model)
         self._inside: dict[GradientSlot, None] = {}
         self._away: set[GradientSlot] = set()
@@ -213,6 +213,10 @@ class ReplicatedGradients:
         for slot in self._slots:
             slot.unreduced = None
 
+    def trained(self) -> list[torch.Tensor]:
+        """Return the parameters that require gradients."""
+        return [slot.parameter for slot in self._slots if slot.parameter.requires_grad]
+
     def reduced(self) -> set[int]:
         """``id`` of the parameters whose gradients are reduced here."""
         return {id(slot.parameter) for slot in self._slots}
@@ -268,6 +272,7 @@ class ReplicatedGradients:
     def _begin(self, gradient: torch.Tensor) -> None:
         if not self._running:
             refuse_second_derivatives_of_te(self._te_module)
+            self._lift()
             self._running = True
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
@@ -310,7 +315,9 @@ class ReplicatedGradients:
         reduction, self._reduction = self._reduction, None
         self._leave(keep=True)
         self._owes = reduction is None
-        if reduction is not None:
+        if reduction is None:
+            self._mark()
+        else:
             self._finish(reduction)
             if self._order.agreed is None:
                 self._order.agree(self._meshes)
@@ -360,8 +367,25 @@ class ReplicatedGradients:
             early, rest = [], [*(bucket for _, bucket in early), *rest]
         return Reduction(early, rest, comm, self._take)
 
+    def _mark(self) -> None:
+        """Mark all trained parameters, since other ranks may have gradients that this rank does not have."""
+        state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
+        for slot in self._slots:
+            if slot.parameter.requires_grad:
+                state.unreduced.mark(slot.parameter, slot)
+                self._marked = True
+
+    def _lift(self) -> None:
+        """Remove the markers and drop cleared gradients."""
+        if self._marked:
+            state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
+            state.unreduced.drop_cleared()
+            state.unreduced.unmark(slot.parameter for slot in self._slots)
+            self._marked = False
+
     @torch.no_grad()
     def _finish(self, reduction: Reduction) -> None:
+        self._lift()
         for slot, value in reduction.finish():
             _add(slot.parameter, value)
         if reduction.early:

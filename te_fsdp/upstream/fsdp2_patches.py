@@ -13,7 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -32,43 +32,56 @@ if TYPE_CHECKING:
 
 # --- FSDPParamGroup.post_backward
 
-#: Of a parameter group: what is called before it reduces, and after.
+#: Attribute of a parameter group: functions called before its reduction, after it, and after each backward.
 LISTENERS = "_te_fsdp_listeners"
 #: Of a parameter group: the record that is reduced with the gradients (``_fsdp2_unused.UseFlags``).
 FLAGS = "_te_fsdp_use_flags"
 
 
+#: Function of the parameter group.
+Listener: TypeAlias = "Callable[[Any], None] | None"
+
+
 def add_reduction_listener(
-    group: Any, *, before: Callable[[Any], None] | None = None, after: Callable[[Any], None] | None = None
+    group: Any, *, before: Listener = None, after: Listener = None, ended: Listener = None
 ) -> None:
     """Have a parameter group's reductions announced (``FSDPParamGroup.post_backward``, one wrapper for all).
 
-    What was added last is called first before, and last after a reduction. Backwards without one pass by.
+    The function added last is called first before a reduction, and last after it. ``ended`` is also called after
+    backwards that do not reduce.
     """
     listeners = group.__dict__.get(LISTENERS)
     if listeners is None:
-        listeners = group.__dict__[LISTENERS] = [], []
-        group.post_backward = functools.partial(_post_backward, group, group.post_backward, *listeners)
-    for known, new in zip(listeners, (before, after), strict=True):
+        listeners = group.__dict__[LISTENERS] = [], [], []
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, listeners)
+    for known, new in zip(listeners, (before, after, ended), strict=True):
         if new is not None:
             known.append(new)
 
 
-def _post_backward(
-    group: Any, stock: Callable[..., None], before: list[Any], after: list[Any], *args: Any
-) -> None:
-    if not group.reduce_grads:
-        stock(*args)
-        return
+def _post_backward(group: Any, stock: Callable[..., None], listeners: Any, *args: Any) -> None:
+    reduces = group.reduce_grads
+    before, after, ended = listeners if reduces else ((), (), listeners[2])
     for call in reversed(before):
         call(group)
-    flags = group.__dict__.get(FLAGS)
+    flags = group.__dict__.get(FLAGS) if reduces else None
     if flags is None:
         stock(*args)
     else:
         flags.reduce_with(group, stock, *args)
-    for call in after:
+    for call in (*after, *ended):
         call(group)
+
+
+def before_backward(group: Any, call: Callable[[], None]) -> None:
+    """Call a function before a parameter group is unsharded for backward (``FSDPParamGroup.pre_backward``)."""
+    stock = group.pre_backward
+
+    def pre_backward(*args: Any, **named: Any) -> None:
+        call()
+        stock(*args, **named)
+
+    group.pre_backward = pre_backward
 
 
 def wrap_reductions(
@@ -312,7 +325,7 @@ _keep: Callable[[], Any] = tuple
 
 def skips_reduction(group: Any) -> bool:
     """Whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
-    return _reduce_single_rank in group.__dict__.get(LISTENERS, ((), ()))[0]
+    return _reduce_single_rank in group.__dict__.get(LISTENERS, ((),))[0]
 
 
 def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
@@ -449,16 +462,6 @@ def wrap_apply(module: nn.Module, call: Callable[..., Any]) -> None:
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
 
 
-def around_zero_grad(call: Callable[[Callable[..., None], nn.Module, bool], None]) -> None:
-    """Call something instead of ``torch.nn.Module.zero_grad``, of all modules. Once in a process.
-
-    It gets the stock method, the module, and ``set_to_none``. A wrapper around a sharded model (``torch.compile``'s, or
-    one of the user's) calls torch's own on itself.
-    """
-    stock = torch.nn.Module.zero_grad
-
-    @functools.wraps(stock)
-    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
-        call(stock, self, set_to_none)
-
-    torch.nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
+def replace_zero_grad(model: nn.Module, zero_grad: Callable[..., None]) -> None:
+    """Replace ``zero_grad`` of one model."""
+    model.zero_grad = zero_grad  # type: ignore[method-assign]

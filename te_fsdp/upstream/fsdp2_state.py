@@ -137,42 +137,6 @@ def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
     return local_of(kept)
 
 
-def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
-    """The whole gradients of a record that wait for their reduction."""
-    gathered = getattr(managed, "_unsharded_param", None)
-    found = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
-    return [gradient for gradient in found if gradient is not None]
-
-
-def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
-    """Records of a unit's parameters whose gradients were not reduced over all axes yet.
-
-    Either whole ones that wait for their reduce-scatter, or parts that wait for the all-reduce of HSDP
-    (``FSDPParamGroup._partial_reduce_output``).
-    """
-    for group in fsdp_parameter_groups(unit):
-        part = group._partial_reduce_output is not None
-        for managed in group.fsdp_params:
-            gathered = getattr(managed, "_unsharded_param", None)
-            # On 2.15 both names are one gradient.
-            waits = gathered is not None and (
-                gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
-            )
-            if waits or (part and managed.sharded_param.requires_grad):
-                yield managed
-
-
-def drop_unreduced_gradients(unit: nn.Module) -> None:
-    """Drop all gradients that wait for their reduction."""
-    for group in fsdp_parameter_groups(unit):
-        group._partial_reduce_output = None
-        for managed in group.fsdp_params:
-            if getattr(managed, "_unsharded_param", None) is not None:
-                managed._unsharded_param.grad = None
-            if "unsharded_accumulated_grad" in vars(managed):
-                managed.unsharded_accumulated_grad = None
-
-
 def _states(root: nn.Module) -> list[Any]:
     """FSDP2's states of the tree under a root (``FSDPStateContext.all_states``); none before its first forward."""
     return list(fsdp_state_of(root)._state_ctx.all_states)

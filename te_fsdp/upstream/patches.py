@@ -178,10 +178,16 @@ FSDP2 = (
         "test_patches.py::test_apply_loses_attributes",
     ),
     Patch(
-        "`torch.nn.Module`",
-        "zero_grad()",
-        "drops unreduced gradients of a sharded model",
-        "test_mistakes.py::test_what_is_no_mistake",
+        "model",
+        "zero_grad",
+        "also recovers from an exception in backward, and clears HFSDP's averaged gradients",
+        "test_accumulation.py::test_exceptions",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "pre_backward",
+        "removes the markers from `.grad` of unsharded parameters that detect cleared gradients",
+        "test_between_calls.py::test_cleared_gradients_are_gone",
     ),
     Patch(
         "pipeline stage",

@@ -45,3 +45,13 @@ def at_end_of_backward(call: Callable[[], None]) -> None:
 
 #: A context in which a subclass of DTensor is not asked for each attribute (``torch._C.DisableTorchFunctionSubclass``).
 without_subclasses = torch._C.DisableTorchFunctionSubclass
+
+
+def is_compiling() -> bool:
+    """Return whether ``torch.compile`` is tracing a function (``torch._guards.TracingContext``)."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def backward_id() -> int:
+    """Return the id of the backward that runs on this thread, or -1."""
+    return torch._C._current_graph_task_id()

@@ -248,9 +248,9 @@ _FACTOR = "_te_fsdp_factor"
 #: Attribute of a gradient: its parameter's label.
 _LABEL = "_te_fsdp_label"
 #: Attributes that are values; the others are shape, dtype and the like.
-_VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
+VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
 #: Methods and functions that tell the shape and the like, or change no value.
-_NO_VALUES = (
+NO_VALUES = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset"),
     *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
     *("requires_grad_", "detach", "detach_"),
@@ -302,10 +302,10 @@ class UnaveragedGradient(DTensor):
         name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
             name = func.__self__.__name__
-            harmless = name not in _VALUES
+            harmless = name not in VALUES
         else:
             linear = name in _LINEAR and not kwargs and all(map(_is_number, args[1:]))
-            harmless = linear or name in _NO_VALUES
+            harmless = linear or name in NO_VALUES
         if not harmless:
             given = args[0] if args and isinstance(args[0], (list, tuple)) else args
             _refuse(next((g for g in given if isinstance(g, cls)), None), name)

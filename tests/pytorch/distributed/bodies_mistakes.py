@@ -332,23 +332,19 @@ def other_data_after_a_trial() -> None:
     model(draw_batch())
 
 
-def clearing_a_part_of_what_waits() -> None:
-    import te_fsdp
-
+def stepping_between_forward_and_backward() -> None:
     model = make_sharded()
-    optimizer = torch.optim.SGD(model.layer.parameters(), lr=0.1)
-    with te_fsdp.no_sync(model):
-        model(draw_batch()).square().mean().backward()
-    optimizer.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(draw_batch()).square().mean().backward()
+    loss = model(draw_batch()).square().mean()
+    optimizer.step()
+    loss.backward()
 
 
-def clearing_a_layer_of_what_waits() -> None:
-    import te_fsdp
-
-    model = make_sharded()
-    with te_fsdp.no_sync(model):
-        model(draw_batch()).square().mean().backward()
-    model.layer.zero_grad()
+def gradients_returned_by_autograd() -> None:
+    model = make_sharded("optim_grads")
+    loss = model(draw_batch()).square().mean()
+    torch.autograd.grad(loss, list(model.layer.parameters()))
 
 
 def clipping_what_was_replaced() -> None:
@@ -415,8 +411,8 @@ MISTAKES: list[Callable[..., None]] = [
     a_head_beside_the_sharded_part,
     a_weight_written_to_in_forward,
     other_data_after_a_trial,
-    clearing_a_part_of_what_waits,
-    clearing_a_layer_of_what_waits,
+    stepping_between_forward_and_backward,
+    gradients_returned_by_autograd,
     clipping_what_was_replaced,
     an_average_assigned_to_data,
     one_weight_assigned_to_data,

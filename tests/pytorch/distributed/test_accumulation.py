@@ -52,7 +52,7 @@ def test_a_step_releases_kept_weights(pool):
 
 
 @pytest.mark.ranks(2)
-def test_without_the_release_the_next_forward_refuses(pool):
+def test_without_the_release_the_next_forward_gathers_again(pool):
     pool.run(contract.kept_over_step, 2, strategy="optim_grads", released=False)
 
 

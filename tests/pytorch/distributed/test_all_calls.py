@@ -13,11 +13,11 @@ from strategies import all_calls
 
 #: The limit on te_fsdp's calls, as a fraction of plain FSDP2's calls in the same loop. Each is about 2 % above the
 #: measured value, for other versions of torch. HFSDP is compared with FSDP2's HSDP, which shards no optimizer state
-#: over the replicas.
+#: over the replicas. FSDP2 does not detect cleared gradients, and writes to weights between forward and backward.
 BUDGETS = {
-    "dense": 0.71,
-    "tp": 0.92,
-    "tp alone": 0.76,
+    "dense": 0.73,
+    "tp": 0.95,
+    "tp alone": 0.79,
     "ep": 0.88,
     "fp8": 0.73,
     "fp8 tp": 0.87,

@@ -14,7 +14,7 @@ from strategies import calls
 @pytest.mark.recipe("current")
 @pytest.mark.parametrize(
     ("axes", "budget"),
-    [({"dp_shard": 1, "tp": 2}, 800), ({"dp_shard": 2}, 670), ({"dp_replicate": 2, "dp_shard": 1}, 1750)],
+    [({"dp_shard": 1, "tp": 2}, 800), ({"dp_shard": 2}, 725), ({"dp_replicate": 2, "dp_shard": 1}, 1750)],
     ids=["tp2", "dp2", "hfsdp"],
 )
 def test_a_settled_step(pool, axes, budget):

@@ -100,14 +100,8 @@ ERRORS = {
     ),
     "dropout_that_begins_later": ("InputError", "the random state that dropout draws from"),
     "other_data_after_a_trial": ("InputError", "forward: inputs that differ over tp"),
-    "clearing_a_part_of_what_waits": (
-        "OrderError",
-        "SGD.zero_grad: gradients of 10 parameter(s) wait for their reduction",
-    ),
-    "clearing_a_layer_of_what_waits": (
-        "OrderError",
-        "LayerNormMLP.zero_grad: gradients of 10 parameter(s) wait for their reduction: expected a module over all",
-    ),
+    "stepping_between_forward_and_backward": ("OrderError", "written to between forward and backward"),
+    "gradients_returned_by_autograd": ("OrderError", "torch.autograd.grad for layer"),
     "clipping_what_was_replaced": (
         "OrderError",
         "grad_norm: inp.weight: expected parameters that the model has now",

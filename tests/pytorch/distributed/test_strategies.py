@@ -47,9 +47,13 @@ def test_training(pool, cases):
         ("sum", Case("optim_grads_params", "hfsdp", 1, "plain", "2x2", "AdamW", 1), "norm"),
         ("sum", Case("optim", "none", 3, "microbatch", "dp2", "SGD", 1), "gradient"),
         # Its optim and no_shard strategies, and HSDP, never reduce if the last microbatch is not marked.
-        ("unreduced", Case("optim", "none", 3, "plain", "dp2", "SGD", 1), "on one side only"),
-        ("unreduced", Case("no_shard", "none", 3, "plain", "dp2", "SGD", 1), "on one side only"),
-        ("unreduced", Case("optim_grads_params", "hsdp", 3, "plain", "2x2", "SGD", 1), "on one side only"),
+        ("unreduced", Case("optim", "none", 3, "plain", "dp2", "SGD", 1), "an unreduced gradient"),
+        ("unreduced", Case("no_shard", "none", 3, "plain", "dp2", "SGD", 1), "an unreduced gradient"),
+        (
+            "unreduced",
+            Case("optim_grads_params", "hsdp", 3, "plain", "2x2", "SGD", 1),
+            "an unreduced gradient",
+        ),
         # Its default corrupts accumulation by reducing what was reduced before.
         ("twice", Case("optim", "none", 3, "plain", "dp2", "SGD", 1), "updated"),
     ],

@@ -102,7 +102,7 @@ def kept_over_step(strategy: str, released: bool = True) -> dict[str, Any]:
 
     Args:
         strategy: One that reduces each time and keeps weights.
-        released: False: the release is broken; the next forward must refuse the stale weights.
+        released: False: the release is broken; the next forward must gather the new weights by itself.
     """
     from torch.distributed.fsdp import FSDPModule
 
@@ -117,8 +117,10 @@ def kept_over_step(strategy: str, released: bool = True) -> dict[str, Any]:
         if not released:
             with replaced(FSDPModule, reshard=lambda unit: None):
                 pair.optimizer.step()
-            with refused("weight: ", "forward with a gathered weight"):
-                pair.model(pair.mine()[0])
+            assert len(state.gathered()) == 3
+            pair.expected.step()
+            x = pair.inputs()[0, dist.get_rank()]
+            pair.checks.close("loss", loss_of(pair.model, x), loss_of(pair.reference, x), 1e-5, "fp32")
             return pair.checks.require(1)
         pair.same_step()
         assert not state.gathered()
@@ -345,15 +347,22 @@ def gathered_ahead(strategy: str) -> dict[str, Any]:
 
 
 def while_gathered(strategy: str) -> dict[str, Any]:
-    """Between microbatches ``model.parameters()`` are the gathered ones: the norm knows, an optimizer is refused."""
+    """Between forward and backward ``model.parameters()`` are gathered; an optimizer of these is refused.
+
+    After the backward they are the shards. The norm accepts both.
+    """
     from torch.distributed.tensor import DTensor
 
     import te_fsdp
 
     pair = Pair(strategy)
-    run(pair.model, pair.mine(), "more")
-    held = [p for p in pair.model.parameters() if p.requires_grad]
-    assert not any(isinstance(p, DTensor) for p in held)
+    for index, x in enumerate(pair.mine()):
+        with te_fsdp.microbatch(pair.model, is_last=False):
+            loss = loss_of(pair.model, x) / 3
+            held = [p for p in pair.model.parameters() if p.requires_grad]
+            assert not any(isinstance(p, DTensor) for p in held), index
+            loss.backward()
+        assert all(isinstance(p, DTensor) for p in pair.model.parameters()), index
     norm = te_fsdp.clip_grad_norm_(iter(held), 1e9)
     pair.same_gradients()
     wanted = torch.nn.utils.clip_grad_norm_(pair.reference.parameters(), 1e9)

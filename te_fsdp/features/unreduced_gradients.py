@@ -1,0 +1,405 @@
+"""Markers in ``.grad`` of parameters whose gradients are not reduced yet.
+
+FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the optimizer's parameter. In one
+process that gradient would be in ``.grad``. So every way to clear ``.grad`` must drop it: ``optimizer.zero_grad()``,
+``zero_grad()`` of any module, or a loop over parameters.
+
+[Note: markers] A backward that leaves a gradient unreduced sets ``.grad`` to an empty marker of the gradient's shape,
+unless ``.grad`` has a reduced gradient already. A marker refuses to be read, since its norm would be wrong. It is
+removed before the reduction. If ``.grad`` is ``None`` by then, the user has cleared it. The unreduced gradient is
+dropped at the start of the next forward, backward, reduction or step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.rendezvous import is_capturing
+from te_fsdp.errors import OrderError, shorten
+from te_fsdp.features.hfsdp.gradients import NO_VALUES, VALUES
+from te_fsdp.sharded_model import expose_sharded_params, expose_unsharded_params, record_unsharded_params
+from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
+    fsdp2_patches as _fsdp2_patches,
+    fsdp2_state as _fsdp2,
+    fsdp2_units,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
+from te_fsdp.upstream.fsdp2_outputs import tensors_in
+
+if TYPE_CHECKING:
+    from te_fsdp.sharded_model import ShardedModel
+
+#: Attribute of a marker: a function that returns the name of its parameter.
+_NAME = "_te_fsdp_name"
+#: Attribute of a marker that was filled with zeros, which clears the gradient.
+_ZEROED = "_te_fsdp_zeroed"
+
+
+def _raise_unreduced(marker: torch.Tensor | None, what: str, *unused: Any, **more: Any) -> NoReturn:
+    """Raise :class:`OrderError` for an operation that reads a gradient before its reduction."""
+    name = marker.__dict__[_NAME]() if marker is not None and _NAME in marker.__dict__ else "a parameter"
+    raise OrderError(
+        f"{what} on the gradient of {name}",
+        expected="a gradient that is reduced over the data-parallel ranks",
+        got="an unreduced gradient, after a backward that was not the last one of its step",
+        why="Each rank has the gradient of its own microbatches only",
+        fix="read it after the last microbatch, or call te_fsdp.finish_grad_reduce(model) first; "
+        "zero_grad() and .grad = None drop it",
+    )
+
+
+def _torch_function(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+) -> Any:
+    """Run operations that read no values, record that a marker was zeroed, and raise for all others."""
+    name = func.__name__
+    given = args[0] if args and isinstance(args[0], (list, tuple)) else args
+    markers = [item for item in given if isinstance(item, _MARKERS)]
+    if name in ("zero_", "_foreach_zero_"):
+        for marker in markers:
+            setattr(marker, _ZEROED, True)
+        rest = [item for item in given if not isinstance(item, _MARKERS)]
+        if rest:
+            func(rest, **(kwargs or {}))
+        return args[0]
+    if name in ("detach", "detach_"):
+        return args[0]
+    access = name in ("__get__", "__set__", "__delete__")
+    harmless = func.__self__.__name__ not in VALUES if access else name in NO_VALUES
+    # torch.compile reads metadata of .grad for each parameter that a forward uses, but not its values.
+    if not harmless and not _torch_autograd.is_compiling():
+        _raise_unreduced(next(iter(markers), None), func.__self__.__name__ if access else name)
+    return _torch.plain_results(func, types, args, kwargs or {})
+
+
+class UnreducedShard(DTensor):
+    """Marker in ``.grad`` of a DTensor parameter with an unreduced gradient."""
+
+    __slots__ = ()
+
+    to_local = functools.partialmethod(_raise_unreduced, "to_local")
+    full_tensor = functools.partialmethod(_raise_unreduced, "full_tensor")
+    redistribute = functools.partialmethod(_raise_unreduced, "redistribute")
+    __deepcopy__ = functools.partialmethod(_raise_unreduced, "deepcopy")
+    __reduce_ex__ = functools.partialmethod(_raise_unreduced, "pickle")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse operations that read values ([Note: markers])."""
+        return _torch_function(cls, func, types, args, kwargs)
+
+    def __repr__(self, **unused: Any) -> str:
+        """Return a representation without values."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
+
+
+class UnreducedTensor(torch.Tensor):
+    """Marker in ``.grad`` of a plain parameter with an unreduced gradient."""
+
+    __deepcopy__ = functools.partialmethod(_raise_unreduced, "deepcopy")
+    __reduce_ex__ = functools.partialmethod(_raise_unreduced, "pickle")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse operations that read values ([Note: markers])."""
+        return _torch_function(cls, func, types, args, kwargs)
+
+    def __repr__(self, **unused: Any) -> str:
+        """Return a representation without values."""
+        return f"{type(self).__name__}(shape={tuple(self.shape)})"
+
+
+def _names(state: ShardedModel) -> dict[int, str]:
+    """Return the names of sharded parameters by ``id``, also while units are unsharded."""
+    for _, unit in state.gathered():
+        record_unsharded_params(unit)
+    return state.names()
+
+
+_MARKERS = (UnreducedShard, UnreducedTensor)
+
+
+def is_marker(gradient: torch.Tensor | None) -> bool:
+    """Return whether ``.grad`` is a marker of an unreduced gradient."""
+    return isinstance(gradient, _MARKERS)
+
+
+class _Marked(NamedTuple):
+    """A parameter with an unreduced gradient."""
+
+    parameter: torch.Tensor
+    source: Any  #: ``FSDPParam``, or ``Slot`` of ``replicated_gradients.py``
+    group: Any  #: ``FSDPParamGroup``, or ``None``
+    seen: torch.Tensor  #: ``.grad`` when the parameter was marked
+
+    @property
+    def is_cleared(self) -> bool:
+        """Return whether the user has cleared ``.grad``."""
+        return self.parameter.grad is None or _ZEROED in self.seen.__dict__
+
+
+class UnreducedGradients:
+    """Markers of one model ([Note: markers])."""
+
+    def __init__(self, state: ShardedModel) -> None:
+        self._state = weakref.ref(state)
+        self._marked: dict[int, _Marked] = {}
+        self._zeros: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self.groups: list[Any] = []  #: The parameter groups of FSDP2
+        #: A parameter to whose ``.grad`` the last backward added. If this one adds again, the others are not checked.
+        self.added: torch.Tensor | None = None
+        self.backward = -1  #: Id of the last backward that was checked
+        # Sharded and unsharded parameters, and .grad of the unsharded one after the forward.
+        self._unsharded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def mark(self, parameter: torch.Tensor, source: Any, group: Any = None) -> None:
+        """Mark a parameter with an unreduced gradient. Local operation."""
+        if id(parameter) in self._marked:
+            return
+        if parameter.grad is None:
+            parameter.grad = self._marker(parameter)
+        assert parameter.grad is not None
+        self._marked[id(parameter)] = _Marked(parameter, source, group, parameter.grad)
+
+    def _marker(self, parameter: torch.Tensor) -> torch.Tensor:
+        local = _torch.local_of(parameter)
+        kind = getattr(parameter, "grad_dtype", None) or parameter.dtype, local.device
+        zero = self._zeros.get(kind)
+        if zero is None:
+            zero = self._zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
+        empty = zero.expand(local.shape)
+        if isinstance(parameter, DTensor):
+            marker: torch.Tensor = _torch.placed_like(empty, parameter)
+            marker.__class__ = UnreducedShard
+        else:
+            marker = empty.as_subclass(UnreducedTensor)
+        setattr(marker, _NAME, functools.partial(self._name, id(parameter)))
+        return marker
+
+    def _name(self, key: int) -> str:
+        """Return the name of a parameter by its ``id``."""
+        state = self._state()
+        return "a parameter" if state is None else _names(state).get(key, "a parameter")
+
+    def unmark(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Remove the markers of parameters whose gradients are reduced or dropped next. Local operation."""
+        for parameter in parameters if self._marked else ():
+            marked = self._marked.pop(id(parameter), None)
+            if marked is not None and is_marker(parameter.grad):
+                parameter.grad = None
+
+    def unmark_all(self) -> None:
+        """Remove all markers. Local operation."""
+        self.unmark([marked.parameter for marked in self._marked.values()])
+
+    def mark_unsharded(self) -> None:
+        """Mark unsharded parameters after a forward, if their sharded parameters have gradients. Local operation.
+
+        ``model.parameters()`` returns the unsharded parameters between forward and backward. Clearing ``.grad`` of one
+        clears ``.grad`` of its sharded parameter. FSDP2 and autograd do not see these markers.
+        """
+        self.unmark_unsharded()
+        for sharded, unsharded in _fsdp2_gradients.sharded_unsharded_pairs(self.groups):
+            if unsharded is None or sharded.grad is None:
+                continue
+            if unsharded.grad is None:
+                unsharded.grad = self._marker(unsharded)
+            assert unsharded.grad is not None
+            self._unsharded.append((sharded, unsharded, unsharded.grad))
+
+    def unmark_unsharded(self) -> None:
+        """Undo :meth:`mark_unsharded`, and clear the gradients whose markers were cleared. Local operation."""
+        marked, self._unsharded = self._unsharded, []
+        for sharded, unsharded, seen in marked:
+            if unsharded.grad is None or _ZEROED in seen.__dict__:
+                sharded.grad = None
+            if is_marker(unsharded.grad):
+                unsharded.grad = None
+
+    def drop_cleared(self) -> None:
+        """Drop the unreduced gradients of parameters whose ``.grad`` was cleared. Local operation.
+
+        Raises:
+            OrderError: If only some gradients of a unit were cleared after HSDP reduced the unit over ``dp_shard``.
+        """
+        if self._unsharded:
+            self.unmark_unsharded()
+        cleared = [marked for marked in self._marked.values() if marked.is_cleared] if self._marked else []
+        if not cleared:
+            return
+        keys = {id(marked.parameter) for marked in cleared}
+        for marked in cleared:
+            if marked.group is not None and _fsdp2_gradients.has_partial_reduction(marked.group):
+                self._require_all_cleared(marked, keys)
+        for marked in cleared:
+            if marked.group is None:
+                marked.source.unreduced = None
+            else:
+                _fsdp2_gradients.drop_unreduced_gradient(marked.source, marked.group)
+        self.unmark([marked.parameter for marked in cleared])
+        state = self._state()
+        replicated = None if state is None else state.replicated
+        if replicated is not None and not any(marked.group is None for marked in self._marked.values()):
+            replicated.forget_unreduced()
+
+    def _require_all_cleared(self, marked: _Marked, cleared: set[int]) -> None:
+        left = [
+            self._name(id(other.parameter))
+            for key, other in self._marked.items()
+            if other.group is marked.group and key not in cleared
+        ]
+        if left:
+            raise OrderError(
+                f"{self._name(id(marked.parameter))}: .grad was cleared before the gradient was fully reduced",
+                expected="all gradients of the unit cleared",
+                got=f"gradients of the same unit that were not cleared: {shorten(left, 3)}",
+                why="HSDP stores the gradients that are reduced over dp_shard in one buffer for the unit",
+                fix="call te_fsdp.zero_grad(model), which clears all gradients",
+            )
+
+    # Hooks of an FSDPParamGroup.
+
+    def before_backward(self, name: str) -> None:
+        """Prepare the unsharded parameters of a unit for backward. Local operation."""
+        if self._unsharded:
+            self.drop_cleared()
+        state = self._state()
+        if state is not None and name in state.aside:  # the backward of another forward has ended
+            expose_unsharded_params(state, name, state.modules[name])
+
+    def before_reduction(self, group: Any) -> None:
+        """Remove the markers of a parameter group before its reduction. Local operation."""
+        if self._marked:
+            self.unmark(_fsdp2_gradients.sharded_params(group))
+
+    def after_backward(self, name: str, group: Any) -> None:
+        """Mark unreduced gradients of a group, and expose its sharded parameters. Local operation."""
+        if not _fsdp2_gradients.reduces_over_all_axes(group):
+            for managed in _fsdp2_gradients.group_params_with_unreduced_gradients(group):
+                self.mark(_fsdp2.sharded_param_of(managed), managed, group)
+        state = self._state()
+        if state is not None and _fsdp2_gradients.is_group_unsharded(group):
+            expose_sharded_params(state, name)
+
+
+def register_unreduced_gradients(state: ShardedModel) -> None:
+    """Mark gradients that backwards of the model leave unreduced, from now on. Local operation."""
+    own = state.unreduced = UnreducedGradients(state)
+    for name, unit in state.modules.items():
+        for group in fsdp2_units.fsdp_parameter_groups(unit):
+            own.groups.append(group)
+            _fsdp2_patches.add_reduction_listener(
+                group, before=own.before_reduction, ended=functools.partial(own.after_backward, name)
+            )
+            _fsdp2_patches.before_backward(group, functools.partial(own.before_backward, name))
+
+
+# ---------------------------------------------------------------------------------------------- the start of a backward
+
+
+def register_backward_checks(state: ShardedModel, output: Any) -> None:
+    """Check gradients and weights at the start of each backward of this output. Local operation."""
+    state.unreduced.mark_unsharded()
+    versions = _versions(state)
+    start = functools.partial(_start_backward, weakref.ref(state), versions)
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(start)
+
+
+def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
+    found = _fsdp2_gradients.sharded_unsharded_pairs(state.unreduced.groups)
+    if state.replicated is not None:
+        found += [(parameter, None) for parameter in state.replicated.trained()]
+    return found
+
+
+def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
+    """Return the versions of the sharded and of the unsharded parameters of :func:`_trained_params`."""
+    watched = _trained_params(state)
+    if not watched:
+        return [], []
+    sharded, unsharded = zip(*watched, strict=True)
+    return _torch.versions_of(sharded), _torch.versions_of(unsharded)
+
+
+def _start_backward(
+    of: weakref.ref[ShardedModel], versions: tuple[list[int], list[int]], gradient: torch.Tensor
+) -> None:
+    """Drop cleared gradients, then check that no weight was written to since the forward."""
+    state = of()
+    if state is None or state.unreduced.backward == _torch_autograd.backward_id():
+        return  # checked for another output; an optimizer may have stepped in backward since
+    state.unreduced.backward = _torch_autograd.backward_id()
+    state.unreduced.drop_cleared()
+    _check_adds_gradients(state)
+    now = _versions(state)
+    if now != versions and not is_capturing():
+        _raise_written(state, versions, now)
+
+
+def _check_adds_gradients(state: ShardedModel) -> None:
+    """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
+    own: UnreducedGradients = state.unreduced
+    if (
+        own.added is not None
+        and own.added.requires_grad
+        and _fsdp2_gradients.leaf_in_backward(own.added) == "adds"
+    ):
+        return
+    own.added = None
+    if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
+        return
+    for parameter, unsharded in _trained_params(state):
+        leaf = parameter if unsharded is None else unsharded
+        does = _fsdp2_gradients.leaf_in_backward(leaf)
+        if does == "adds":
+            own.added = leaf
+            return
+        if does == "returns":
+            raise OrderError(
+                f"torch.autograd.grad for {_names(state)[id(parameter)]}",
+                expected="loss.backward(), whose gradients are reduced over the data-parallel ranks",
+                got="torch.autograd.grad for parameters, which returns the gradient of this rank's batch only",
+                why="The result would differ between ranks",
+                fix="call loss.backward() and read .grad; te_fsdp.clip_grad_norm_(model, math.inf) returns the norm",
+            )
+
+
+def _raise_written(state: ShardedModel, *versions: tuple[list[int], list[int]]) -> None:
+    """Raise :class:`OrderError` for trained parameters that were written to since the forward."""
+    (sharded, unsharded), (sharded_now, unsharded_now) = versions
+    watched = _trained_params(state)
+    if len(watched) != len(sharded):
+        return  # the user froze or unfroze parameters
+    # A version is -1 while a unit is not unsharded. FSDP2 may have unsharded or resharded it since the forward.
+    written = [
+        parameter
+        for (parameter, _), old, new, old_full, new_full in zip(
+            watched, sharded, sharded_now, unsharded, unsharded_now, strict=True
+        )
+        if old != new or (old_full != new_full and -1 not in (old_full, new_full))
+    ]
+    if written:
+        every = _names(state)
+        names = [every[id(parameter)] for parameter in written]
+        raise OrderError(
+            f"{shorten(names, 3)}: written to between forward and backward",
+            expected="a backward with the weights of its forward",
+            got=f"{len(names)} parameter(s) changed by step() or by user code since the forward",
+            why="The gradients would belong to different weights, or the write would be lost",
+            fix="run backward before step() and before writes to weights, or repeat the forward after them",
+        )

@@ -1,0 +1,103 @@
+"""Private names of FSDP2 and autograd for unreduced gradients; torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
+    """Return the unsharded, unreduced gradients of an ``FSDPParam``."""
+    gathered = getattr(managed, "_unsharded_param", None)
+    found = (getattr(managed, "unsharded_accumulated_grad", None), getattr(gathered, "grad", None))
+    return [gradient for gradient in found if gradient is not None]
+
+
+def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
+    """Yield each ``FSDPParam`` of a unit whose gradient is not reduced over all axes yet.
+
+    Either its unsharded gradient is not reduce-scattered yet, or HSDP has not all-reduced the gradients of its group
+    (``FSDPParamGroup._partial_reduce_output``).
+    """
+    for group in fsdp_parameter_groups(unit):
+        yield from group_params_with_unreduced_gradients(group)
+
+
+def group_params_with_unreduced_gradients(group: Any) -> Iterator[Any]:
+    """Yield each ``FSDPParam`` of one group, as :func:`params_with_unreduced_gradients` does for a unit."""
+    part = has_partial_reduction(group)
+    for managed in group.fsdp_params:
+        gathered = getattr(managed, "_unsharded_param", None)
+        # With torch 2.15 both names refer to one gradient.
+        waits = gathered is not None and (
+            gathered.grad is not None or getattr(managed, "unsharded_accumulated_grad", None) is not None
+        )
+        if waits or (part and managed.sharded_param.requires_grad):
+            yield managed
+
+
+def has_partial_reduction(group: Any) -> bool:
+    """Return whether HSDP has reduced the gradients of a group over ``dp_shard`` only."""
+    return group._partial_reduce_output is not None
+
+
+def drop_unreduced_gradients(unit: nn.Module) -> None:
+    """Drop all unreduced gradients of a unit."""
+    for group in fsdp_parameter_groups(unit):
+        group._partial_reduce_output = None
+        for managed in group.fsdp_params:
+            drop_unreduced_gradient(managed, group)
+
+
+def drop_unreduced_gradient(managed: Any, group: Any) -> None:
+    """Drop the unreduced gradient of one ``FSDPParam``, and the partial reduction of its group."""
+    group._partial_reduce_output = None
+    if getattr(managed, "_unsharded_param", None) is not None:
+        managed._unsharded_param.grad = None
+    if "unsharded_accumulated_grad" in vars(managed):
+        managed.unsharded_accumulated_grad = None
+
+
+def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return each trained sharded parameter with its unsharded parameter, or ``None`` if its group is sharded."""
+    return [
+        (managed.sharded_param, managed._unsharded_param if group.is_unsharded else None)
+        for group in groups
+        for managed in group.fsdp_params
+        if managed.sharded_param.requires_grad
+    ]
+
+
+def leaf_in_backward(leaf: torch.Tensor) -> str:
+    """Return how the running backward uses a leaf (``torch._C._will_engine_execute_node``).
+
+    Returns:
+        ``"adds"`` if it adds to ``.grad``, ``"returns"`` if ``torch.autograd.grad`` returns the gradient, else ``""``.
+    """
+    try:
+        runs = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError:
+        return "returns"
+    return "adds" if runs else ""
+
+
+def reduces_over_all_axes(group: Any) -> bool:
+    """Return whether backwards reduce the gradients of a group completely, including the all-reduce of HSDP."""
+    return group.reduce_grads and not has_partial_reduction(group)
+
+
+def sharded_params(group: Any) -> list[torch.Tensor]:
+    """Return the sharded parameters of a parameter group."""
+    return [managed.sharded_param for managed in group.fsdp_params]
+
+
+def is_group_unsharded(group: Any) -> bool:
+    """Return whether the parameters of a group are unsharded."""
+    return group.is_unsharded
