@@ -33,6 +33,9 @@ napoleon_numpy_docstring = False
 
 html_theme = "furo"
 html_title = "te_fsdp"
+html_theme_options = {
+    name: {"code-font-size": "80%"} for name in ("light_css_variables", "dark_css_variables")
+}
 
 
 def outside_as_files(app, docname, source):

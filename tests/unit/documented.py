@@ -22,8 +22,8 @@ RUN_BY = {
     "docs/moe.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "docs/plan.md": "tests/unit/test_planning.py::test_the_page",
     "docs/quickstart.md": "tests/unit/test_docs.py::test_the_quickstart_runs",
-    "docs/support.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "docs/train.md": "tests/unit/test_docs.py::test_train_a_model_runs",
+    "docs/versions.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
     "examples/fsdp2_tp/README.md": "tests/pytorch/distributed/test_commands.py::test_a_block_runs",
 }
 #: (page, what a command matches) -> why no test runs it, or the test that runs its program for less.

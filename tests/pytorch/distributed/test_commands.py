@@ -25,7 +25,7 @@ PRINTED = {
     ("docs/emulation.md", 0): ["emulated Linear (4, 16)"],
     ("docs/install.md", 0): ["Versions", "transformer_engine"],
     ("docs/install.md", 1): ["Versions", "transformer_engine"],
-    ("docs/support.md", 0): ["Versions", "transformer_engine"],
+    ("docs/versions.md", 0): ["Versions", "transformer_engine"],
 }
 #: The same, of those that take half a minute and more.
 PRINTED_LATE = {
