@@ -61,7 +61,11 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         (middle, "peak of the process, GiB"),
         (right, "te_fsdp's calls in a step"),
     ):
-        axes.set(xscale="log", xlabel="ranks", title=title, ylim=(0, None))
+        axes.set(xscale="log", xlabel="ranks", title=title)
+        if axes is left:
+            axes.set(yscale="log")  # from 0.1 to 160 s
+        else:
+            axes.set(ylim=(0, 1.1 * axes.get_ylim()[1]))
         if axes is not right:
             axes.legend(fontsize=8)
     figure.savefig(path, dpi=110, metadata={"Rows": digest(rows)})
