@@ -237,8 +237,8 @@ def build(
     adam = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": 0.1}
     if fused:
         optimizer = te.optimizers.FusedAdam(model.parameters(), master_weights=True, **adam)
-        # Start the main weights at the values that were drawn. Started at the quantized values, which lie on the
-        # format's grid, they would lose every small update until it crosses a rounding boundary.
+        # Start the main weights at the initial values before quantization. If they started at the quantized values,
+        # small updates would not change the quantized weights for many steps.
         te_fsdp.main_weights(model, optimizer)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **adam)

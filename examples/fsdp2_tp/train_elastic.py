@@ -1,14 +1,14 @@
-"""train.py's model in a job that loses nodes and ranks, and goes on with those that are left, by itself.
+"""Train train.py's model in a job that continues by itself after it has lost nodes or ranks.
 
-torchrun starts the script again whenever a rank has died or a node has come, on as many ranks as there are then. Each
-start makes its mesh from them, loads the newest whole checkpoint, and goes on at the same place of the data with the
+torchrun restarts the script when a rank has died or a node has joined, on the ranks that are then available. Each start
+builds its mesh from them, loads the newest complete checkpoint, and continues at the same position of the data with the
 same global batch. On each of one to four nodes, with a store outside of them (see docs/nodes.md):
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --nnodes 1:4 --nproc-per-node 8 --max-restarts 20 --rdzv-backend c10d --rdzv-endpoint store:29500 \
         --rdzv-conf is_host=0 examples/fsdp2_tp/train_elastic.py --tp 2 --save /shared/checkpoints
 
-Here is what such a job adds; text, model, optimizer and log come from train.py beside this file.
+This file contains what such a job adds. Text, model, optimizer and log are imported from train.py.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ import te_fsdp
 
 @dataclass(frozen=True)
 class Options(train.Options):
-    """Train train.py's model on as many ranks as there are, again and again."""
+    """Train train.py's model on the available ranks, after every restart."""
 
     micro: int = 2
-    """Sequences that a rank computes at once: --batch stays what it is, whatever the number of ranks."""
+    """Sequences of a microbatch. --batch does not depend on the number of ranks."""
     noise: float = 0.05
-    """Share of the bytes that the model reads which are replaced by random ones."""
+    """Share of the input bytes that are replaced by random ones."""
     save: Path | None = Path("out/elastic/checkpoints")
-    """Folder of the checkpoints, which all nodes see; a start resumes from the newest whole one in it."""
+    """Folder of the checkpoints, shared by all nodes. A start resumes from the newest complete one."""
     save_every: int = 10
-    """Steps between checkpoints: so many are lost at most, and those of a save that is under way."""
+    """Steps between checkpoints."""
     keep: int = 3
-    """How many checkpoints are kept."""
+    """Number of checkpoints to keep."""
     asynchronous: bool = True
-    """Go on with training while a checkpoint is being written."""
+    """Continue training while a checkpoint is written."""
     resume: Path | None = None
-    """Begin with this checkpoint in place of the newest one in --save."""
+    """Start from this checkpoint instead of the newest one in --save."""
     patience: float = 600.0
-    """Seconds after which a rank ends that waits for one which is silent: a dead one is noticed at once."""
+    """Seconds that a rank waits for a silent one. A dead rank is noticed at once."""
     out: Path = Path("out/elastic")
     """Folder of metrics.jsonl and loss.png."""
 
 
 def start_distributed(options: Options) -> te_fsdp.Meshes:
-    """The mesh of the ranks that are there now; the data-parallel axis takes what --tp and --dp-replicate leave."""
+    """Return the mesh of the available ranks. The size of dp_shard is inferred from --tp and --dp-replicate."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # No collective waits longer, in training and outside.
+    # The limit for collectives in training and outside.
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=options.patience)
     )
@@ -73,12 +73,12 @@ def start_distributed(options: Options) -> te_fsdp.Meshes:
             dp_replicate=options.dp_replicate, dp_shard=options.dp_shard, tp=options.tp
         )
     except te_fsdp.MeshError as error:
-        # torchrun tries again, --max-restarts times at most; --nnodes MIN:MAX with a sufficient MIN waits instead.
-        train.stop(f"{dist.get_world_size()} ranks are there now, which cannot form the mesh. {error}")
+        # torchrun retries, at most --max-restarts times. With a sufficient MIN of --nnodes MIN:MAX it waits instead.
+        train.stop(f"{dist.get_world_size()} ranks are available, and they cannot form the mesh. {error}")
 
 
 def check(options: Options, meshes: te_fsdp.Meshes) -> int:
-    """Microbatches of a step on each rank; refuses a batch that does not divide."""
+    """Return the microbatches of a step on each rank; stop if the batch does not divide."""
     if options.micro < 1:
         train.stop("--micro must be at least 1.")
     train.check(options, meshes)
@@ -87,16 +87,16 @@ def check(options: Options, meshes: te_fsdp.Meshes) -> int:
         ranks = f"{meshes.data_size} data-parallel ranks x --micro {options.micro}"
         train.stop(f"--batch {options.batch} is not a multiple of {ranks} ({meshes}).")
     if options.save is None:
-        train.stop("--save DIR: without checkpoints nothing can go on.")
+        train.stop("--save DIR is required: a restart needs checkpoints.")
     return options.batch // at_once
 
 
 def find_newest(options: Options, meshes: te_fsdp.Meshes) -> tuple[Path | None, int]:
-    """The newest whole checkpoint, as rank 0 sees it, and the number of this start, which starts.jsonl notes.
+    """Return rank 0's newest complete checkpoint and the number of this start, which is recorded in starts.jsonl.
 
-    Ranks that look at different moments would see different ones. Checkpoints of this start have its number in their
-    names, so that they are in the way of none: neither of a damaged one that was passed over, nor of one that a rank
-    which was cut off from the others completes late.
+    Only rank 0 searches, because ranks that search at different times can find different checkpoints. Names of
+    checkpoints include the number of the start, so that they never collide with a damaged one, or with one that a
+    disconnected rank completes late.
     """
     found: list[Any] = [None, 0]
     if RANK == 0:
@@ -113,22 +113,22 @@ def find_newest(options: Options, meshes: te_fsdp.Meshes) -> tuple[Path | None, 
 
 
 def check_newest(options: Options, start: int) -> None:
-    """End where a later start has begun: torchrun has taken this node for lost, and the others have gone on without it.
+    """Stop if a later start has begun, because torchrun considered this node lost and restarted the others.
 
-    Two jobs would write checkpoints by turns, and neither would be the run.
+    Otherwise two jobs would write checkpoints of different runs.
     """
     later = torch.zeros((), dtype=torch.int64)
     if RANK == 0:
         later += (options.save / "starts.jsonl").read_text().count("\n") - start
     dist.broadcast(later, src=0)
     if later > 0:
-        train.stop(f"start {start} was taken for lost: start {start + int(later)} has begun.")
+        train.stop(f"start {start} was considered lost: start {start + int(later)} has begun.")
 
 
 def resume(
     path: Path | None, model: torch.nn.Module, optimizer: Any, schedule: Any, about: dict[str, Any]
 ) -> dict[str, Any]:
-    """What was saved beside model and optimizer, or where a run begins."""
+    """Load a checkpoint; return the progress that was saved with it, or that of a new run."""
     if path is None:
         return {"step": 0, "position": 0, "losses": [], "rng": None, **about}
     progress = te_fsdp.checkpoint.load(path, model, optimizer)
@@ -140,7 +140,7 @@ def resume(
 
 
 def seed(options: Options, meshes: te_fsdp.Meshes, progress: dict[str, Any]) -> None:
-    """The generators as they were; on another mesh nobody's state is this rank's, and they begin anew."""
+    """Restore the random generators. On a different mesh, seed them again."""
     if progress["rng"] is not None:
         te_fsdp.checkpoint.set_rng_state(progress["rng"])
         return
@@ -155,7 +155,7 @@ def seed(options: Options, meshes: te_fsdp.Meshes, progress: dict[str, Any]) -> 
 def train_step(
     model: torch.nn.Module, recipe: Any, options: Options, meshes: te_fsdp.Meshes, batches: list[torch.Tensor]
 ) -> torch.Tensor:
-    """Forward and backward of all microbatches; this rank's part of the mean loss, summed over all ranks."""
+    """Run forward and backward of all microbatches; return the mean loss over all ranks."""
     places, mean = torch.arange(options.seq, device=meshes.device), torch.zeros((), dtype=torch.float64)
     parts = meshes.size("tp") if options.sequence_parallel else 1
     places = places.chunk(parts)[meshes.device_mesh.get_local_rank("tp") % parts]
@@ -176,7 +176,7 @@ def train_step(
 
 
 def main(options: Options) -> None:
-    """One start: build for the ranks that are there, load, train until --steps or until it is ended."""
+    """Run one start: build for the available ranks, load, and train until --steps."""
     meshes = start_distributed(options)
     count, text = check(options, meshes), train.Text(options)
     recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
@@ -185,7 +185,7 @@ def main(options: Options) -> None:
     path, start = find_newest(options, meshes)
     progress = resume(path, model, optimizer, schedule, about)
     if progress["step"] >= options.steps:
-        return  # the last checkpoint was whole when the start before was ended
+        return  # the previous start had completed the last checkpoint
     seed(options, meshes, progress)
     log = train.Log(options, meshes, optimizer, progress["losses"])
 
@@ -227,5 +227,5 @@ if __name__ == "__main__":
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not the interpreter's own end: it would wait for a save, and the save for a rank that is silent.
+    # A normal exit would wait for a running save, which may wait for a silent rank.
     os._exit(status)

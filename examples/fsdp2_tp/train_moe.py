@@ -1,14 +1,13 @@
-"""The byte-level language model of train.py with experts for MLPs, on FSDP2 x EP x TP.
+"""Train the byte-level language model of train.py with experts in place of MLPs, on FSDP2 x EP x TP.
 
-Train on 2 x FSDP, 2 x EP, save, and go on with 4 x FSDP, where every rank has all experts. On NVIDIA GPUs as it
-stands; on the CPU after `export TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1` (TransformerEngine emulated: losses count,
-speed does not):
+Train on 2 x FSDP, 2 x EP, save, and resume on 4 x FSDP, where every rank has all experts. Without GPUs, first
+`export TE_FSDP_EMULATION=10.0 OMP_NUM_THREADS=1` (TransformerEngine is emulated: losses are meaningful, speed is not):
 
     torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train_moe.py --ep 2 --steps 20 --save out/moe-ckpt
     torchrun --standalone --nproc-per-node 4 examples/fsdp2_tp/train_moe.py --ep 1 --steps 40 --resume out/moe-ckpt
 
-Here is what experts add; text, model around them, optimizer, log and checkpoints come from train.py beside this file.
-docs/moe.md tells more.
+This file contains what experts add. Text, the rest of the model, optimizer, log and checkpoints are imported from
+train.py. See docs/moe.md.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from train import RANK, RECIPES, te  # TransformerEngine: real, or emulated wher
 
 import te_fsdp
 
-# GroupedLinear returns a view, which FSDP2 warns of writing into; nobody does.
+# GroupedLinear returns a view. FSDP2 warns about in-place writes to it, which this model does not make.
 warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
 
 # Rows of one expert must be a multiple of this: the gradient of its weight is a sum over them, in the recipe's format.
@@ -46,16 +45,16 @@ class Options(train.Options):
     """Train a byte-level mixture-of-experts language model with te_fsdp."""
 
     dp_shard: int = -1
-    """FSDP2 shards each expert over so many ranks, and all else over dp_shard x ep; -1: all that is left."""
+    """Ranks over which FSDP2 shards each expert; other weights are sharded over dp_shard x ep. -1: infer the size."""
     ep: int = 1
-    """Expert-parallel ranks: each has its share of the experts, and tokens travel between them."""
+    """Expert-parallel ranks: each has a part of the experts, and tokens are sent between them."""
 
     experts: int = 8
     """Experts in a layer."""
     top_k: int = 2
     """Experts that a token is sent to."""
     balance: float = 0.01
-    """Weight of the loss that keeps the experts equally busy; 0: none."""
+    """Weight of the load-balancing loss; 0: none."""
     single_grouped: bool = False
     """Keep the experts of a GroupedLinear in one 3-D parameter (TransformerEngine's single_grouped_weight)."""
 
@@ -67,11 +66,11 @@ class Options(train.Options):
     """Folder of metrics.jsonl and loss.png."""
 
 
-# --------------------------------------------------------------------------------------------- tokens on the move
+# ------------------------------------------------------------------------------------------------ communication
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (n, hidden) -> ``send[r]`` of them to rank r, ``receive[r]`` from it; gradients travel back."""
+    """Send ``send[r]`` of the rows (n, hidden) to rank r, and receive ``receive[r]`` from it. Gradients return."""
 
     @staticmethod
     def forward(  # noqa: D102
@@ -88,7 +87,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def to_all(x: torch.Tensor, tp: DeviceMesh | None, placement: Placement) -> torch.Tensor:
-    """``x`` whole on each tp rank, which goes on with its part of every expert. Adds up the ranks' gradients."""
+    """Return the unsharded ``x`` on each tp rank, which computes its part of every expert. Sum gradients over tp."""
     if tp is None:
         return x
     whole = DTensor.from_local(x, tp, [placement], run_check=False).redistribute(tp, [Replicate()])
@@ -96,7 +95,7 @@ def to_all(x: torch.Tensor, tp: DeviceMesh | None, placement: Placement) -> torc
 
 
 def from_all(x: torch.Tensor, tp: DeviceMesh | None, placement: Placement) -> torch.Tensor:
-    """The tp ranks' parts added up, and placed over tp as ``placement`` says."""
+    """Return the sum over tp, with the given placement on tp."""
     if tp is None:
         return x
     return DTensor.from_local(x, tp, [Partial()], run_check=False).redistribute(tp, [placement]).to_local()
@@ -106,15 +105,15 @@ def from_all(x: torch.Tensor, tp: DeviceMesh | None, placement: Placement) -> to
 
 
 class Router(nn.Linear):
-    """Probabilities of the experts for each token, in fp32: in bf16 many would tie."""
+    """Compute the probabilities of the experts for each token, in FP32: in BF16 many would be equal."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(t, hidden) -> (t, experts)."""
+        """Map (t, hidden) to (t, experts)."""
         return F.linear(tokens.float(), self.weight.float()).softmax(-1)
 
 
 class Experts(nn.Module):
-    """This rank's experts of one layer: two GroupedLinears, which do not communicate over tp themselves."""
+    """This rank's experts of one layer: two GroupedLinears, which do not communicate over tp."""
 
     def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -132,11 +131,11 @@ class Experts(nn.Module):
         self.down = te.GroupedLinear(mine, options.ffn, options.hidden, parallel_mode="row", **kwargs)
 
     def forward(self, x: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """(sum of rows, hidden), ordered by expert -> the same shape; with tp a part of a sum."""
+        """Map rows (sum of rows, hidden), ordered by expert, to the same shape; with tp to a partial sum."""
         splits: Any = torch.tensor(rows, device=x.device) if self.grouped else rows
         y = self.up(x, splits)
         if self.gated:
-            gate, y = y.unflatten(-1, (-1, 2)).unbind(-1)  # they alternate: each tp rank has both of a pair
+            gate, y = y.unflatten(-1, (-1, 2)).unbind(-1)  # alternating rows: each tp rank has both of a pair
             y = F.silu(gate) * y
         else:
             y = F.gelu(y, approximate="tanh")
@@ -144,20 +143,20 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, the way to the experts, and back. No token is dropped, an expert may get none."""
+    """Router, dispatch to the experts and combine. No token is dropped; an expert may get none."""
 
     def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype, split: bool) -> None:
         super().__init__()
         self.ep, self.tp, self.placement = meshes.ep, meshes.tp, Shard(0) if split else Replicate()
         self.top_k, self.multiple = options.top_k, ROWS.get(options.recipe, 16)
-        # How many experts each rank of ep has.
+        # Number of experts of each rank of ep.
         self.shares = [len(part) for part in torch.arange(options.experts).chunk(meshes.size("ep"))]
         self.router = Router(options.hidden, options.experts, bias=False, dtype=dtype, device="meta")
         self.router.weight.sequence_parallel = split
         self.experts = Experts(options, meshes, dtype)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(s, b, hidden) -> the same, and what this rank's tokens add to the balance loss."""
+        """Map (s, b, hidden) to the same shape; also return this rank's part of the load-balancing loss."""
         tokens = x.flatten(0, 1)
         probabilities = self.router(tokens)
         weights, chosen = probabilities.topk(self.top_k)
@@ -165,7 +164,7 @@ class MixtureOfExperts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
 
         tokens, weights, chosen = (to_all(t, self.tp, self.placement) for t in (tokens, weights, chosen))
-        # torch's sort and index functions: TransformerEngine's moe_permute is a Triton kernel, which no CPU runs.
+        # torch's functions, because TransformerEngine's moe_permute is a Triton kernel and needs a GPU.
         by_expert = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=probabilities.shape[1])
         copies = tokens.repeat_interleave(self.top_k, 0)[by_expert]
@@ -174,9 +173,9 @@ class MixtureOfExperts(nn.Module):
         return from_all(mixed, self.tp, self.placement).view_as(x), balance
 
     def visit(self, copies: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Each row to its expert, wherever that is, and its result back in the same place.
+        """Send each row to its expert and return the results in the same order.
 
-        ``copies`` is ordered by expert, hence by ep rank; ``counts`` (experts,) says how many rows are for each.
+        ``copies`` is ordered by expert, hence by ep rank; ``counts`` (experts,) is the number of rows for each.
         """
         ranks, group = len(self.shares), self.ep.get_group() if self.ep is not None else None
         arriving = counts
@@ -188,13 +187,11 @@ class MixtureOfExperts(nn.Module):
         table = arriving.view(ranks, -1).tolist()
         receive = [sum(row) for row in table]
 
-        # Rows arrive by rank, and by expert within. They shall lie by expert, a multiple of rows for each: the rest
-        # stays zero, and has no part in anything.
+        # Rows arrive ordered by rank, then by expert. Reorder them by expert, and pad each expert with zero rows to a
+        # multiple of the recipe's block.
         rows = [-(-sum(column) // self.multiple) * self.multiple for column in zip(*table, strict=True)]
         if not any(rows):
-            rows[0] = (
-                self.multiple
-            )  # all tokens are elsewhere: zeros, so that no kernel is started on nothing
+            rows[0] = self.multiple  # no token arrived: zero rows, because kernels need some
         begin = list(accumulate(rows, initial=0))
         places = torch.cat([torch.arange(0), *blocks(table, begin)]).to(copies.device)
 
@@ -205,7 +202,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def blocks(table: list[list[int]], begin: list[int]) -> Iterator[torch.Tensor]:
-    """Places of the ``table[rank][expert]`` rows that arrive, in the order of their arrival."""
+    """Yield the positions of the ``table[rank][expert]`` arriving rows, in the order of their arrival."""
     free = list(begin)
     for row in table:
         for expert, count in enumerate(row):
@@ -214,10 +211,10 @@ def blocks(table: list[list[int]], begin: list[int]) -> Iterator[torch.Tensor]:
 
 
 def balance_loss(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Sum over this rank's tokens of: probability of each expert x its share of all ranks' tokens x experts.
+    """Return this rank's part of the load-balancing loss (Switch Transformer, equation 4).
 
-    Shares are counted over all ranks, so that the sum over ranks does not depend on the mesh. (tp ranks may count the
-    same tokens: that cancels.) Least when all shares are equal. Switch Transformer, equation 4.
+    It is the sum over tokens and experts of the probability x the expert's share of all tokens x the number of experts.
+    Shares are counted over all ranks, so the sum over ranks does not depend on the mesh.
     """
     experts = probabilities.shape[1]
     counts = chosen.flatten().bincount(minlength=experts)
@@ -226,7 +223,7 @@ def balance_loss(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Ten
 
 
 class Layer(nn.Module):
-    """Attention, then experts, each behind its norm and beside a residual."""
+    """Attention and experts, each with a norm and a residual connection."""
 
     def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype, split: bool) -> None:
         super().__init__()
@@ -249,20 +246,20 @@ class Layer(nn.Module):
         self.moe = MixtureOfExperts(options, meshes, dtype, split)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(s, b, hidden) -> the same, and the layer's balance loss."""
+        """Map (s, b, hidden) to the same shape; also return the load-balancing loss."""
         x = x + self.attention(x)
         y, balance = self.moe(self.norm(x))
         return x + y, balance
 
 
 class ByteModel(train.ByteModel):
-    """train.py's, of layers with experts."""
+    """The model of train.py with experts in its layers."""
 
     def layer(self, *args: Any) -> nn.Module:  # noqa: D102
         return Layer(*args)
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens (s, b) at the places (s,) -> logits (s, b, 256), and the layers' balance losses added up."""
+        """Map tokens (s, b) at the positions ``places`` (s,) to logits (s, b, 256) and the sum of balance losses."""
         x = self.embedding(tokens) + self.positions(places)[:, None]
         balances = []
         for layer in self.layers:
@@ -277,7 +274,7 @@ class ByteModel(train.ByteModel):
 def expert_memory(
     options: Options, model: nn.Module, optimizer: Any, meshes: te_fsdp.Meshes
 ) -> tuple[int, int, int]:
-    """Bytes of the experts' weights and of their optimizer states on the fullest rank; elements of an even share."""
+    """Return bytes of experts' weights and optimizer states on the fullest rank, and elements of an even share."""
     weights = sum(row.bytes for row in te_fsdp.report(model) if ".experts." in row.name)
     states = 0
     for name, parameter in model.named_parameters():
@@ -292,7 +289,7 @@ def expert_memory(
 
 
 def main(options: Options) -> None:
-    """Build, maybe resume, train, save."""
+    """Build the model, resume if requested, train and save."""
     meshes = te_fsdp.Meshes.build(
         dp_replicate=options.dp_replicate, dp_shard=options.dp_shard, ep=options.ep, tp=options.tp
     )
@@ -301,7 +298,7 @@ def main(options: Options) -> None:
     if not 1 <= options.top_k <= options.experts:
         train.stop(f"--top-k {options.top_k} is not between 1 and --experts {options.experts}.")
     if options.single_grouped:
-        os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # TransformerEngine calls it experimental
+        os.environ["NVTE_GROUPED_LINEAR_SINGLE_PARAM"] = "1"  # experimental in TransformerEngine
     text = train.Text(options)
     recipe = RECIPES[options.recipe] and RECIPES[options.recipe]()
     model, optimizer, schedule = train.build(ByteModel, Layer, options, meshes, recipe)
@@ -326,7 +323,7 @@ def main(options: Options) -> None:
         with te.autocast(enabled=recipe is not None, recipe=recipe):
             logits, balance = model(tokens[places], places)
         total = F.cross_entropy(logits.flatten(0, 1).float(), tokens[places + 1].flatten(), reduction="sum")
-        # This rank's share of the means over all tokens. The second one is 1 when all experts are equally busy.
+        # This rank's part of the means over all tokens. The second one is 1 if the load is even.
         losses = torch.stack([total, balance / options.layers]) / (options.batch * options.seq)
         (losses * losses.new_tensor([1.0, options.balance])).sum().backward()
         norm = train.update(options, model, optimizer, schedule)
@@ -341,13 +338,11 @@ def main(options: Options) -> None:
             saving = te_fsdp.checkpoint.save(paths[step + 1], model, optimizer, extra=progress)
 
     if saving is not None:
-        saving.result()  # with asynchronous=True the save would end with the process, by os._exit below
+        saving.result()  # with asynchronous=True, os._exit below would end the save
     weights, states, share = expert_memory(options, model, optimizer, meshes)
     log.close()
     if RANK == 0:
-        each = (
-            f"{weights / share:.2f} and {states / share:.2f} for each of an even share of {share:,} elements"
-        )
+        each = f"{weights / share:.2f} and {states / share:.2f} per element of an even share of {share:,} elements"
         print(f"experts, fullest rank: {weights:,} bytes of weights, {states:,} of optimizer states; {each}")
 
 
@@ -355,6 +350,6 @@ if __name__ == "__main__":
     main(tyro.cli(Options, console_outputs=RANK == 0))
     dist.barrier()
     dist.destroy_process_group()
-    # Communication threads that are still ending when the interpreter shuts down abort it now and then.
+    # Communication threads that still run at the interpreter's shutdown can abort it.
     sys.stdout.flush()
     os._exit(0)

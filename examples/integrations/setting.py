@@ -1,6 +1,6 @@
-"""What the examples of this folder share: options, a small model with 8-bit weights, its data and its loss.
+"""Options, a small model with 8-bit weights, data and loss, shared by the examples of this folder.
 
-Losses are those of the whole batch, so that they are the same on every mesh, up to the order of sums.
+Losses are those of the full batch, so they are equal on every mesh up to the order of sums.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RECIPE = Float8CurrentScaling()
 
 @dataclass
 class Options:
-    """What each example takes from its command line.
+    """Command line of each example.
 
     Attributes:
         tp: Tensor-parallel ranks; FSDP2 shards over all others.

@@ -1,6 +1,6 @@
-"""Lets torchtitan's trainer run where there is no accelerator: it asks `torch.cuda` for a device, its name and memory.
+"""Run torchtitan's trainer on a CPU, by replacing the functions of `torch.cuda` that it calls.
 
-For the examples and tests of te_fsdp under emulation. With GPUs nothing of it is used.
+For the examples and tests of te_fsdp under emulation. It is not used with GPUs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-#: Modules of torchtitan that have taken the device over when they were imported.
+#: Modules of torchtitan that store the device module at import.
 _USERS = (
     "tools.utils",
     "components.metrics",
@@ -22,7 +22,7 @@ _USERS = (
 
 
 class _Cpu(ModuleType):
-    """What torchtitan takes from `torch.cuda`, of one CPU."""
+    """The part of `torch.cuda` that torchtitan uses, for one CPU."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -51,11 +51,11 @@ class Model(torchtitan.TeModel):
 
 
 class Data(BaseDataLoader):
-    """The data of all examples, dealt out as torchtitan says, from a step on."""
+    """The data of all examples, distributed by torchtitan's ranks, from a given step on."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """None of its own."""
+        """No options."""
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **others: Any) -> None:
         self.size, self.rank, self.step = dp_world_size, dp_rank, 0
@@ -80,7 +80,7 @@ class NoTokenizer(BaseTokenizer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """None of its own."""
+        """No options."""
 
     def __init__(self, config: Config, **others: Any) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Schedule(LRSchedulersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(LRSchedulersContainer.Config):
-        """None of its own."""
+        """No options."""
 
         def build(self, *, optimizers: Any, training_steps: int) -> LRSchedulersContainer:
             """For the trainer."""
@@ -115,7 +115,7 @@ class Losses(MetricsProcessor):
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
-        """None of its own."""
+        """No options."""
 
     def __init__(self, config: Config, **others: Any) -> None:
         super().__init__(config, **others)

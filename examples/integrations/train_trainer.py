@@ -28,7 +28,7 @@ class Model(torch.nn.Module):
 
 
 def samples(meshes: te_fsdp.Meshes, steps: int) -> list[torch.Tensor]:
-    """The sequences of all steps, in the order in which microbatches are dealt out to ranks."""
+    """Return the sequences of all steps, in the order in which microbatches are distributed to ranks."""
     found = []
     for step in range(steps):
         ranks = setting.whole_batch(step).chunk(meshes.data_size, dim=1)
