@@ -217,14 +217,6 @@ FSDP2 = (
 )
 
 
-def markdown(patches: Iterable[Patch]) -> str:
-    """Return the Markdown table of patches in ``docs/upstream.md``."""
-    lines = ["| object | attribute | purpose | versions |", "| --- | --- | --- | --- |"]
-    for row in patches:
-        lines.append(f"| {row.owner} | `{row.attribute}` | {row.why} | {row.versions} |")
-    return "\n".join(lines)
-
-
 # ---------------------------------------------------------------------------------------------------- TransformerEngine
 
 
