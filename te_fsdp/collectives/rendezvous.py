@@ -278,8 +278,7 @@ class _Rendezvous:
             self._settle(self._other_calls().encode())
         elif came < len(self.ranks):
             _log.warning(
-                "te_fsdp.%s: rank %d has waited for %.0f s: of %d ranks, %s not called it yet. It is a collective "
-                "call: every rank must make it.",
+                "te_fsdp.%s: rank %d has waited %.0f s. Of %d ranks, %s not called it yet. All of them must call it.",
                 self.call,
                 dist.get_rank(),
                 waited,

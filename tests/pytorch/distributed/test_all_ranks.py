@@ -43,7 +43,7 @@ def test_a_late_rank_is_waited_for(pool, tmp_path):
     for rank, result in enumerate(early):
         assert f"rank {rank} has waited" in result["warnings"][0]
         # On a machine that is busy with other things others may be late too, at first.
-        assert re.search(r"of 4 ranks, ranks? [\d, -]*3 (has|have) not called it yet", result["warnings"][0])
+        assert re.search(r"Of 4 ranks, ranks? [\d, -]*3 (has|have) not called it yet", result["warnings"][0])
 
 
 @pytest.mark.ranks(4)
