@@ -76,6 +76,10 @@ class Lazy:
         """All rows."""
         return self.rows(0, self.height)
 
+    def on_device(self) -> torch.Tensor:
+        """Return all rows on the device that stores them; the caller must not change them."""
+        return self.whole()
+
     def select(self, index: int) -> Lazy:
         """One entry of the first dim as a tensor by itself, in memory while its rows are read in order."""
         entry: InMemory | None = None
@@ -149,6 +153,14 @@ class InMemory(Lazy):
         """See :meth:`Lazy.rows`."""
         part = self.tensor[first:last] if self.shape else self.tensor
         return part.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+    def on_device(self) -> torch.Tensor:
+        """See :meth:`Lazy.on_device`."""
+        return self.tensor.detach()
+
+    def select(self, index: int) -> Lazy:
+        """See :meth:`Lazy.select`."""
+        return InMemory(self.tensor[index])
 
 
 @dataclass

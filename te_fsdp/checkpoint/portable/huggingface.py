@@ -279,7 +279,7 @@ def save_huggingface(
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.save_huggingface"):
-        shares, weights = all_agree(lambda: _look(model, optimizer, config, names, blocks))
+        shares, weights = all_agree(lambda: shares_to_write(model, optimizer, config, names, blocks))
         saving = _Saving(shares, weights, dtype, max_file_bytes)
         described, plan = rank_messenger().round(lambda: {n: s.about for n, s in shares.items()}, saving.plan)
         with ExitStack() as stack:
@@ -294,10 +294,15 @@ def save_huggingface(
             from_rank_0(finish)
 
 
-def _look(
+def shares_to_write(
     model: nn.Module, optimizer: Optimizer | None, config: Any, names: TeNames | None, blocks: TeBlocks | None
 ) -> tuple[dict[str, Share], WeightMap]:
-    """What this rank holds of a model that is to be written, and the map, if it fits. Local operation."""
+    """Return this rank's shares of a model's parameters, and the map to Hugging Face's tensors. Local operation.
+
+    Raises:
+        CheckpointError: A model that is not supported, or that differs from ``config``.
+        OrderError: ``optimizer`` holds parameters of another model.
+    """
     check_whole_job(model, None)
     if optimizer is not None:
         check_optimizer(model, optimizer)

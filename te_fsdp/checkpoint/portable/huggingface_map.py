@@ -139,7 +139,12 @@ class Group:
             return found | {
                 n: torch.zeros(shape, dtype=dtype, device="cpu") for n, shape in self.zeros.items()
             }
-        if any(bool(tensors[name].count_nonzero()) for name in self.zeros):
+        self.check_zeros(tensors)
+        return found
+
+    def check_zeros(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Check that biases that the Hugging Face model lacks are zero; raise CheckpointError otherwise."""
+        if any(bool(tensors[name].count_nonzero()) for name in self.zeros if name in tensors):
             raise CheckpointError(
                 f"{', '.join(self.zeros)}: values that the Hugging Face model has no parameter for",
                 expected="zeros",
@@ -147,7 +152,6 @@ class Group:
                 fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
                 "training with these biases frozen, as load_huggingface leaves them",
             )
-        return found
 
     def rounds(self, tensors: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]) -> bool:
         """Whether zero-centering had to round, so that converting back would not give every bit again."""

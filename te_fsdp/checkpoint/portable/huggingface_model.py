@@ -241,6 +241,18 @@ def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]
     return found
 
 
+class _Dequantized(Lazy):
+    """The values of a rectangle of a quantized tensor."""
+
+    def __init__(self, local: Any, at: tuple[Any, ...], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__(shape, dtype, lambda first, last: InMemory(self.on_device()).rows(first, last))
+        self._local, self._at = local, at
+
+    def on_device(self) -> torch.Tensor:
+        """See :meth:`Lazy.on_device`."""
+        return self._local.dequantize()[self._at]
+
+
 def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
     info, dtype, main = owned.info, owned.parameter.dtype, main_weight(optimizer, owned.parameter)
     local: Any = owned.local
@@ -258,7 +270,7 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
             return with_remainders(InMemory(local[at]), InMemory(main[at]))
         if not _te.is_quantized(local):
             return InMemory(local[at])
-        return Lazy(box.sizes, dtype, lambda first, last: InMemory(local.dequantize()[at]).rows(first, last))
+        return _Dequantized(local, at, box.sizes, dtype)
 
     held = [(box.original, piece(box)) for box in info.boxes]
     return Share(info.original_shape, dtype, dtype if main is None else torch.float32, held)
@@ -291,16 +303,14 @@ class Transfer(NamedTuple):
     place: Place
 
 
-def plan_exchange(
-    seen: Sequence[Mapping[str, Description]], queues: Sequence[Sequence[Sequence[str]]]
-) -> list[list[Transfer]]:
-    """What each rank sends and receives, in one order for all, so that no two wait for each other. Local operation.
+def holders_of(
+    seen: Sequence[Mapping[str, Description]], described: Mapping[str, Description]
+) -> dict[str, dict[Place, list[tuple[int, int]]]]:
+    """Return the ranks that store each rectangle of each tensor, with its index there. Local operation.
 
-    The writers' groups take turns. A rectangle that several ranks hold comes from the rank that needs it, or from the
-    one with the least to send. ``queues`` are for each rank the groups that it needs, in order: names of tensors.
-    The ranks must hold every element of each tensor once.
+    Raises:
+        CheckpointError: The ranks do not store every element of a tensor exactly once.
     """
-    described = describe_shares(seen)
     holders: dict[str, dict[Place, list[tuple[int, int]]]] = {name: {} for name in described}
     for holder, every in enumerate(seen):
         for name, one in every.items():
@@ -317,8 +327,22 @@ def plan_exchange(
     if wrong:
         raise CheckpointError(
             f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
-            fix="call save_huggingface on all ranks of the job, with the model that te_fsdp.fully_shard returned",
+            fix="make the call on all ranks of the job, with the model that te_fsdp.fully_shard returned",
         )
+    return holders
+
+
+def plan_exchange(
+    seen: Sequence[Mapping[str, Description]], queues: Sequence[Sequence[Sequence[str]]]
+) -> list[list[Transfer]]:
+    """What each rank sends and receives, in one order for all, so that no two wait for each other. Local operation.
+
+    The writers' groups take turns. A rectangle that several ranks hold comes from the rank that needs it, or from the
+    one with the least to send. ``queues`` are for each rank the groups that it needs, in order: names of tensors.
+    The ranks must hold every element of each tensor once.
+    """
+    described = describe_shares(seen)
+    holders = holders_of(seen, described)
     load: Counter[int] = Counter()
     plans: list[list[Transfer]] = [[] for _ in seen]
     for turn in zip_longest(*queues, fillvalue=()):

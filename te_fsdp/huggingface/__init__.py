@@ -1,0 +1,25 @@
+"""Weights of sharded models for inference engines, under Hugging Face's names.
+
+No rank stores the unsharded model: a *bucket* of weights is assembled on the devices of the receiving ranks,
+converted, and yielded tensor by tensor.
+"""
+
+from te_fsdp.huggingface.folder import save_folder as save_folder
+from te_fsdp.huggingface.fp8_blocks import (
+    quantization_config as quantization_config,
+    quantize_blocks as quantize_blocks,
+)
+from te_fsdp.huggingface.stream import (
+    WeightFormat as WeightFormat,
+    WeightStream as WeightStream,
+    iter_weights as iter_weights,
+)
+
+__all__ = [
+    "WeightFormat",
+    "WeightStream",
+    "iter_weights",
+    "quantization_config",
+    "quantize_blocks",
+    "save_folder",
+]

@@ -1,0 +1,178 @@
+"""Transfer of a sharded model's tensors to the ranks that receive them unsharded."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.checkpoint.lazy_tensors import Lazy
+from te_fsdp.checkpoint.portable.huggingface import TeNames, WeightMap
+from te_fsdp.checkpoint.portable.huggingface_map import Group
+from te_fsdp.checkpoint.portable.huggingface_model import Description, Share, describe_shares, holders_of
+from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
+from te_fsdp.huggingface.fp8_blocks import has_whole_blocks, is_linear
+from te_fsdp.layout import slices
+
+#: Alignment in bytes of a piece within a message.
+_ALIGNMENT = 16
+
+
+class Piece(NamedTuple):
+    """A rectangle that one rank sends."""
+
+    holder: int  #: Its global rank
+    index: int  #: Number among the pieces that the holder stores of the tensor
+    tensor: str  #: Name in :attr:`TransferPlan.described`
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+class TransferPlan(NamedTuple):
+    """Every tensor of the unsharded model as the ranks send it, the same on all ranks."""
+
+    weights: WeightMap
+    described: dict[str, Description]
+    pieces: dict[str, list[Piece]]  #: By name of the tensor
+    exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
+
+
+def make_plan(
+    shares: Mapping[str, Share], exact: Mapping[str, Mapping[str, Share]], weights: WeightMap, names: TeNames
+) -> TransferPlan:
+    """Choose the rank that sends each piece. Collective over the world: one gather of descriptions."""
+    mine = {name: share.about for name, share in shares.items()}
+    blocks = {name: {kind: share.about for kind, share in one.items()} for name, one in exact.items()}
+    held = {name for name, share in shares.items() if any(math.prod(p.shape) for _, p in share.pieces)}
+    everyone = gather((mine, blocks, held))
+    # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
+    fits = {
+        name
+        for group in weights.groups
+        if is_linear(group, names) and has_whole_blocks(group)
+        for name in group.te.names
+        if all(name in other or name not in own for _, other, own in everyone)
+        and any(name in other for _, other, _ in everyone)
+    }
+    chosen = frozenset(
+        name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
+    )
+    seen = []
+    for about, other, _ in everyone:
+        told = {name: one for name, one in about.items() if name not in chosen}
+        for name in chosen & other.keys():
+            told |= {f"{name}:{kind}": one for kind, one in other[name].items()}
+        seen.append(told)
+    described = describe_shares(seen)
+    load: Counter[int] = Counter()
+    pieces: dict[str, list[Piece]] = {}
+    for name, places in holders_of(seen, described).items():
+        pieces[name] = []
+        for (offsets, sizes), have in places.items():
+            holder, index = min(have, key=lambda one: (load[one[0]], one[0]))
+            load[holder] += math.prod(sizes) * described[name].values.itemsize
+            pieces[name].append(Piece(holder, index, name, offsets, sizes))
+    return TransferPlan(weights, described, pieces, chosen)
+
+
+def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
+    """Return the names of the tensors that are sent for a group."""
+    found = []
+    for name in group.names(te=True, tied=True):
+        if name in plan.exact:
+            found += [f"{name}:data", f"{name}:scale"]
+        elif name in plan.described:
+            found.append(name)
+    return found
+
+
+def bytes_of(about: Description) -> int:
+    """Return the size in bytes of an unsharded tensor."""
+    return math.prod(about.shape) * about.values.itemsize
+
+
+def checksums_of(piece: Lazy, bytes_at_once: int) -> list[int]:
+    """Return checksums of a piece's bytes, which allocate at most ``bytes_at_once``. Local operation.
+
+    Version counters would cost less. FusedAdam's kernels write through pointers, without counting.
+    """
+    data = piece.on_device().contiguous().reshape(-1).view(torch.uint8)
+    even = data.numel() - data.numel() % 8
+    step = 8 * max(1, bytes_at_once // 32)  # a checksum needs three int64 tensors of its size
+    parts = [row_checksums(part.view(torch.int64)[None]) for part in data[:even].split(step)] if even else []
+    if data.numel() > even:
+        parts.append(row_checksums(data[None, even:]))
+    return torch.cat(parts).tolist() if parts else []
+
+
+def assemble(
+    plan: TransferPlan,
+    names: Sequence[str],
+    shares: Mapping[str, Share],
+    device: torch.device,
+    receiver: int | None,
+) -> dict[str, torch.Tensor]:
+    """Return the unsharded tensors of a bucket on the receivers. Collective over the world."""
+    receives = receiver in (None, rank())
+    messages: dict[int, list[Piece]] = {}
+    for piece in (piece for name in names for piece in plan.pieces[name]):
+        messages.setdefault(piece.holder, []).append(piece)
+    found: dict[str, torch.Tensor] = {}
+    for name in names if receives else ():
+        about = plan.described[name]
+        found[name] = torch.empty(about.shape, dtype=about.values, device=device)
+    failed: Exception | None = None
+    for holder, pieces in sorted(messages.items()):
+        sizes = [_aligned(math.prod(p.sizes) * plan.described[p.tensor].values.itemsize) for p in pieces]
+        if holder != rank() and not receives and receiver is not None:
+            continue
+        message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        if holder == rank():
+            try:
+                _fill(message, pieces, sizes, shares)
+            except Exception as error:  # the other ranks wait for the message
+                failed = failed or error
+        _send(message, holder, receiver)
+        if receives:
+            for piece, data in zip(pieces, message.split(sizes), strict=True):
+                dtype = plan.described[piece.tensor].values
+                data = data[: math.prod(piece.sizes) * dtype.itemsize]
+                found[piece.tensor][slices(piece.offsets, piece.sizes)] = data.view(dtype).view(piece.sizes)
+        del message
+    all_agree(lambda: _raise(failed))
+    return found
+
+
+def _fill(
+    message: torch.Tensor, pieces: Sequence[Piece], sizes: Sequence[int], shares: Mapping[str, Share]
+) -> None:
+    """Copy the pieces that this rank stores into its message. Local operation."""
+    for piece, part in zip(pieces, message.split(list(sizes)), strict=True):
+        data = shares[piece.tensor].pieces[piece.index][1].on_device()
+        data = data.to(message.device).contiguous().reshape(-1).view(torch.uint8)
+        part[: data.numel()] = data
+
+
+def _send(message: torch.Tensor, holder: int, receiver: int | None) -> None:
+    """Send a message to the receivers. Collective over holder and receivers."""
+    if world_size() == 1 or holder == receiver:
+        return
+    if receiver is None:
+        dist.broadcast(message, src=holder)
+    elif holder == rank():
+        dist.send(message, receiver)
+    else:
+        dist.recv(message, holder)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,85 @@
+"""``te_fsdp.huggingface.iter_weights`` streams a sharded model's weights to inference engines, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpointing import rollout
+from test_huggingface_load import TRAINED
+
+from tests.unit.huggingface_models import make_huggingface
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", TRAINED)
+def test_streams_equal_files(pool, tmp_path, case):
+    """Every format and receiver, on every mesh; a later stream sends what changed."""
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    name, options = TRAINED[case]
+    make_huggingface(name).save_pretrained(tmp_path / "model")
+    arguments = {"folder": str(tmp_path / "model"), "case": options, "target": str(tmp_path / "saved")}
+    for found in pool.run(rollout.streams, 4, **arguments):
+        assert found["native"] == found["bf16"] == found["unchanged"] == [], found
+        assert found["control"] > 0.5 and found["buckets"] > 2, found
+        wrong, same_names, counts = found["receiver 1"]
+        assert wrong == [] and same_names and counts[1] > 0 == counts[0] + counts[2] + counts[3], found
+        wrong, same_names, counts = found["receiver [0, 1, 2, 3]"]
+        assert wrong == [] and same_names and min(counts) > 0, found
+        assert found["fp8"]["wrong"] == [] and found["fp8"]["quantized"] > 10, found
+        assert found["changed"][0] == [] and found["changed"][1] > 0.9, found
+        assert found["one changed"] == ["model.norm.weight"], found
+
+
+BLOCKS = {
+    "model_type": "llama",
+    "vocab_size": 40,
+    "hidden_size": 512,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.arch("9.0")
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_fp8_bytes_are_kept(pool, tmp_path, interleaved):
+    """Bytes and scales of Float8BlockScaling weights after some steps are those of the unsharded model.
+
+    Query, key and value that are interleaved by heads of 64 rows share blocks: they are quantized again.
+    """
+    for found in pool.run(
+        rollout.fp8_bytes,
+        4,
+        config=BLOCKS,
+        axes={"dp_shard": 2, "tp": 2},
+        steps=3,
+        interleaved=interleaved,
+        target=str(tmp_path / "saved"),
+    ):
+        assert len(found["same"]) == (8 if interleaved else 14) and not found["control"], found
+        assert (
+            found["different"]
+            == 2 * ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] * interleaved
+        )
+        # One bucket, or twice the largest group: query, key and value in one byte a value, with their scales. Those
+        # that are quantized again have four bytes a value, in two copies and the temporaries of the quantization.
+        assert 0 < found["peak"] <= (10 if interleaved else 2) * 3 * 512 * 513, found
+        assert interleaved or found["peak"] < found["bytes"] / 2, found
+
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/rollout.md"
+
+
+@pytest.mark.ranks(2)
+def test_through_another_group(pool, tmp_path):
+    """The functions of docs/rollout.md send every tensor to an engine that is not a rank of the training."""
+    pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
+    make_huggingface("qwen3").save_pretrained(tmp_path / "model")
+    case = {"axes": {"dp_shard": 2}, "layers": {"fuse_qkv_params": True}}
+    arguments = {"folder": str(tmp_path / "model"), "case": case, "page": PAGE.read_text()}
+    for found in pool.run(rollout.through_a_group, 2, **arguments):
+        assert found["wrong"] == [] and found["sent"] > 30, found
