@@ -7,7 +7,7 @@ Gradients of experts come out as in one process:
     expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that hold the expert,
                       its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
 
-FSDP2 would divide by the number of ranks that hold the expert. It is told the other number.
+FSDP2 would divide by the number of ranks that hold the expert. te_fsdp sets the other number.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from te_fsdp.bind_device_mesh import bind
-from te_fsdp.checks.first_step import check_first_backward, refuse_writes_in_forward
-from te_fsdp.checks.unsupported import watch_unsupported
+from te_fsdp.bind_device_mesh import bind, remove_bound_checks
+from te_fsdp.check_points import CheckPoints, requested_checks
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import MeshError, PlacementError, require_flags, shorten
@@ -38,12 +37,11 @@ from te_fsdp.features.hfsdp.gradients import register_reduction_hooks
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
 from te_fsdp.features.unreduced_gradients import register_unreduced_gradients
 from te_fsdp.forward_hooks import register_forward_hooks
-from te_fsdp.lifecycle import register_step_functions, schedule_gradient_checks, track_replaced_parameters
-from te_fsdp.materialization import check_replicas, check_same_model, wrap_module_apply
+from te_fsdp.lifecycle import register_step_functions, track_replaced_parameters
+from te_fsdp.materialization import wrap_module_apply
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.context_parallel import check_attention, set_attention_cp_group
 from te_fsdp.modules.grouped import Selection
-from te_fsdp.modules.inputs import watch_for_copies, watch_inputs
 from te_fsdp.modules.mixin import pair_of
 from te_fsdp.optimizer_step import AFTER_STEP, BEFORE_STEP
 from te_fsdp.plan import ModelPlan, ShardRequest, StrategySpec, UnitSpec, plan_sharding
@@ -101,7 +99,8 @@ def fully_shard(
     reshard_after_forward: bool | None = None,
     experts: Selection = None,
     average_gradients: bool = True,
-    check_inputs: bool = True,
+    checks: str | None = None,
+    check_inputs: bool | None = None,
     transport: str = "auto",
     zero_copy_gradients: bool | str = "auto",
 ) -> ModelT:
@@ -123,35 +122,36 @@ def fully_shard(
         reshard_after_forward: FSDP2's word for strategies: True ``"optim_grads_params"``, False ``"optim_grads"``.
         experts: Names or classes of ``GroupedLinear`` modules (or around some) to deal out over ``ep``; default: all.
         average_gradients: Gradients are means over the data-parallel ranks, for losses that are means; or sums.
-        check_inputs: Compare over ``tp`` and ``cp`` what enters the model in new shapes, and gradients in two steps.
+        checks: Level of checks: ``"off"``, ``"setup"``, ``"first_steps"`` (the default) or ``"full"`` (docs/checks.md).
+        check_inputs: Deprecated, use ``checks``. False leaves out comparisons of inputs and gradients.
         transport: How weights are gathered: ``"auto"``, ``"nccl"``, ``"copy_engine"`` (or the log says why not).
         zero_copy_gradients: Reduce large gradients uncopied (or the log says why not); "auto": with "copy_engine".
 
     Raises:
-        MeshError, PlacementError, OrderError: see :func:`te_fsdp.set_device_mesh`; also units without a module or a
-            forward, scalar parameters, a sharded model, contradicting arguments, shards that do not fit their format.
+        MeshError, PlacementError, OrderError: Meshes, arguments or a model that do not fit (docs/troubleshooting.md).
         PrecisionError: Both ``precision`` and ``mp_policy``, or a policy that the model contradicts.
         InitError: Ranks that must hold equal values do not, or hold equal parts of what should differ.
         CollectiveError: Ranks did not make the call.
     """
     asked = units, strategy, reshard_after_forward, outer_strategy, precision, mp_policy, offload_policy
-    require_flags("fully_shard", average_gradients=average_gradients, check_inputs=check_inputs)
-    meshes = as_meshes(meshes, "fully_shard")
-    require_model(model, "fully_shard(model, meshes)")
-    _refuse_slice(model, meshes)
-    with collective_call("fully_shard", meshes.device_mesh), _wgrad_fusion_disabled(model) as fused:
+    require_flags("fully_shard", average_gradients=average_gradients)
+    points = requested_checks("fully_shard", checks, check_inputs)
+    meshes = _require_meshes(model, meshes)
+    call = points.call("fully_shard")
+    with collective_call(call, meshes.device_mesh), _wgrad_fusion_disabled(model) as fused:
         request = ShardRequest(*asked, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
-        _check_ranks(plan, fused)
-        state = _attach_plan(plan)
+        _check_plan(plan, fused, points)
+        state = _attach_plan(plan, points)
         _replace_parameters(plan, state)
-        _install_hooks(plan, state, check_inputs, fused)
-        _log.debug("fully_shard: %d units over %s", len(plan.units), meshes)
+        _install_hooks(plan, state, fused)
     return model
 
 
-def _refuse_slice(model: nn.Module, meshes: Meshes) -> None:
-    """Raise if the meshes have no ``tp`` axis, but the model was built for one. Local operation."""
+def _require_meshes(model: nn.Module, given: Meshes | DeviceMesh) -> Meshes:
+    """Return the job's meshes. Raise if they have no ``tp`` axis, but the model was built for one. Local operation."""
+    meshes = as_meshes(given, "fully_shard")
+    require_model(model, "fully_shard(model, meshes)")
     sizes = {name: getattr(module, "tp_size", 1) for name, module in model.named_modules()}
     name, size = next(((name, size) for name, size in sizes.items() if size not in (1, None)), ("", 1))
     if size != 1 and meshes.size("tp") == 1:
@@ -162,20 +162,21 @@ def _refuse_slice(model: nn.Module, meshes: Meshes) -> None:
             why="te_fsdp binds the model to the tensor-parallel axis and applies FSDP2 in one call",
             fix="te_fsdp.fully_shard(model, meshes), with te_fsdp.Meshes.build(tp=...) or the torch mesh of all axes",
         )
+    return meshes
 
 
-def _check_ranks(plan: ModelPlan, fused: list[nn.Module]) -> None:
-    """What must hold on all ranks alike. Collective over the world."""
-    # Attention may have been told of ranks where the meshes have no ``cp``.
-    told = (getattr(module, "cp_group", None) is not None for module in plan.model.modules())
-    if plan.meshes.cp is not None or any(told):
+def _check_plan(plan: ModelPlan, fused: list[nn.Module], points: CheckPoints) -> None:
+    """Raise if attention or fused modules do not fit the plan, or if a check fails. Collective as the checks are."""
+    # Attention may have a group although the meshes have no ``cp``.
+    grouped = (getattr(module, "cp_group", None) is not None for module in plan.model.modules())
+    if plan.meshes.cp is not None or any(grouped):
         check_attention(plan.model, plan.meshes)
     _refuse_fused(fused, plan)
-    check_same_model(plan)
-    check_replicas(plan)
+    for check in points.plan:
+        check(plan)
 
 
-def _attach_plan(plan: ModelPlan) -> ShardedModel:
+def _attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     """Note the plan on each parameter, and move what stays whole from the CPU, as FSDP2 moves all else. Local."""
     model, device, request = plan.model, plan.meshes.device, plan.request
     for place in iter_param_owners(model):
@@ -196,6 +197,7 @@ def _attach_plan(plan: ModelPlan) -> ShardedModel:
         request.outer_strategy,
         request.precision,
         request.average_gradients,
+        points,
         plan.precision,
         {row.label: row for row in plan.parameters.values()},
     )
@@ -211,7 +213,7 @@ def _replace_parameters(plan: ModelPlan, state: ShardedModel) -> None:
         stash = stash_quantized(model)
         if precision is not None:
             precision.widen(model)
-        # Weights that FSDP2 shall cut along another dim than the first.
+        # Weights that FSDP2 shards along another dim than the first.
         dims = {
             id(m.module._parameters[name]): dim for m in plan.modules for name, dim in m.cuts.items() if dim
         }
@@ -265,7 +267,7 @@ def _expert_units(rows: Iterable[ParameterPlan]) -> set[str]:
 
 
 def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh:
-    """What FSDP2 shards a unit over. What is added up over ``dp_replicate`` later, it shall not reduce over that."""
+    """Return the mesh passed to FSDP2 for a unit. Exclude ``dp_replicate`` if HFSDP reduces over it later."""
     if storage.gradient[0] == "P":
         root = meshes.expert_mesh if experts and meshes.expert_mesh is not None else meshes.device_mesh
         return root["dp_shard"]
@@ -307,8 +309,8 @@ def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[not-callable]
 
 
-def _install_hooks(plan: ModelPlan, state: ShardedModel, check_inputs: bool, fused: list[nn.Module]) -> None:
-    """What FSDP2 shall not keep, and what watches the model, and gathers it."""
+def _install_hooks(plan: ModelPlan, state: ShardedModel, fused: list[nn.Module]) -> None:
+    """Install the hooks, checks, transports and reductions of a sharded model, in this order."""
     cuts = {(id(item.module), name) for item in plan.modules for name in item.cuts}
     for unit in state.modules.values():
         for managed in fsdp2_units.managed_fsdp_params(unit):
@@ -336,28 +338,19 @@ def _install_hooks(plan: ModelPlan, state: ShardedModel, check_inputs: bool, fus
     attach_state_to_params(state)
     if state.meshes.cp is not None:
         set_attention_cp_group(state.model, state.meshes)
-    watch_inputs(
-        state.model,
-        state.meshes.tp_or_none if check_inputs else None,
-        state.meshes.cp if check_inputs else None,
-    )
-    if check_inputs and state.modules:
-        watch_for_copies(state.model, state.meshes)
-    schedule_gradient_checks(state.model, check_inputs)
-    watch_unsupported(state)
+    remove_bound_checks(state.model)
+    for check in state.checks.sharded:
+        check(state)
     register_forward_hooks(state)
     wrap_module_apply(state)
-    if state.meshes.pp is not None:
-        check_first_backward(state)
-    for unit in state.modules.values():
-        refuse_writes_in_forward(state, unit)
-    register_step_functions(BEFORE_STEP, AFTER_STEP)
+    register_step_functions(BEFORE_STEP, AFTER_STEP, state.checks)
     _torch_amp.unscale_over_all_meshes()
     if fused:
         _fuse_wgrad(state, fused)
     choose_transports(state, plan.request.transport)
     move_shards_to_shared_memory(state)
     enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
+    _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)
 
 
 def _install_replicated_reduction(plan: ModelPlan, state: ShardedModel) -> None:
@@ -390,7 +383,7 @@ def _install_replicated_reduction(plan: ModelPlan, state: ShardedModel) -> None:
 #
 # With the option TE's GEMM writes a weight's gradient to ``weight.main_grad``, or adds it to what is there, and gives
 # autograd none. FSDP2 would then reduce nothing, without an error. But FSDP2 itself keeps a whole gradient between
-# backwards that do not reduce, and reduces what it finds there: TE is handed that one, made anew when it is asked for.
+# backwards that do not reduce, and reduces what it finds there. TE gets that buffer, allocated when it requests it.
 # Checked on torch 2.11 and 2.13 (``FSDPParam.unsharded_accumulated_grad``), read on 2.15 (the gathered parameter's
 # ``grad``).
 #
@@ -474,7 +467,7 @@ class _MainGradBuffer:
 
     def __bool__(self) -> bool:
         if _torch.backward_id() < 0:
-            return False  # nobody knows in forward: TE has to add, to zeros
+            return False  # not known in forward: TE has to add, to zeros
         self._was_asked = True
         return self._is_new
 
@@ -493,5 +486,5 @@ class _MainGradBuffer:
         self._is_new = _fsdp2.unreduced_gradient(managed) is None
         found = _fsdp2.find_unreduced_gradient(managed, group)
         if self._is_new and not self._was_asked:
-            found.zero_()  # a TE that does not ask adds to it: the first time nobody knows
+            found.zero_()  # a TE that does not read the flag adds to it
         return found

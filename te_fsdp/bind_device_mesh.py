@@ -23,6 +23,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp.boxed_dtensor import place_full_tensors
+from te_fsdp.check_points import CheckPoints, check_points
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, PlacementError, require_flags
@@ -34,22 +35,19 @@ from te_fsdp.initialize import (
 )
 from te_fsdp.lifecycle import (
     StepFunctions,
-    refuse_replaced,
     register_step_functions,
-    require_equal_gradients,
-    schedule_gradient_checks,
+    run_checks,
     sync_tp_replicas,
     track_replaced_parameters,
 )
 from te_fsdp.mesh_checks import check_1d
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
-from te_fsdp.modules.inputs import watch_inputs
 from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
 from te_fsdp.modules.options import HEADS, check_multiple
 from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import ModuleMeshes, plan_modules
-from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, restore_optimizer_params
+from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards, patch_loading, take_waiting
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.shards import requantize
@@ -195,9 +193,7 @@ def _bases(cls: type) -> tuple[type, ...]:
 #: Around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
 BEFORE_STEP: StepFunctions = (
     restore_optimizer_params,
-    refuse_replaced,
-    require_main_weights,
-    require_equal_gradients,
+    run_checks,
     sync_tp_replicas,
 )
 AFTER_STEP: StepFunctions = (refresh_quantized,)
@@ -260,9 +256,27 @@ def set_device_mesh(
             planned = plan_modules(model, *meshings, experts)
         _check_shards_differ(planned, tp_mesh, ep_mesh)
         bind(model, planned)
-    if _te.kind_of(model) is None:
-        watch_inputs(model, tp_mesh if check_inputs else None)
-    schedule_gradient_checks(model, check_inputs)
+    _watch_bound(model, tp_mesh if check_inputs else None)
+
+
+#: Key in the ``__dict__`` of a model that ``set_device_mesh`` was called on: the checks that watch it.
+_BOUND_CHECKS = "_te_fsdp_bound_checks"
+
+
+def _watch_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
+    """Compare inputs and gradients over ``tp_mesh`` from now on, and check steps of optimizers. Local operation."""
+    points = model.__dict__[_BOUND_CHECKS] = check_points()
+    register_step_functions(BEFORE_STEP, AFTER_STEP, points)
+    for check in points.bound:
+        check(model, tp_mesh)
+
+
+def remove_bound_checks(model: nn.Module) -> None:
+    """Remove the checks of ``set_device_mesh`` on any part of a model. Local operation."""
+    for module in model.modules():
+        points: CheckPoints | None = module.__dict__.pop(_BOUND_CHECKS, None)
+        for check in points.bound if points is not None else ():
+            check(module, None)
 
 
 def _module_meshes(

@@ -8,25 +8,21 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
+from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import InitError, MeshError, OrderError, shorten
+from te_fsdp.errors import InitError, OrderError, shorten
 from te_fsdp.gradient_sync import release_params
 from te_fsdp.initialize import (
-    checksum,
-    find_equal_shards,
-    has_device_parameters,
     has_sentinel,
     initialize_by_reset,
-    refuse_equal_shards,
     target_device,
 )
 from te_fsdp.lifecycle import track_replaced_parameters
@@ -58,13 +54,8 @@ from te_fsdp.upstream import (
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
-    from te_fsdp.mesh import Meshes
-    from te_fsdp.plan import ModelPlan
-    from te_fsdp.records import ParameterPlan
-    from te_fsdp.replicated_params import ReplicatedParameter
     from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
@@ -369,118 +360,3 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
         broadcast(tensors, group)
     for local in quantized:
         drop_derived_state(local)
-
-
-# ---------------------------------------------------------------------------------------------------------- comparisons
-
-
-def check_same_model(plan: ModelPlan) -> None:
-    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
-
-    Ranks with different models, or with other units, would wait for each other in collectives that never match. Of
-    expert modules, the ranks that hold the same experts must have the same. Collective over the world: three max
-    all-reduces of a few integers per axis.
-    """
-    model, meshes, settings = plan.model, plan.meshes, plan.settings()
-    described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
-    for label, module, name, p in iter_param_owners(model):
-        told = (label, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta)
-        # A DTensor's shape is that of all experts, the same on all ranks.
-        is_local = plan.parameters[id(module), name].experts and not isinstance(p, DTensor)
-        described[is_local].append(told)
-    dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
-    same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
-    mesh = meshes.expert_mesh or meshes.device_mesh
-    same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
-    differs = (~torch.cat([same, same_experts])).long()
-    maximum(differs, meshes.device_mesh)  # what the ranks of one expert see, all must know
-    models, others, experts_of_one = differs.tolist()
-    if others and not (models or experts_of_one):
-        raise MeshError(
-            "fully_shard: the ranks of the mesh were given different arguments",
-            expected="the same units, strategies and dtypes everywhere",
-            got=f"here {settings[:1000]}",
-            fix="call it with the same arguments on all ranks",
-        )
-    if models or experts_of_one:
-        count = sum(map(len, described.values()))
-        first = next((f"{told[0]} {told[1]}" for told in described[False]), None)
-        raise MeshError(
-            f"{type(model).__name__}: the ranks of the mesh hold different models",
-            expected="the same names, shapes, dtypes and devices everywhere",
-            got=f"here {count} parameters, the first {first}",
-            fix="build the model from the same configuration on all ranks",
-        )
-
-
-def check_replicas(plan: ModelPlan) -> None:
-    """Raise on all ranks unless parameters on the device are equal wherever they must be.
-
-    Before FSDP2 cuts them, all data-parallel ranks hold the same tp-local tensors, and all tp ranks the same
-    replicated parameters. Experts are compared among the ranks that hold the same ones. Parts that ranks of tp, and
-    experts that ranks of ep, hold of their own must not be equal. Collective over the world: max all-reduces of two
-    integers per parameter and axis, small object gathers.
-    """
-    meshes, rows = plan.meshes, plan.parameters
-    found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
-    may_differ = any(row.experts for row in rows.values())
-    _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
-    if (meshes.tp_or_none is not None or meshes.ep is not None) and has_device_parameters(plan.modules):
-        with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp_or_none, meshes.ep))
-
-
-def check_unsharded_replicas(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
-    """:func:`check_replicas` of parameters of a bound model that data parallelism does not cut."""
-    found = ((item.plan.label, item.parameter, item.plan) for item in parameters)
-    _require_equal(found, meshes, meshes.device_mesh, "materialize")
-
-
-#: A parameter before it is cut: its label, a checksum of the tp-local value, whether tp replicates it.
-_Held = tuple[str, torch.Tensor, bool]
-
-
-def _require_equal(
-    parameters: Iterable[tuple[str, torch.Tensor, ParameterPlan]],
-    meshes: Meshes,
-    told: DeviceMesh | None,
-    where: str,
-) -> None:
-    """Raise for what has values by now, and others on other ranks; on all ranks of ``told``, if not all see it."""
-    held: dict[bool, list[_Held]] = {False: [], True: []}
-    for label, parameter, plan in parameters:
-        local = _torch.local_of(parameter)
-        if not local.is_meta:
-            whole = plan.rule is None or plan.rule.shard_dim is None
-            held[plan.experts].append((label, checksum(local), whole))
-    with raised_on_all_ranks(told, where):
-        bad = _differing(held[False], meshes.device_mesh)
-        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
-        if bad:
-            raise InitError(
-                f"{shorten(bad)}: values differ between ranks that must hold the same",
-                expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
-                got=f"{len(bad)} of {sum(map(len, held.values()))} parameters differ",
-                why="FSDP2 would cut each shard from another initialisation",
-                fix="seed all ranks alike before building the model, or build it on meta and call te_fsdp.materialize",
-            )
-
-
-def _differing(held: list[_Held], mesh: DeviceMesh) -> list[str]:
-    """Labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though tp replicates them.
-
-    Collective over ``mesh`` without ``ep``, of which all ranks find the same.
-    """
-    if not held:
-        return []
-    labels, sums, whole = zip(*held, strict=True)
-    mine = torch.stack(sums)
-    differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
-    if "tp" in (mesh.mesh_dim_names or ()):
-        replicated = torch.tensor(whole, device=mine.device)
-        differs |= replicated & ~are_equal(mine, mesh["tp"])
-        # A difference seen by one tp rank alone must reach the others: all raise, or none.
-        seen = differs.to(torch.int64)
-        maximum(seen, mesh["tp"])
-        differs = seen.bool()
-    return [label for label, flag in zip(labels, differs.tolist(), strict=True) if flag]

@@ -7,54 +7,27 @@ after a step     :data:`AFTER_STEP`: kept weights are released, so that the next
 from __future__ import annotations
 
 import functools
-import struct
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from te_fsdp.checks.first_step import before_first_step
-from te_fsdp.collectives.agreement import are_equal, raised_on_all_ranks
-from te_fsdp.collectives.rendezvous import collective_call, is_capturing
-from te_fsdp.errors import MeshError, OrderError, shorten
-from te_fsdp.features.hfsdp.gradients import check_step
-from te_fsdp.features.main_params import is_low_precision, main_parameters_of, optimizer_shard_in
-from te_fsdp.features.main_weights import main_weight, register_optimizer, use_fused_adam_master_weights
-from te_fsdp.gradient_sync import require_reduced, zero_grad
-from te_fsdp.lifecycle import (
-    StepFunctions,
-    gradients_of,
-    refuse_replaced,
-    require_equal_gradients,
-    sync_tp_replicas,
-)
-from te_fsdp.quantized.amax import refresh_quantized, require_main_weights, restore_optimizer_params
-from te_fsdp.records import get_record
-from te_fsdp.sharded_model import ShardedModel, shard_of, undo_step
+from te_fsdp.features.main_weights import register_optimizer, use_fused_adam_master_weights
+from te_fsdp.gradient_sync import wait_for_reductions, zero_grad
+from te_fsdp.layout import SyncMode
+from te_fsdp.lifecycle import StepFunctions, gradients_of, run_checks, sync_tp_replicas
+from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
+from te_fsdp.sharded_model import ShardedModel, undo_step
 from te_fsdp.unit_communication import invalidate_gathers
-from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
-
-
-def refuse_gathered(step: Step) -> None:
-    """Raise for gathered parameters, which the model has while its weights are kept between microbatches."""
-    for parameter, facts in step.held:
-        if facts.record is not None and shard_of(parameter) is not parameter:
-            raise OrderError(
-                f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
-                expected="sharded parameters",
-                got="one of those that the model has while its weights are kept between microbatches",
-                why="Its update would be lost",
-                fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
-            )
 
 
 def record_stepping_optimizer(step: Step) -> None:
@@ -64,28 +37,10 @@ def record_stepping_optimizer(step: Step) -> None:
         register_optimizer(step.optimizer)
 
 
-def refuse_closure(step: Step) -> None:
-    """Raise if a closure's forward and backward would meet what is done for the step alone."""
-    if not step.models or step.closure is None:
-        return
-    held = [get_record(parameter) for _, parameters in step.models for parameter in parameters]
-    if _has_mixed_groups(step.optimizer) or any(
-        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in held if f
-    ):
-        raise OrderError(
-            f"{step.where}(closure) of a model with tensor parallelism, with parameters that "
-            "are not sharded, or with gradients in main_grads_dtype",
-            expected="step() after backward()",
-            got="a closure",
-            why="Its gradients would come too late to be made equal over tp, or cast",
-            fix="call backward() first, then step() without a closure",
-        )
-
-
 def wait_for_gradients(step: Step) -> None:
-    """Wait for reductions under way; raise if a gradient was not reduced, or if a backward has failed."""
-    for state, parameters in step.models:
-        require_reduced(state, step.where, parameters)
+    """Let the current stream wait for reductions under way."""
+    for state, _ in step.models:
+        wait_for_reductions(state)
 
 
 def check_nan_report(step: Step) -> None:
@@ -96,43 +51,19 @@ def check_nan_report(step: Step) -> None:
 
 
 def wrap_closure(step: Step) -> None:
-    """Look at the gradients that a closure leaves, and at the losses that steer ``LBFGS``, after each call of it.
-
-    What is looked at before a step is over by then. ``LBFGS`` decides by the loss where to stop, and where a search
-    along its direction goes on: ranks whose losses differ would part, and wait for each other.
-    """
+    """Check gradients after each call of a closure too, because the checks before the step are over by then."""
     if step.closure is not None and step.models:
         step.closure = functools.partial(_run_closure, step, step.closure)
 
 
 def _run_closure(step: Step, closure: Callable[[], Any]) -> Any:
-    """One call of a closure. Collective over the mesh for ``LBFGS``: one max all-reduce of two integers."""
+    """Call a closure and check what it has computed. Collective as the checks are."""
     loss = closure()
-    for state, parameters in step.models:
-        require_reduced(state, f"{step.where}(closure)", parameters)
-        if state.nan_report is not None:
-            state.nan_report.check()
-    mesh = step.models[0][0].meshes.device_mesh
-    if not isinstance(step.optimizer, torch.optim.LBFGS) or mesh.size() == 1:
-        return loss
-    (bits,) = struct.unpack("q", struct.pack("d", float(loss)))
-    halves = [bits >> 32, bits & 0xFFFFFFFF]
-    if not bool(are_equal(halves, mesh).all()):
-        raise MeshError(
-            f"{step.where}(closure): losses that differ between ranks",
-            expected="the same loss on all ranks, the mean over their data",
-            got=f"here {float(loss)!r}",
-            why="It decides by the loss where to stop: the ranks would part, and wait for each other",
-            fix="after loss.backward(): loss = loss.detach().clone(); torch.distributed.all_reduce(loss); return "
-            "loss / the number of ranks",
-        )
+    for check in step.checks.closure:
+        check(step, loss)
+    wait_for_gradients(step)
+    check_nan_report(step)
     return loss
-
-
-def require_outer_averages(step: Step) -> None:
-    """Raise before a step of HFSDP whose gradients nobody would average over ``dp_replicate``."""
-    if any(state.outer == "optim" for state, _ in step.models):
-        check_step(step.optimizer)
 
 
 def cast_gradients(step: Step) -> None:
@@ -148,17 +79,18 @@ def allow_mixed_parameters(step: Step) -> None:
     Optimizers choose these kernels by themselves on GPUs. Parameters that are not sharded count as replicated; updates
     are by element, so that each rank's part is what it would be alone.
     """
-    if step.models and _has_mixed_groups(step.optimizer):
+    if step.models and has_mixed_groups(step.optimizer):
         mixing = step.models[0][0].mixing
         mixing.close()
         mixing.enter_context(implicit_replication())
 
 
-def _has_mixed_groups(optimizer: Optimizer) -> bool:
-    """Whether torch would refuse a group's foreach and fused kernels: some parameters are DTensors, others are not."""
-    return any(
-        len({isinstance(p, DTensor) for p in group["params"]}) == 2 for group in optimizer.param_groups
-    )
+def has_mixed_groups(optimizer: Optimizer) -> bool:
+    """Return whether torch would refuse a group's foreach and fused kernels, because only some are DTensors."""
+    for group in optimizer.param_groups:
+        if len({isinstance(parameter, DTensor) for parameter in group["params"]}) == 2:
+            return True
+    return False
 
 
 def count_versions(step: Step) -> None:
@@ -167,6 +99,12 @@ def count_versions(step: Step) -> None:
         changed = zip(parameters, gradients_of(parameters), strict=True)
         # What has no gradient stays as it is: a graph that waits for its backward may still need it.
         increment_version([parameter for parameter, gradient in changed if gradient is not None])
+
+
+def run_checks_after_step(step: Step) -> None:
+    """Run the checks that record the state of weights after a step."""
+    for check in step.checks.stepped:
+        check(step)
 
 
 def undo_casts(step: Step) -> None:
@@ -191,101 +129,11 @@ def release_weights(step: Step) -> None:
         state.gathers.clear()
         for _, unit in state.gathered():
             unit.reshard()
-        kept = dict(state.gathered())
-        state.versions = {name: versions for name, versions in state.versions.items() if name in kept}
-
-
-# ------------------------------------------------------------------------------------------------------ edited weights
-
-#: Attribute of an optimizer: its low-precision parameters, as they were after its last step.
-_WRITTEN = "_te_fsdp_written"
-# How far a quantized weight may lie from its main weight, in parts of the norm: eight bits round to 1/30, four to 1/8.
-_TO_8_BITS = 1 / 8
-_TO_4_BITS = 1 / 4
-# Largest error of E4M3 near zero. Delayed scaling begins with a scale of 1, at which small weights are rounded to that.
-_NEAR_ZERO = 2.0**-10
-
-
-class _WeightVersions(NamedTuple):
-    """Low-precision parameters of an optimizer, how often each has been written to, and how many it has of all."""
-
-    parameters: list[torch.Tensor]
-    versions: list[int]
-    held: int
-
-    @classmethod
-    def now(cls, optimizer: Optimizer) -> _WeightVersions:
-        """Those of an optimizer; low-precision ones are looked for when it has got other parameters."""
-        known: _WeightVersions | None = optimizer.__dict__.get(_WRITTEN)
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if known is not None and known.held == held:
-            parameters = known.parameters
-        else:
-            parameters = [
-                p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)
-            ]
-        # New weights that arrive after the step are written to local tensors: only edits by parameters are seen then.
-        overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
-        return cls(parameters, _torch.versions_of(parameters, with_locals=not overlaps), held)
-
-
-def record_weight_versions(step: Step) -> None:
-    """Note after a step how often low-precision parameters were written to, all that te_fsdp writes included."""
-    if step.models:
-        setattr(step.optimizer, _WRITTEN, _WeightVersions.now(step.optimizer))
-
-
-def refuse_edited(step: Step) -> None:
-    """Raise where the step would write a main weight back over a weight that somebody has edited since the last one.
-
-    Local operation that compares numbers of writes; where they say that a parameter was written to, and once before
-    the first step, collective over the model's mesh, and values are compared with those of main weights. Raises
-    ``OrderError`` on all ranks of the model; nothing has changed.
-    """
-    if not step.models:
-        return
-    known: _WeightVersions | None = step.optimizer.__dict__.get(_WRITTEN)
-    parameters, versions, _ = _WeightVersions.now(step.optimizer)
-    if not parameters or (known is not None and known.versions == versions) or is_capturing():
-        return
-    mesh = step.models[0][0].meshes.device_mesh
-    together = collective_call(f"{step.where}: first, or after weights were edited", mesh)
-    with together, raised_on_all_ranks(mesh, step.where):
-        _refuse_those(step, [parameter for parameter in parameters if _differs(step.optimizer, parameter)])
-    record_weight_versions(step)
-
-
-@torch.no_grad()
-def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Whether a parameter is something else than its fp32 main weight, rounded or quantized. Local operation."""
-    main, local = main_weight(optimizer, parameter), _torch.local_of(parameter).detach()
-    if main is None or main.dtype != torch.float32 or not main.numel():
-        return False
-    quantized, shard = _te.is_quantized(local), optimizer_shard_in(optimizer, parameter)
-    value = local.dequantize(dtype=torch.float32) if quantized else local  # type: ignore[call-arg]
-    value = value if shard is None else shard.of(value)
-    if not quantized:
-        rounded = main.to(value.dtype)
-        return not bool(((value == rounded) | (value.isnan() & rounded.isnan())).all())
-    kind = _te.format_of(local)
-    limit = (_TO_8_BITS if kind is None or kind.name not in ("nvfp4", "hybrid") else _TO_4_BITS) * main.norm()
-    if _te.has_delayed_scale(local):
-        limit = limit + _NEAR_ZERO * main.numel() ** 0.5 * _te.inverse_scale_of(local)
-    return bool((value - main).norm() > limit)
-
-
-def _refuse_those(step: Step, edited: list[torch.Tensor]) -> None:
-    if not edited:
-        return
-    names = step.names
-    raise OrderError(
-        f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
-        expected="weights that are their main weights, rounded or quantized",
-        got=f"{len(edited)} that were edited since the last step, or since main weights were made",
-        why="The step would write the main weights back: the edits would be lost",
-        fix='edit optimizer.state[parameter]["master_param"] as well; or delete it from that state after the edit: the '
-        "next step begins with a main weight of the edited weight",
-    )
+        if state.versions:
+            kept = dict(state.gathered())
+            state.versions = {name: versions for name, versions in state.versions.items() if name in kept}
+        if state.waiting and state.sync_mode is SyncMode.LAST and not state.pending():
+            state.waiting = False
 
 
 #: Around every step of an optimizer of sharded models, in this order (:mod:`te_fsdp.lifecycle`); bound ones have a
@@ -295,18 +143,11 @@ def _refuse_those(step: Step, edited: list[torch.Tensor]) -> None:
 #: new values.
 BEFORE_STEP: StepFunctions = (
     restore_optimizer_params,
-    refuse_replaced,
-    require_main_weights,
-    refuse_gathered,
     record_stepping_optimizer,
-    refuse_closure,
-    before_first_step,
-    refuse_edited,
     wait_for_gradients,
+    run_checks,
     check_nan_report,
     wrap_closure,
-    require_outer_averages,
-    require_equal_gradients,
     sync_tp_replicas,
     cast_gradients,
     allow_mixed_parameters,
@@ -315,7 +156,7 @@ BEFORE_STEP: StepFunctions = (
 AFTER_STEP: StepFunctions = (
     refresh_quantized,
     count_versions,
-    record_weight_versions,
+    run_checks_after_step,
     undo_casts,
     reset_nan_report,
     release_weights,

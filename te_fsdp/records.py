@@ -83,9 +83,8 @@ class ParameterRecord:
     #: that nothing has given to a module as a successor.
     replaced_by: tuple[str, str] | None = None
     copied_from: weakref.ref[ParameterRecord] | None = None  #: Of such a copy: the record of what was copied
-    grad_checks_left: int = (
-        0  #: In how many steps to come its gradient is compared over tp (:mod:`te_fsdp.lifecycle`)
-    )
+    #: Number of steps in which a check still compares its gradient over tp; -1 for all.
+    grad_checks_left: int = 0
     #: Of a sharded parameter its ``id`` and :func:`te_fsdp.upstream.torch_dtensor.memory_of` it, to see that its
     #: ``.data`` was
     #: assigned.
@@ -321,8 +320,8 @@ class ModuleBinding:
     #: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the same with that
     #: placement.
     partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
-    #: Parameters whose partial gradients are compared over tp: in how many backwards to come.
-    grad_checks_left: dict[str, int] = field(default_factory=dict)
+    #: Name of a parameter -> check of its partial gradient, for the backwards in which it is compared over tp.
+    grad_checks: dict[str, Callable[[torch.Tensor], None]] = field(default_factory=dict)
     _weight_group: tuple[DeviceMesh, str] | None = None
 
     @property

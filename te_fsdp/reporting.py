@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor, Shard
 
+from te_fsdp.check_points import DEFAULT
 from te_fsdp.layout import chunk_range, expert_index
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.quantized.components import empty_on_meta
@@ -68,6 +69,7 @@ class Report:
     #: Where ``zero_copy_gradients`` is asked for: why gradients are copied before their reduction (empty: they are
     #: not), and the names of the large parameters.
     gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    checks: str = ""  #: Level of checks of a sharded model (docs/checks.md)
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -110,6 +112,8 @@ class Report:
         for why, names in self.gradients:
             words = f"copied: {why}" if why else "reduced without a copy"
             lines.append(_describe_several("gradients", "large parameters", names, words))
+        if self.checks not in ("", DEFAULT):
+            lines.append(f"checks: {self.checks}")
         return "\n".join(lines)
 
 
@@ -155,9 +159,8 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
         return Report(tuple(rows))
     gathers = {name: str(transport) for name, transport in state.transports.items()}
     costs = _costs_of(model) if state.precision is not None else ()
-    return Report(
-        tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), _group_by_value(state.copied)
-    )
+    copied, level = _group_by_value(state.copied), state.checks.level
+    return Report(tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), copied, level)
 
 
 def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

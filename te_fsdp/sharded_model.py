@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from te_fsdp import records
+from te_fsdp.check_points import NONE, CheckPoints
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout import SyncMode
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
@@ -78,6 +79,7 @@ class ShardedModel:
     outer: str = "no_shard"  #: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``
     precision: Any = None  #: The policy, or ``None``
     average_gradients: bool = True  #: Whether gradients are means over data-parallel ranks, or sums
+    checks: CheckPoints = NONE  #: Checks of the requested level, by point
     precision_plan: Any = None  #: What ``precision`` means for each parameter, or ``None``
     #: Full name -> what is settled about a parameter.
     plans: dict[str, ParameterPlan] = field(default_factory=dict)
@@ -163,7 +165,7 @@ class ShardedModel:
 
     def roots(self) -> list[nn.Module]:
         """The units that FSDP2 takes for roots: one, after the first forward, unless the model itself is no unit."""
-        return [unit for unit in self.modules.values() if _fsdp2.is_root(unit)]
+        return _fsdp2.roots_among(self.modules.values())
 
     def gathered(self) -> list[tuple[str, nn.Module]]:
         """The units that are gathered now."""

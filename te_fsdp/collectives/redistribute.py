@@ -434,7 +434,7 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
         elif tensor.numel():
             small.setdefault(tensor.dtype, []).append(tensor)
     for dtype, several in small.items():
-        buffer = PackedLayout(tuple(tensor.numel() for tensor in several))
+        buffer = PackedLayout(tuple(map(torch.Tensor.numel, several)))
         packed = buffer.pack(several, dtype, several[0].device)
         dist.broadcast(packed, group=group, group_src=0)
         for tensor, values in zip(several, buffer.pieces(packed), strict=True):

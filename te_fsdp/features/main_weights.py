@@ -29,7 +29,6 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from te_fsdp.checks.first_step import refuse_unsupported_optimizer
 from te_fsdp.collectives.agreement import are_equal, digest
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, shorten
@@ -49,6 +48,7 @@ from te_fsdp.features.main_params import (
     optimizer_shard_in,
     rekey_scales,
 )
+from te_fsdp.features.unsupported_optimizers import refuse_unsupported_optimizer
 from te_fsdp.lifecycle import parameters_of_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse_unsafe_optimizer
 from te_fsdp.records import label_of, require_model, require_optimizer

@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.checks.unsupported import first_te_module, refuse_second_derivatives_of_te
 from te_fsdp.collectives.async_work import UnitOrder, current_stream
 from te_fsdp.collectives.groups import group_of_ranks
 from te_fsdp.collectives.redistribute import comm_of
@@ -33,7 +32,6 @@ from te_fsdp.collectives.rendezvous import is_simulated
 from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.gradients import apply_deferred_grad_scale
 from te_fsdp.layout import REPLICATED
-from te_fsdp.materialization import check_unsharded_replicas
 from te_fsdp.replicated_params import Bucket, GradientSlot, Reduction, ReductionGroup, pack
 from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model
 from te_fsdp.upstream import torch_autograd as _torch_autograd, torch_dtensor as _torch
@@ -93,7 +91,6 @@ class ReplicatedGradients:
             )
         self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
         self._sync, self._owes, self._running, self._marked = True, False, False, False
-        self._te_module = first_te_module(model)
         self._inside: dict[GradientSlot, None] = {}
         self._away: set[GradientSlot] = set()
         sent = {slot.unit for slot in self._slots}
@@ -254,7 +251,10 @@ class ReplicatedGradients:
     def renewed(self) -> None:
         """Take note of replaced parameters; ``InitError`` unless all ranks hold the same. Collective over the world."""
         self.attach()
-        check_unsharded_replicas([slot.replicated for slot in self._slots], self._meshes)
+        model = self._model()
+        state = None if model is None else get_sharded_model(model)
+        for check in state.checks.renewed if state is not None else ():
+            check([slot.replicated for slot in self._slots], self._meshes)
 
     # -------------------------------------------------------------------------------------------------- the hooks
 
@@ -271,7 +271,10 @@ class ReplicatedGradients:
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if not self._running:
-            refuse_second_derivatives_of_te(self._te_module)
+            model = self._model()
+            state = None if model is None else get_sharded_model(model)
+            for check in state.checks.backward if state is not None else ():
+                check(state)
             self._lift()
             self._running = True
             self._reduction = self._new_reduction() if self._sync else None

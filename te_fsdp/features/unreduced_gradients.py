@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import NO_VALUES, VALUES
 from te_fsdp.sharded_model import expose_sharded_params, expose_unsharded_params, record_unsharded_params
@@ -121,13 +120,6 @@ class UnreducedTensor(torch.Tensor):
         return f"{type(self).__name__}(shape={tuple(self.shape)})"
 
 
-def _names(state: ShardedModel) -> dict[int, str]:
-    """Return the names of sharded parameters by ``id``, also while units are unsharded."""
-    for _, unit in state.gathered():
-        record_unsharded_params(unit)
-    return state.names()
-
-
 _MARKERS = (UnreducedShard, UnreducedTensor)
 
 
@@ -160,7 +152,8 @@ class UnreducedGradients:
         self.groups: list[Any] = []  #: The parameter groups of FSDP2
         #: A parameter to whose ``.grad`` the last backward added. If this one adds again, the others are not checked.
         self.added: torch.Tensor | None = None
-        self.backward = -1  #: Id of the last backward that was checked
+        self.backward = -1  #: Id of the last backward that has started
+        self.checked = -1  #: Id of the last backward that checks have seen (``checks/backward.py``)
         # Sharded and unsharded parameters, and .grad of the unsharded one after the forward.
         self._unsharded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
@@ -188,10 +181,18 @@ class UnreducedGradients:
         setattr(marker, _NAME, functools.partial(self._name, id(parameter)))
         return marker
 
+    def names(self) -> dict[int, str]:
+        """Return the names of sharded parameters by ``id``, also while units are unsharded."""
+        state = self._state()
+        if state is None:
+            return {}
+        for _, unit in state.gathered():
+            record_unsharded_params(unit)
+        return state.names()
+
     def _name(self, key: int) -> str:
         """Return the name of a parameter by its ``id``."""
-        state = self._state()
-        return "a parameter" if state is None else _names(state).get(key, "a parameter")
+        return self.names().get(key, "a parameter")
 
     def unmark(self, parameters: Iterable[torch.Tensor]) -> None:
         """Remove the markers of parameters whose gradients are reduced or dropped next. Local operation."""
@@ -309,97 +310,17 @@ def register_unreduced_gradients(state: ShardedModel) -> None:
 # ---------------------------------------------------------------------------------------------- the start of a backward
 
 
-def register_backward_checks(state: ShardedModel, output: Any) -> None:
-    """Check gradients and weights at the start of each backward of this output. Local operation."""
+def register_backward_start(state: ShardedModel, output: Any) -> None:
+    """Drop cleared gradients at the start of each backward of this output. Local operation."""
     state.unreduced.mark_unsharded()
-    versions = _versions(state)
-    start = functools.partial(_start_backward, weakref.ref(state), versions)
+    start = functools.partial(_start_backward, weakref.ref(state))
     for tensor in tensors_in(output):
         if tensor.requires_grad:
             tensor.register_hook(start)
 
 
-def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
-    found = _fsdp2_gradients.sharded_unsharded_pairs(state.unreduced.groups)
-    if state.replicated is not None:
-        found += [(parameter, None) for parameter in state.replicated.trained()]
-    return found
-
-
-def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
-    """Return the versions of the sharded and of the unsharded parameters of :func:`_trained_params`."""
-    watched = _trained_params(state)
-    if not watched:
-        return [], []
-    sharded, unsharded = zip(*watched, strict=True)
-    return _torch.versions_of(sharded), _torch.versions_of(unsharded)
-
-
-def _start_backward(
-    of: weakref.ref[ShardedModel], versions: tuple[list[int], list[int]], gradient: torch.Tensor
-) -> None:
-    """Drop cleared gradients, then check that no weight was written to since the forward."""
+def _start_backward(of: weakref.ref[ShardedModel], gradient: torch.Tensor) -> None:
     state = of()
-    if state is None or state.unreduced.backward == _torch_autograd.backward_id():
-        return  # checked for another output; an optimizer may have stepped in backward since
-    state.unreduced.backward = _torch_autograd.backward_id()
-    state.unreduced.drop_cleared()
-    _check_adds_gradients(state)
-    now = _versions(state)
-    if now != versions and not is_capturing():
-        _raise_written(state, versions, now)
-
-
-def _check_adds_gradients(state: ShardedModel) -> None:
-    """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
-    own: UnreducedGradients = state.unreduced
-    if (
-        own.added is not None
-        and own.added.requires_grad
-        and _fsdp2_gradients.leaf_in_backward(own.added) == "adds"
-    ):
-        return
-    own.added = None
-    if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
-        return
-    for parameter, unsharded in _trained_params(state):
-        leaf = parameter if unsharded is None else unsharded
-        does = _fsdp2_gradients.leaf_in_backward(leaf)
-        if does == "adds":
-            own.added = leaf
-            return
-        if does == "returns":
-            raise OrderError(
-                f"torch.autograd.grad for {_names(state)[id(parameter)]}",
-                expected="loss.backward(), whose gradients are reduced over the data-parallel ranks",
-                got="torch.autograd.grad for parameters, which returns the gradient of this rank's batch only",
-                why="The result would differ between ranks",
-                fix="call loss.backward() and read .grad; te_fsdp.clip_grad_norm_(model, math.inf) returns the norm",
-            )
-
-
-def _raise_written(state: ShardedModel, *versions: tuple[list[int], list[int]]) -> None:
-    """Raise :class:`OrderError` for trained parameters that were written to since the forward."""
-    (sharded, unsharded), (sharded_now, unsharded_now) = versions
-    watched = _trained_params(state)
-    if len(watched) != len(sharded):
-        return  # the user froze or unfroze parameters
-    # A version is -1 while a unit is not unsharded. FSDP2 may have unsharded or resharded it since the forward.
-    written = [
-        parameter
-        for (parameter, _), old, new, old_full, new_full in zip(
-            watched, sharded, sharded_now, unsharded, unsharded_now, strict=True
-        )
-        if old != new or (old_full != new_full and -1 not in (old_full, new_full))
-    ]
-    if written:
-        every = _names(state)
-        names = [every[id(parameter)] for parameter in written]
-        raise OrderError(
-            f"{shorten(names, 3)}: written to between forward and backward",
-            expected="a backward with the weights of its forward",
-            got=f"{len(names)} parameter(s) changed by step() or by user code since the forward",
-            why="The gradients would belong to different weights, or the write would be lost",
-            fix="run backward before step() and before writes to weights, or repeat the forward after them",
-        )
+    if state is not None and state.unreduced.backward != _torch_autograd.backward_id():
+        state.unreduced.backward = _torch_autograd.backward_id()
+        state.unreduced.drop_cleared()

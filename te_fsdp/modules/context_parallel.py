@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError, meant, require_flags
-from te_fsdp.modules.inputs import check_same_batch
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -301,8 +301,8 @@ def context_parallel_shard(
     require_flags("context_parallel_shard", check_inputs=check_inputs)
     if meshes.cp is None:
         return batch
-    if check_inputs:
-        check_same_batch(batch, meshes)
+    for check in check_points().batch if check_inputs else ():
+        check(batch, meshes)
     size, rank_ = meshes.size("cp"), meshes.cp.get_local_rank()
     ends = None if cu_seqlens is None else [int(end) for end in cu_seqlens.tolist()]
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Partial
 import te_fsdp
 from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.initialize import check_initialised, initialize_by_reset
-from te_fsdp.lifecycle import mark_replaced, refuse_same_gradient, track_replaced_parameters
+from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.fsdp_hooks import (
@@ -130,8 +130,8 @@ def _partial(
     FSDP2 nobody would, so it is all-reduced over ``tp`` here.
     """
     assert binding.tp_mesh is not None
-    if binding.grad_checks_left and gradient is not None:
-        refuse_same_gradient(binding, name, gradient)
+    if binding.grad_checks and gradient is not None and name in binding.grad_checks:
+        binding.grad_checks[name](gradient)
     if binding.is_managed_by_fsdp:
         # The gathered parameter is the same object in every backward, and so is its spec.
         known = binding.partial_specs.get(name)

@@ -212,7 +212,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
         strategy=job.strategy,
         outer_strategy=job.outer_strategy,
         precision=job.precision,
-        check_inputs=False,
+        checks="off",
     )
     weights = weights_of(model, job)
     held, units = _held(weights, job, meshes), Counter[str]()
@@ -223,7 +223,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     return Plan(
         job=job.described(),
         sizes=sizes,
-        report=describe(model, settled=True),
+        report=dataclasses.replace(describe(model, settled=True), checks=""),
         held=held,
         gradients=sum_of(weights, "gradient"),
         largest_unit=max(units.values(), default=0),

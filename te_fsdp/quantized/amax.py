@@ -324,14 +324,6 @@ def restore_optimizer_params(step: Step) -> None:
         main_parameters.put_back(step.optimizer)
 
 
-def require_main_weights(step: Step) -> None:
-    """Raise if a quantized weight with a gradient has no fp32 main weight (:func:`refuse_unsafe_optimizer`)."""
-    for label, parameter, _ in quantized_among(step.held):
-        if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
-            refuse_unsafe_optimizer(step.optimizer, label)
-            return  # what holds for one weight holds for all
-
-
 def refresh_quantized(step: Step) -> None:
     """Give delayed-scaling weights the amax of the whole weight, and drop their transposes.
 

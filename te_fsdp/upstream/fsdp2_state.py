@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,19 @@ def is_unit_unsharded(unit: nn.Module) -> bool:
 def is_root(unit: nn.Module) -> bool:
     """Whether a unit is the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
     return bool((unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root)
+
+
+def roots_among(units: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the units for which :func:`is_root` is true."""
+    return [unit for unit in units if (unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root]
+
+
+def first_sharded_parameter(unit: nn.Module) -> torch.nn.Parameter | None:
+    """Return the first of :func:`sharded_parameters`, or ``None``."""
+    for group in fsdp_parameter_groups(unit):
+        for managed in group.fsdp_params:
+            return managed.sharded_param
+    return None
 
 
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
@@ -157,7 +170,13 @@ def interrupted_phase(root: nn.Module) -> str:
     Call it when neither runs.
     """
     context = fsdp_state_of(root)._state_ctx
-    phases = {thing._training_state.name for thing in (*context.all_states, *_groups(root))}
+    states = context.all_states
+    groups = [
+        group
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(state._modules[0])
+    ]
+    phases = {thing._training_state.name for thing in (*states, *groups)}
     if context.post_backward_final_callback_queued or phases & {"PRE_BACKWARD", "POST_BACKWARD"}:
         return "backward"
     return "forward" if context.iter_forward_root is not None or "FORWARD" in phases else ""

@@ -69,10 +69,35 @@ def _sharded(**options: Any) -> Any:
 @pytest.mark.parametrize("value", ["false", "0", 2, None], ids=repr)
 def test_no_flag(call, value):
     flag, make = CALLS[call]
+    if call == "fully_shard: check_inputs" and value is None:
+        pytest.skip("None is the default of a deprecated flag")
     with pytest.raises(te_fsdp.TeFsdpError) as raised:
         make(value)
     text = str(raised.value)
     assert f"{call.split(':')[0]}: {flag}: expected True or False, got {value!r}" in text and "Fix: " in text
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("none", "off"),
+        ("FULL", "full"),
+        ("first-steps", "first_steps"),
+        (False, "off"),
+        (3, None),
+        ("x", None),
+    ],
+)
+def test_unknown_levels_of_checks(given, near):
+    """The error has the levels, and the one that is probably meant."""
+    with pytest.raises(te_fsdp.PlacementError) as raised:
+        _sharded(checks=given)
+    text = str(raised.value)
+    expected = "fully_shard: checks: expected one of ('off', 'setup', 'first_steps', 'full'), got "
+    assert text.startswith(f"{expected}{given!r}"), text
+    assert f"Fix: checks={near or 'first_steps'!r}" in text
+    with pytest.raises(te_fsdp.PlacementError, match="check_inputs and checks: expected one of them"):
+        _sharded(checks="off", check_inputs=False)
 
 
 def test_flags():

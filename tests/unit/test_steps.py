@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from te_fsdp import bind_device_mesh, optimizer_step
+from te_fsdp.checks import CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
@@ -22,30 +23,26 @@ def _names(functions):
 
 
 def test_the_order():
-    assert _names(optimizer_step.BEFORE_STEP) == [
-        "restore_optimizer_params",  # first: until then the groups may hold main weights, which nobody knows
-        "refuse_replaced",
-        "require_main_weights",
-        "refuse_gathered",
-        "record_stepping_optimizer",
-        "refuse_closure",
-        "before_first_step",
-        "refuse_edited",  # of what has arrived, and before anything is done to gradients
-        "wait_for_gradients",
-        "check_nan_report",
-        "wrap_closure",  # which does both again after the closure's backward
-        "require_outer_averages",
-        "require_equal_gradients",  # what each rank has computed, before the next makes it equal
-        "sync_tp_replicas",  # of complete gradients, in the dtype in which they were added up
-        "cast_gradients",
-        "allow_mixed_parameters",
-        # last: its hook of the optimizer's own runs next, and takes gradients as they are now
-        "use_fused_adam_master_weights",
-    ]
+    assert (
+        _names(optimizer_step.BEFORE_STEP)
+        == [
+            "restore_optimizer_params",  # first: until then the groups may contain main weights, which have no record
+            "record_stepping_optimizer",
+            "wait_for_gradients",
+            "run_checks",  # of complete gradients, before anything changes
+            "check_nan_report",
+            "wrap_closure",  # which does the last three again after the closure's backward
+            "sync_tp_replicas",  # of complete gradients, in the dtype in which they were summed
+            "cast_gradients",
+            "allow_mixed_parameters",
+            # last: its hook of the optimizer's own runs next, and takes gradients as they are now
+            "use_fused_adam_master_weights",
+        ]
+    )
     assert _names(optimizer_step.AFTER_STEP) == [
         "refresh_quantized",
         "count_versions",
-        "record_weight_versions",  # after that has counted
+        "run_checks_after_step",  # after that has counted
         "undo_casts",
         "reset_nan_report",
         "release_weights",
@@ -94,3 +91,16 @@ def test_names_on_the_page_exist():
     assert [
         file for file in sorted(files) if not (ROOT / "te_fsdp" / file).exists() and "tests/" not in file
     ] == []
+
+
+def test_the_page_has_every_check():
+    expected = [
+        "| check | level | point | ranks | error | function |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for check in CHECKS:
+        file = Path(inspect.getfile(check.value)).relative_to(ROOT / "te_fsdp")
+        error = "a warning in the log" if check.error is None else f"`{check.error.__name__}`"
+        cells = [check.name, f"`{check.when.level}`", f"`{check.when.point}`", check.mesh, error]
+        expected.append(f"| {' | '.join(cells)} | `{check.value.__name__}` of `{file}` |")
+    assert "\n".join(expected) in (ROOT / "docs/checks.md").read_text(), "\n".join(expected)

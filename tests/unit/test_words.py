@@ -108,7 +108,6 @@ NOT_YET = (
     "te_fsdp/modules/functions.py",
     "te_fsdp/modules/grouped.py",
     "te_fsdp/initialize.py",
-    "te_fsdp/modules/inputs.py",
     "te_fsdp/modules/plan.py",
     "te_fsdp/modules/rotary.py",
     "te_fsdp/modules/semantics.py",
@@ -124,9 +123,6 @@ NOT_YET = (
     "te_fsdp/quantized/grouped_weight.py",
     "te_fsdp/quantized/shards.py",
     "te_fsdp/unit_communication.py",
-    "te_fsdp/checks/first_step.py",
-    "te_fsdp/forward_hooks.py",
-    "te_fsdp/apply_fully_shard.py",
     "te_fsdp/features/clip_grad_norm.py",
     "te_fsdp/features/graph_checks.py",
     "te_fsdp/features/graphed_step.py",
@@ -145,8 +141,6 @@ NOT_YET = (
     "te_fsdp/plan.py",
     "te_fsdp/sharded_model.py",
     "te_fsdp/optimizer_step.py",
-    "te_fsdp/checks/unsupported.py",
-    "te_fsdp/lifecycle.py",
     "te_fsdp/versions.py",
 )
 

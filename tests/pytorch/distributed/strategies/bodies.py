@@ -154,12 +154,12 @@ def replaced(owner: Any, **names: Callable[..., Any]) -> Iterator[None]:
 @contextlib.contextmanager
 def _unreduced() -> Iterator[None]:
     """The check before a norm and a step is gone: what was not reduced goes unnoticed."""
-    from te_fsdp import optimizer_step
+    from te_fsdp.checks import gradients
     from te_fsdp.features import clip_grad_norm
 
     with (
         replaced(clip_grad_norm, require_reduced=_nothing),
-        replaced(optimizer_step, require_reduced=_nothing),
+        replaced(gradients, require_reduced=_nothing),
     ):
         yield
 
@@ -167,9 +167,9 @@ def _unreduced() -> Iterator[None]:
 @contextlib.contextmanager
 def _counted_twice() -> Iterator[None]:
     """The last reduction adds up what earlier ones had reduced already: g1 + (g1 + g2)."""
-    from te_fsdp import optimizer_step
+    from te_fsdp.checks import gradients
 
-    stock = optimizer_step.require_reduced
+    stock = gradients.require_reduced
 
     def twice(state: Any, where: str, only: Any = None) -> None:
         stock(state, where, only)
@@ -177,7 +177,7 @@ def _counted_twice() -> Iterator[None]:
             if parameter.grad is not None:
                 parameter.grad.mul_(1.5)
 
-    with replaced(optimizer_step, require_reduced=twice):
+    with replaced(gradients, require_reduced=twice):
         yield
 
 

@@ -1,22 +1,20 @@
-"""What enters a model: equal on the ranks of ``tp``, parts of the same sequences on those of ``cp``.
+"""Checks of a model's inputs: equal on the ranks of ``tp``, parts of the same sequences on those of ``cp``.
 
-All ranks of ``tp`` compute one forward together.
-
-Ranks that are fed different batches would train all the same, each on a mixture of activations that no model computes.
-So inputs are compared over ``tp`` when they come in shapes that were not seen before: one checksum per tensor. A later
-forward with known shapes costs a look at the arguments and sends nothing.
+All ranks of ``tp`` compute one forward together. Ranks with different batches would train without an error, each on a
+mixture of activations that no model computes. So inputs in new shapes are compared over ``tp``: one checksum per
+tensor. A later forward with known shapes only reads its arguments. At level "full" every forward compares.
 
     integers (token ids, positions, masks)   compared, unless parameters of the model's own modules are marked
                                              ``sequence_parallel``: then each rank may have its part of the sequence
-    floating                                 compared, unless any module is sequence-parallel, or all begin with a part
+    floating                                 compared, unless any module is sequence-parallel, or all start with a part
                                              of the features: only row-parallel layers, or core attention
-    what enters sequence-parallel modules    must differ: each rank has its part of the tokens. Compared at the first
-                                             call of each that has tokens which differ among themselves
-    DTensors, other wrappers, meta, sparse   left alone: they say themselves what they hold
-    random numbers of dropout                compared as floating inputs are, in training: masks that differ over tp are
-                                             inputs that differ
+    inputs of sequence-parallel modules      must differ: each rank has its part of the tokens. Compared at the first
+                                             call of each with tokens that differ from each other
+    DTensors, other wrappers, meta, sparse   not compared
+    random numbers of dropout                compared in the way of floating inputs, in training: dropout masks that
+                                             differ over tp are inputs that differ
 
-Ranks of ``cp`` compute parts of the same sequences: their inputs must have the same shapes, and other values.
+Ranks of ``cp`` compute parts of the same sequences: their inputs must have the same shapes and different values.
 """
 
 from __future__ import annotations
@@ -44,20 +42,21 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.mesh import Meshes
+    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 
-#: Key in the root's ``__dict__``: its check, ``None`` where one was taken away.
+#: Key in the root's ``__dict__``: its check, ``None`` if it was removed.
 KEY = "_te_fsdp_inputs"
-# Combinations of shapes that are compared. Data of ever new lengths would else be compared, and waited for, for ever.
+# Cap on the combinations of shapes that are compared, for data with a new length in each batch.
 _MOST = 256
-# Rounding: kernels that add in another order give values that differ by a few units in the last place of the largest.
-# Other data differ by as much as the values themselves.
+# Rounding: kernels that sum in a different order give values that differ by a few units in the last place of the
+# largest. Different data differ by as much as the values themselves.
 _ROUNDING = 8
 _WHOLE = ("LayerNormMLP", "MultiheadAttention", "TransformerLayer")
 
 Path = tuple[Any, ...]
-#: Of each input by its name: how it looks, and the checksum of its values.
+#: Name of each input -> its dtype and shape, and the checksum of its values.
 Seen = dict[str, tuple[str, int]]
 
 
@@ -65,9 +64,10 @@ Seen = dict[str, tuple[str, int]]
 class _InputCheck:
     """A root's check."""
 
-    tp_mesh: DeviceMesh | None  #: Over whose ranks inputs are compared
-    cp_mesh: DeviceMesh | None = None  #: Over whose ranks they must be parts of the same
-    #: What was found right: method, modes, and path, shape and dtype of each tensor.
+    tp_mesh: DeviceMesh | None  #: Inputs are compared over its ranks
+    cp_mesh: DeviceMesh | None = None  #: Inputs must be parts of the same sequences on its ranks
+    every: bool = False  #: Whether every forward compares, not only new shapes
+    #: Calls that were compared: method, modes, and path, shape and dtype of each tensor.
     seen: set[Any] = field(default_factory=set)
     #: Whether integers, and whether floating inputs, are compared over tp; ``None`` before a forward.
     compared: tuple[bool, bool] | None = None
@@ -75,52 +75,77 @@ class _InputCheck:
     rates: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _InputCheck:
-        """Meshes are shared by the copy: process groups cannot be copied."""
-        return _InputCheck(self.tp_mesh, self.cp_mesh)
+        """Share the meshes with the copy, because process groups cannot be copied."""
+        return _InputCheck(self.tp_mesh, self.cp_mesh, self.every)
 
 
-#: Key in a sequence-parallel module's ``__dict__``, as long as what enters it is looked at.
+#: Key in a sequence-parallel module's ``__dict__`` while its inputs are checked.
 _LOOKS = "_te_fsdp_parts"
 
 
 @dataclass
 class _TokenShardCheck:
-    """Looks at what enters a sequence-parallel module, and the hook that makes them."""
+    """The check of a sequence-parallel module's inputs."""
 
-    hook: Any  #: Removed after the last one: later forwards cost nothing
-    left: int = 4  #: How many there are to come, if each sees tokens that say nothing
+    hook: Any  #: Removed after the last check, so that later forwards cost nothing
+    left: int = 4  #: Number of checks to come, if each sees tokens that are all equal
 
 
-def watch_inputs(model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMesh | None = None) -> None:
-    """Compare what enters ``model`` over these 1-D meshes from now on, and no longer what enters modules in it.
+def watch_model_inputs(state: ShardedModel) -> None:
+    """Compare the inputs of a sharded model from now on. Local operation."""
+    watch_inputs(state.model, state.meshes.tp_or_none, state.meshes.cp, every=state.checks.level == "full")
 
-    ``None``: nothing over tp; each rank has sequences of its own, without ``cp_mesh``. Local operation. A forward with
-    inputs of new shapes becomes collective over the meshes, which it is anyway.
+
+def watch_inputs(
+    model: nn.Module, tp_mesh: DeviceMesh | None, cp_mesh: DeviceMesh | None = None, *, every: bool = False
+) -> None:
+    """Compare the inputs of ``model`` over these 1-D meshes from now on, and no longer those of modules in it.
+
+    ``None``: nothing is compared over that axis. Local operation. A forward with inputs of new shapes becomes
+    collective over the meshes, as the forward itself is.
     """
-    for module in model.modules():
-        if module.__dict__.get(KEY) is not None:
-            module.__dict__[KEY] = None
-        if (looks := module.__dict__.pop(_LOOKS, None)) is not None:
-            looks.hook.remove()
+    stop_watching(model)
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     if (tp_mesh is None and cp_mesh is None) or is_simulated():
         return
     if KEY not in model.__dict__:
         model.register_forward_pre_hook(_torch.disable_compile(check_inputs), with_kwargs=True, prepend=True)
-    model.__dict__[KEY] = _InputCheck(tp_mesh, cp_mesh)
+    model.__dict__[KEY] = _InputCheck(tp_mesh, cp_mesh, every)
     for module in _sequence_parallel_entries(model) if tp_mesh is not None else ():
         hook = module.register_forward_pre_hook(_torch.disable_compile(_check_token_shards), with_kwargs=True)
         module.__dict__[_LOOKS] = _TokenShardCheck(hook)
 
 
-def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
-    """Warn once if the first batch of training is the same on all ranks of ``dp_shard``: nobody deals the data out.
+def watch_bound_inputs(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
+    """Compare the inputs of a bound model, or without ``tp_mesh`` no longer, unless it is a TE module. Local."""
+    if _te.kind_of(model) is None:
+        watch_inputs(model, tp_mesh)
 
-    No error: one batch for all is how many try a model out. Local operation; the first forward in training becomes
-    collective over ``dp_shard``, which it is anyway: one max all-reduce of two integers.
+
+def stop_watching(model: nn.Module) -> None:
+    """Remove the checks of inputs of a model and of all modules in it. Local operation."""
+    for module in model.modules():
+        if module.__dict__.get(KEY) is not None:
+            module.__dict__[KEY] = None
+        if (looks := module.__dict__.pop(_LOOKS, None)) is not None:
+            looks.hook.remove()
+
+
+def watch_for_copies(state: ShardedModel) -> None:
+    """Log a warning if the first training batch is the same on all ranks of ``dp_shard``: data are not sharded.
+
+    Not an error, because one batch for all is a common way to try a model. Local operation. The first forward in
+    training becomes collective over ``dp_shard``, as it is anyway: one max all-reduce of two integers.
     """
+    meshes, model = state.meshes, state.model
     shards = meshes.device_mesh["dp_shard"]
-    if shards.size() == 1 or meshes.cp is not None or meshes.pp is not None or is_simulated():
+    if (
+        not state.modules
+        or shards.size() == 1
+        or meshes.cp is not None
+        or meshes.pp is not None
+        or is_simulated()
+    ):
         return
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,8 +159,8 @@ def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
             if same and telling and rank() == 0:
                 _log.warning(
                     "%s.forward: the first batch is the same on all %d ranks of dp_shard, each of which computes the "
-                    "same gradient. Deal the data out by meshes.data_rank of meshes.data_size (docs/data.md); where it "
-                    "shall be so, pass check_inputs=False to fully_shard",
+                    "same gradient. Shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size "
+                    "(docs/data.md). If this is intended, pass checks='setup' to fully_shard",
                     type(module).__name__,
                     shards.size(),
                 )
@@ -146,15 +171,15 @@ def watch_for_copies(model: nn.Module, meshes: Meshes) -> None:
 def check_inputs(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], method: str = "forward"
 ) -> None:
-    """Compare a root's inputs over ``tp`` and ``cp``, if it is watched and they have shapes that were not seen before.
+    """Compare a root's inputs over ``tp`` and ``cp``, if they have new shapes.
 
-    Collective over both in that case: one object gather of a checksum per tensor; where floating values differ over
-    ``tp``, a broadcast of the first rank's. Nothing in backward, where forwards are computed again, and in the capture
-    of a CUDA graph. Nothing has been gathered or computed when it raises.
+    Collective over both in that case: one object gather of a checksum per tensor. Where floating values differ over
+    ``tp``, also a broadcast of the first rank's. Skipped in backward, where forwards are recomputed, and in the capture
+    of a CUDA graph. It raises before any all-gather or computation.
 
     Raises:
         InputError: They differ over ``tp``, or are the same over ``cp``; on all ranks of that axis.
-        CollectiveError: Some ranks did not come with new shapes.
+        CollectiveError: Only some ranks have new shapes.
     """
     check = module.__dict__.get(KEY)
     if check is None:
@@ -172,7 +197,7 @@ def check_inputs(
     recipe = _te.format_recipe(_te.active_recipe())
     modes = module.training, torch.is_grad_enabled(), drops, recipe
     key = method, modes, tuple((path, t.shape, t.dtype) for path, t in found)
-    if not found or key in check.seen or len(check.seen) >= _MOST:
+    if not found or ((key in check.seen or len(check.seen) >= _MOST) and not check.every):
         return
     if _torch.in_backward() or is_capturing():
         return
@@ -182,7 +207,7 @@ def check_inputs(
             continue
         names = _names(getattr(module, method), [path for path, _ in tensors])
         named = dict(zip(names, dict(tensors).values(), strict=True))
-        # The ranks that have seen these shapes do not come: an error, where collectives would meet others.
+        # Ranks that have compared these shapes do not arrive. This raises before collectives could mismatch.
         meeting = collective_call("forward with inputs of new shapes", mesh)
         with _te.skip_amax_reduction_after_errors(), meeting, _torch.without_modes():
             if axis == "cp":
@@ -193,7 +218,7 @@ def check_inputs(
 
 
 def check_same_batch(batch: Any, meshes: Meshes) -> None:
-    """Raise ``InputError`` on all ranks of ``cp`` for batches that differ, before each takes its part of them.
+    """Raise ``InputError`` on all ranks of ``cp`` for batches that differ, before each takes its part.
 
     Collective over ``meshes.cp`` for shapes not seen before: one object gather of a checksum per tensor.
     """
@@ -209,17 +234,17 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
             "context_parallel_shard: batches that differ over cp",
             expected="the same whole sequences on all ranks of a cp group",
             got="; ".join((looks + [text for _, text in values])[:3]),
-            why="Each takes another part of them",
-            fix="deal the data out by meshes.data_rank of meshes.data_size, with seeds that follow from these numbers, "
-            "not from the global rank (docs/data.md)",
+            why="Each takes a different part of them",
+            fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
+            "these numbers, not on the global rank (docs/data.md)",
         )
     meshes.seen_batches.add(key)
 
 
 def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, mesh: DeviceMesh) -> None:
-    """Refuse inputs of other shapes on ranks of cp, and whole sequences. Collective over ``mesh``."""
+    """Raise for inputs of different shapes on ranks of cp, and for equal ones. Collective over ``mesh``."""
     mine = {"training": (str(training), 0)} | _seen(tensors)
-    # What is one number all through (a mask of ones) may be equal in all parts.
+    # A constant tensor, such as a mask of ones, may be equal in all parts.
     telling = [name for name, tensor in tensors.items() if not bool(is_constant(_plain(tensor)))]
     everyone = gather((mine, telling), mesh)
     looks, _ = _differing([seen for seen, _ in everyone], "cp")
@@ -235,12 +260,13 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
             got="; ".join((looks or same)[:3]),
             why="Attention puts the sequences together out of these parts",
             fix="te_fsdp.context_parallel_shard(batch, meshes) of the batch that all these ranks have "
-            "(docs/context_parallel.md). Where inputs shall not be cut, pass check_inputs=False to fully_shard",
+            "(docs/context_parallel.md). Where inputs must not be sharded, pass checks='setup' (before: "
+            "check_inputs=False) to fully_shard",
         )
 
 
 def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost TE modules that gather tokens over tp before they compute. Local operation."""
+    """Yield the outermost TE modules that all-gather tokens over tp before they compute. Local operation."""
     kind, mode = _te.kind_of(module), getattr(module, "parallel_mode", None)
     if getattr(module, "sequence_parallel", False) and (kind in _WHOLE or (kind and mode == "column")):
         yield module
@@ -250,9 +276,9 @@ def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse what enters a sequence-parallel module if two ranks of tp bring the same. Collective over tp at first.
+    """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first.
 
-    The module would gather over tp anyway, so that all its ranks are here.
+    The module all-gathers over tp anyway, so all its ranks arrive.
     """
     looks, binding = module.__dict__.get(_LOOKS), binding_of(module)
     given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
@@ -262,7 +288,7 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         return
     tokens = _plain(given).flatten(0, -2)
     with _torch.without_modes():
-        # Tokens that are all alike, of zeros or padding, may be so on all ranks.
+        # Tokens that all equal each other, such as padding, may be equal on all ranks.
         telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
         everyone = gather((_seen({"": given})[""], telling), binding.tp_mesh)
     looks.left -= 1
@@ -274,10 +300,11 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
                     f"{binding.name or type(module).__name__}: inputs of a sequence-parallel module",
                     expected="another part of the tokens on each rank of a tp group",
                     got=f"{one[0]}, the same on tp ranks {first} and {second}",
-                    why="The module puts the parts of all ranks together: each token would be there several times",
-                    fix="cut the sequence along its first dim: x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; "
-                    "or build TE modules without sequence_parallel. Where parts shall be the same, pass "
-                    "check_inputs=False to fully_shard or set_device_mesh",
+                    why="The module concatenates the parts of all ranks: each token would be there several times",
+                    fix="shard the sequence along its first dim: "
+                    "x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; or build TE modules without "
+                    "sequence_parallel. Where parts must be the same, pass checks='setup' (before: "
+                    "check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
                 )
     elif looks.left:
         return
@@ -286,11 +313,11 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _compared(model: nn.Module) -> tuple[bool, bool]:
-    """Whether integers, and whether floating inputs, must be equal over tp. Local operation."""
+    """Return whether integers, and whether floating inputs, must be equal over tp. Local operation."""
     floating, takes_whole, takes_part = True, False, False
     for module in model.modules():
         kind = _te.kind_of(module)
-        # A mark on a linear layer of TE that is not cut over tp is the user's.
+        # A mark on a linear layer of TE that tp does not shard is the user's.
         unsplit = kind in ("Linear", "LayerNormLinear") and module.parallel_mode is None
         own = module._parameters.values() if kind is None or unsplit else ()
         if any(getattr(p, "sequence_parallel", False) for p in own):
@@ -309,7 +336,7 @@ def _is_floating(tensor: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
-    """The tensors in nested inputs that hold their values themselves, each with its path."""
+    """Yield the plain tensors in nested inputs, each with its path."""
     if isinstance(value, torch.Tensor):
         # Wrappers (DTensor, FakeTensor, quantized ones) have a dispatch of their own.
         own = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
@@ -330,12 +357,12 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def _names(call: Any, paths: list[Path]) -> list[str]:
-    """Names of a call's inputs for messages, as far as Python knows them: ``tokens``, ``batch['mask']``.
+    """Return names of a call's inputs for messages, from its signature: ``tokens``, ``batch['mask']``.
 
-    Unlike paths, unlike names.
+    Different paths have different names.
     """
     inner, known, names = inspect.unwrap(call), [], []
-    # Of a method that was wrapped as such ``inspect`` would leave out more than ``self``.
+    # For a wrapped method ``inspect`` would omit more than ``self``.
     with contextlib.suppress(TypeError, ValueError):
         parameters = inspect.signature(inner if inspect.ismethod(inner) else call).parameters.values()
         known = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -346,9 +373,9 @@ def _names(call: Any, paths: list[Path]) -> list[str]:
 
 
 def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that can zero values which every tp rank holds, and the name of each one's rate.
+    """Yield the modules whose dropout affects values that tp replicates, each with the name of its rate.
 
-    Attention's own masks are of each rank's heads.
+    Attention's own masks belong to each rank's heads.
     """
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
     for module in model.modules():
@@ -359,7 +386,7 @@ def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
-    """How each tensor looks, and its checksum."""
+    """Return dtype and shape of each tensor as text, and its checksum."""
     return {
         name: (f"{str(tensor.dtype)[6:]} {tuple(tensor.shape)}", int(checksum(_plain(tensor))))
         for name, tensor in tensors.items()
@@ -367,14 +394,14 @@ def _seen(tensors: dict[str, torch.Tensor]) -> Seen:
 
 
 def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Inputs that look otherwise on some rank, in words; and those of other values, by name and in words."""
+    """Return inputs whose dtype or shape differs as texts, and inputs whose values differ by name and as texts."""
     looks_differ, values = [], []
     for name in dict.fromkeys(name for seen in everyone for name in seen):
         looks = [seen.get(name, ("none", 0))[0] for seen in everyone]
         others = [rank for rank, seen in enumerate(everyone) if seen.get(name) != everyone[0].get(name)]
         if len(set(looks)) > 1:
-            told = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(looks))
-            looks_differ.append(f"{name} ({told})")
+            shown = ", ".join(f"{look} on {axis} rank {n}" for n, look in enumerate(looks))
+            looks_differ.append(f"{name} ({shown})")
         elif others:
             values.append((name, f"{name} ({looks[0]}; {axis} ranks 0 and {others[0]})"))
     return looks_differ, values
@@ -383,7 +410,7 @@ def _differing(everyone: list[Seen], axis: str) -> tuple[list[str], list[tuple[s
 def _check_equal(
     where: str, tensors: dict[str, torch.Tensor], training: bool, recipe: str, drops: bool, mesh: DeviceMesh
 ) -> None:
-    """Refuse inputs, modes and random numbers that differ over tp. Collective over ``mesh``."""
+    """Raise for inputs, modes and random states that differ over tp. Collective over ``mesh``."""
     mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
@@ -399,26 +426,26 @@ def _check_equal(
             f"{where}: inputs that differ over tp",
             expected="the same on all ranks of a tp group",
             got=shorten(found, 3, "; "),
-            why="These ranks compute one forward together: each would add its part of another batch",
-            fix="deal the data out by meshes.data_rank of meshes.data_size, with seeds that follow from these "
-            "numbers, not from the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE "
+            why="These ranks compute one forward together: each would contribute its part of a different batch",
+            fix="shard the data with rank=meshes.data_rank, num_replicas=meshes.data_size, with seeds that depend on "
+            "these numbers, not on the global rank (docs/data.md). Where tp ranks get parts of the sequence, build TE "
             "modules with sequence_parallel=True and mark the parameters of your own modules "
-            "sequence_parallel = True. Where inputs shall differ, pass check_inputs=False to fully_shard or "
-            "set_device_mesh",
+            "sequence_parallel = True. Where inputs must differ, pass checks='setup' (before: check_inputs=False) to "
+            "fully_shard, or check_inputs=False to set_device_mesh",
         )
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as its bits are to be compared."""
+    """Return a tensor whose bits can be compared."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
 
 
 def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) -> list[str]:
-    """Texts of those that differ from the first rank's by more than rounding, on any rank.
+    """Return the texts of tensors that differ from the first rank's by more than rounding, on any rank.
 
-    What was computed on each rank, by an encoder before the model, say, may differ in last bits. Collective over
-    ``mesh``: a broadcast of each tensor, and a gather.
+    Inputs that each rank computes, for example with an encoder before the model, may differ in the last bits.
+    Collective over ``mesh``: a broadcast of each tensor, and a gather.
     """
     if not tensors:
         return []
@@ -427,7 +454,7 @@ def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) 
         values = _plain(tensor).to(mesh.device_type).double().contiguous()
         first = values.clone()
         dist.broadcast(first, group=mesh.get_group(), group_src=0)
-        # NaN and infinities only by where they are.
+        # NaN and infinities must have the same positions.
         finite = values.isfinite()
         same = bool((finite == first.isfinite()).all())
         values, first = torch.where(finite, values, 0), torch.where(finite, first, 0)

@@ -1,0 +1,148 @@
+"""The points at which the core runs checks, and the levels of ``fully_shard(..., checks=...)``.
+
+A check compares ranks, or refuses a use that would train wrong. Arguments are validated where they are used, at every
+level. The table of all checks is ``te_fsdp.checks.CHECKS``. The core calls checks by point only and imports none: this
+module loads the table by name for the first model with a level above "off". So the core works without that package.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from te_fsdp.errors import PlacementError, meant, require_flags
+
+#: Levels, in ascending order. Each includes the checks of all levels before it.
+LEVELS = ("off", "setup", "first_steps", "full")
+DEFAULT = "first_steps"
+#: Words of other libraries.
+_SYNONYMS = {
+    "none": "off",
+    "false": "off",
+    "disabled": "off",
+    "init": "setup",
+    "true": "first_steps",
+    "default": "first_steps",
+    "first": "first_steps",
+    "all": "full",
+    "always": "full",
+    "debug": "full",
+}
+
+Functions: TypeAlias = tuple[Callable[..., Any], ...]
+
+
+class When(enum.Enum):
+    """Lowest level at which a check runs, and the point: a field of :class:`CheckPoints`."""
+
+    PLAN = "setup", "plan"
+    RENEWED = "setup", "renewed"
+    SHARDED = "first_steps", "sharded"
+    BOUND = "first_steps", "bound"
+    BATCH = "first_steps", "batch"
+    INITIALIZED = "first_steps", "initialized"
+    FORWARD = "first_steps", "forward"
+    INPUTS = "first_steps", "inputs"
+    UNIT = "first_steps", "unit"
+    TRAINED = "first_steps", "trained"
+    OUTPUT = "first_steps", "output"
+    BACKWARD = "first_steps", "backward"
+    BOUND_STEP = "first_steps", "bound_step"
+    STEP = "first_steps", "step"
+    CLOSURE = "first_steps", "closure"
+    STEPPED = "first_steps", "stepped"
+    EVERY_STEP = "full", "step"
+
+    @property
+    def level(self) -> str:
+        """Return the lowest level that includes the point."""
+        return self.value[0]
+
+    @property
+    def point(self) -> str:
+        """Return the name of the field of :class:`CheckPoints`."""
+        return self.value[1]
+
+
+@dataclass(frozen=True)
+class CheckPoints:
+    """Functions of the checks of one level, by the point at which the core calls them. Empty at level "off"."""
+
+    level: str = "off"
+    plan: Functions = ()  #: ``(plan)`` before ``fully_shard`` changes anything
+    sharded: Functions = ()  #: ``(state)`` when the model is sharded, before its own hooks of forward
+    renewed: Functions = ()  #: ``(parameters, meshes)`` when unsharded parameters were materialized or converted
+    bound: Functions = ()  #: ``(model, tp_mesh)`` at the end of ``set_device_mesh``; ``tp_mesh=None`` removes checks
+    batch: Functions = ()  #: ``(batch, meshes)`` before ``context_parallel_shard`` shards a batch
+    initialized: Functions = ()  #: ``(state)`` before the first forward after parameters were on meta
+    forward: Functions = ()  #: ``(state)`` before a forward of the model
+    inputs: Functions = ()  #: ``(model, args, kwargs, method)`` before a method that gathers as forward does
+    unit: Functions = ()  #: ``(state, name, unit, started)`` before a forward of a unit
+    trained: Functions = ()  #: ``(state, output)`` after a forward of the model with gradients
+    output: Functions = ()  #: ``(name, unit, output)`` after a forward whose output has objects of unknown classes
+    backward: Functions = ()  #: ``(state)`` at the first gradient of a parameter that is not sharded
+    bound_step: Functions = ()  #: ``(step)`` before a step of an optimizer without sharded models
+    step: Functions = ()  #: ``(step)`` before a step, when reductions have finished
+    closure: Functions = ()  #: ``(step, loss)`` after each call of a step's closure
+    stepped: Functions = ()  #: ``(step)`` after a step
+
+    def call(self, name: str) -> str:
+        """Return the name of a collective call at this level.
+
+        Ranks with different levels would run different collectives. Under different names they raise instead.
+        """
+        return name if self.level == DEFAULT else f"{name} with checks={self.level!r}"
+
+
+#: The checks of level "off".
+NONE = CheckPoints()
+
+
+def check_points(level: str = DEFAULT, *, inputs: bool = True) -> CheckPoints:
+    """Return the checks of a level. Local operation; level "off" does not import ``te_fsdp.checks``.
+
+    Without ``inputs``, inputs and gradients are not compared over tp and cp.
+    """
+    return NONE if level == "off" else importlib.import_module("te_fsdp.checks").bind(level, inputs)
+
+
+def require_level(where: str, checks: object) -> str:
+    """Return the level that a call requests; ``None`` is the default.
+
+    Raises:
+        PlacementError: ``checks`` is not a level.
+    """
+    level = DEFAULT if checks is None else checks
+    if isinstance(level, str) and level in LEVELS:
+        return level
+    near = meant(level, LEVELS, _SYNONYMS)
+    raise PlacementError(
+        f"{where}: checks",
+        expected=f"one of {LEVELS}",
+        got=repr(level),
+        fix=f"checks={near or DEFAULT!r}" + (", if that is meant" if near else ""),
+    )
+
+
+def requested_checks(where: str, checks: object, check_inputs: object) -> CheckPoints:
+    """Return the checks that a call requests by ``checks``, or by the deprecated ``check_inputs``.
+
+    ``check_inputs=False`` keeps its meaning: the default level without comparisons of inputs and gradients.
+    """
+    if check_inputs is None:
+        return check_points(require_level(where, checks))
+    require_flags(where, check_inputs=check_inputs)
+    if checks is not None:
+        raise PlacementError(
+            f"{where}: check_inputs and checks",
+            expected="one of them",
+            got=f"check_inputs={check_inputs}, checks={checks!r}",
+            fix="omit check_inputs",
+        )
+    instead = DEFAULT if check_inputs else "setup"
+    warnings.warn(f"{where}: check_inputs is deprecated: use checks={instead!r}", FutureWarning, stacklevel=3)
+    return check_points(inputs=bool(check_inputs))

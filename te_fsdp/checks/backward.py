@@ -1,0 +1,114 @@
+"""Checks at the start of a backward: it adds gradients, with the weights of its forward."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.collectives.rendezvous import is_capturing
+from te_fsdp.errors import OrderError, shorten
+from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
+from te_fsdp.upstream.fsdp2_outputs import tensors_in
+
+if TYPE_CHECKING:
+    from te_fsdp.sharded_model import ShardedModel
+
+
+def check_backward_start(state: ShardedModel, output: Any) -> None:
+    """Check gradients and weights at the start of each backward of this output. Local operation."""
+    start = functools.partial(_check_start, weakref.ref(state), _versions(state))
+    for tensor in tensors_in(output):
+        if tensor.requires_grad:
+            tensor.register_hook(start)
+
+
+def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
+    found = _fsdp2_gradients.sharded_unsharded_pairs(state.unreduced.groups)
+    if state.replicated is not None:
+        found += [(parameter, None) for parameter in state.replicated.trained()]
+    return found
+
+
+def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
+    """Return the versions of the sharded and of the unsharded parameters of :func:`_trained_params`."""
+    watched = _trained_params(state)
+    if not watched:
+        return [], []
+    sharded, unsharded = zip(*watched, strict=True)
+    return _torch.versions_of(sharded), _torch.versions_of(unsharded)
+
+
+def _check_start(
+    of: weakref.ref[ShardedModel], versions: tuple[list[int], list[int]], gradient: torch.Tensor
+) -> None:
+    """Check at the start of a backward that it adds gradients, and that no weight was written to since the forward."""
+    state = of()
+    if state is None or state.unreduced.checked == _torch_autograd.backward_id():
+        return  # checked for another output; an optimizer may have stepped in backward since
+    state.unreduced.checked = _torch_autograd.backward_id()
+    _check_adds_gradients(state)
+    now = _versions(state)
+    if now != versions and not is_capturing():
+        _raise_written(state, versions, now)
+
+
+def _check_adds_gradients(state: ShardedModel) -> None:
+    """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
+    own = state.unreduced
+    if (
+        own.added is not None
+        and own.added.requires_grad
+        and _fsdp2_gradients.leaf_in_backward(own.added) == "adds"
+    ):
+        return
+    own.added = None
+    if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
+        return
+    for parameter, unsharded in _trained_params(state):
+        leaf = parameter if unsharded is None else unsharded
+        does = _fsdp2_gradients.leaf_in_backward(leaf)
+        if does == "adds":
+            own.added = leaf
+            return
+        if does == "returns":
+            raise OrderError(
+                f"torch.autograd.grad for {state.unreduced.names()[id(parameter)]}",
+                expected="loss.backward(), whose gradients are reduced over the data-parallel ranks",
+                got="torch.autograd.grad for parameters, which returns the gradient of this rank's batch only",
+                why="The result would differ between ranks",
+                fix="call loss.backward() and read .grad; te_fsdp.clip_grad_norm_(model, math.inf) returns the norm",
+            )
+
+
+def _raise_written(state: ShardedModel, *versions: tuple[list[int], list[int]]) -> None:
+    """Raise :class:`OrderError` for trained parameters that were written to since the forward."""
+    (sharded, unsharded), (sharded_now, unsharded_now) = versions
+    watched = _trained_params(state)
+    if len(watched) != len(sharded):
+        return  # the user froze or unfroze parameters
+    # A version is -1 while a unit is not unsharded. FSDP2 may have unsharded or resharded it since the forward.
+    written = [
+        parameter
+        for (parameter, _), old, new, old_full, new_full in zip(
+            watched, sharded, sharded_now, unsharded, unsharded_now, strict=True
+        )
+        if old != new or (old_full != new_full and -1 not in (old_full, new_full))
+    ]
+    if written:
+        every = state.unreduced.names()
+        names = [every[id(parameter)] for parameter in written]
+        raise OrderError(
+            f"{shorten(names, 3)}: written to between forward and backward",
+            expected="a backward with the weights of its forward",
+            got=f"{len(names)} parameter(s) changed by step() or by user code since the forward",
+            why="The gradients would belong to different weights, or the write would be lost",
+            fix="run backward before step() and before writes to weights, or repeat the forward after them",
+        )

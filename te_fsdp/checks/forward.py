@@ -1,0 +1,333 @@
+"""Checks of a sharded model's forwards and backwards.
+
+All ranks of a model must run the same computation: training or evaluation, recipe, trained parameters.
+
+    a new mode     ranks that all-gather weights or split layers together enter the same mode: not
+                   ``if rank == 0: model.eval(); model(x)``
+    in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
+                   same on all ranks, because reductions must match
+    in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
+
+A rank compares with the others when something differs from its last forward. In steady state a forward compares a few
+objects and the flags of the parameters. Ranks that change together compare, and raise together. A rank that changes
+alone waits for the others, logs it, and gives up: the others are in an all-gather of torch's by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank
+from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
+from te_fsdp.errors import CollectiveError, MeshError, OrderError, PlacementError, PrecisionError, shorten
+from te_fsdp.records import iter_param_owners
+from te_fsdp.sharded_model import versions_of
+from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.sharded_model import ShardedModel
+
+# Cap on cross-rank checks per mesh, so that scripts that alternate train and eval do not pay for one per step.
+_MOST = 64
+_UNKNOWN = object()
+
+
+# --------------------------------------------------------------------------------------------------- state of a forward
+
+
+def refuse_inference_mode(state: ShardedModel) -> None:
+    """Raise if weights that were first gathered under ``torch.inference_mode`` are to be trained. Local."""
+    if torch.is_inference_mode_enabled():
+        state.inferred = state.inferred or (bool(state.modules) and not state.roots())
+    elif state.inferred:
+        raise OrderError(
+            f"{type(state.model).__name__}: forward after a first one under torch.inference_mode",
+            expected="a first forward outside of it",
+            got="gathered weights that are inference tensors",
+            why="FSDP2 allocates them once, in the first forward, and torch writes to them in that mode only",
+            fix="use torch.no_grad() for evaluation before training",
+        )
+
+
+def refuse_stale_weights(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
+    """Raise if a unit would run with weights that were changed since they were gathered. Local operation."""
+    if not started and state.units[name].gather == "pass" and name not in state.versions:
+        return  # gathered in each forward and backward: only start_param_gather can make these stale
+    if not started and not _fsdp2.is_unit_unsharded(unit):
+        if state.units[name].gather == "pass":
+            state.versions.pop(name, None)
+        else:
+            state.versions[name] = versions_of(unit)
+        return
+    gathered_at = state.versions.get(name)
+    if gathered_at is None:
+        return
+    now = versions_of(unit)
+    changed = [key for key, version in gathered_at.items() if now.get(key, version) != version]
+    if changed:
+        raise OrderError(
+            f"{state.names()[changed[0]]}: forward with a gathered weight from before the last update",
+            expected="weights gathered after the optimizer's step",
+            got="a shard that was written to while the unsharded weight was kept",
+            why="Only the steps of torch.optim.Optimizer's subclasses release kept weights",
+            fix="call te_fsdp.release_params(model) after the update",
+        )
+
+
+def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
+    """Raise if a unit that is trained returned objects in which no tensor was found. Local operation."""
+    if not any(parameter.requires_grad for parameter in unit.parameters()):
+        return
+    kinds = dict.fromkeys(type(item).__name__ for item in opaque)
+    raise PlacementError(
+        f"{name or type(unit).__name__.removeprefix('FSDP')}: forward returned {shorten(list(kinds), 3)}",
+        expected="tensors, or containers, dataclasses and objects that have them as attributes",
+        got="an object in which no tensor is found",
+        why="FSDP2 gathers the weights of a unit for backward by hooks on the tensors that it returns",
+        fix="return the tensors, a tuple or a dict of them; or do not make this module a unit",
+    )
+
+
+# --------------------------------------------------------------------------------------------------- second derivatives
+
+
+def refuse_second_derivatives(unit: str) -> None:
+    """Raise in a backward with ``create_graph=True`` that reaches a sharded unit. Local, before it is gathered."""
+    if torch.is_grad_enabled() and _torch.in_backward():
+        raise OrderError(
+            f"{unit or 'the root unit'}: backward with create_graph=True through sharded weights",
+            expected="first derivatives",
+            got="a graph for second ones, as a gradient penalty or a Hessian needs it",
+            why="FSDP2 releases the gathered weights after the first backward, and the second one reads them",
+            fix="keep the weights that the penalty reaches unsharded: strategy='no_shard', or "
+            "te_fsdp.fsdp_no_shard(module); compute the penalty with torch's own layers, because kernels of "
+            "TransformerEngine have no second derivatives",
+        )
+
+
+def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
+    """Raise in a backward with ``create_graph=True`` of a model with a module of TransformerEngine. Local operation."""
+    if not (torch.is_grad_enabled() and _torch.in_backward()):
+        return
+    found = (name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module))
+    name = next(found, None)
+    if name is not None:
+        raise OrderError(
+            f"{name}: backward with create_graph=True through a module of TransformerEngine",
+            expected="first derivatives",
+            got="a graph for second ones, as a gradient penalty or a Hessian needs it",
+            why="Kernels of TransformerEngine have no second derivatives: the terms through them would be missing",
+            fix="use torch's own layers where the penalty reaches",
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- same computation
+
+
+def compare_computation(state: ShardedModel) -> None:
+    """Compare, before a forward of the model, its mode, recipe and trained parameters over ranks.
+
+    Local operation in steady state. After a change collective over the ranks that all-gather or split layers with this
+    one, and in training over all ranks of the model: through the store, then an all-reduce of two numbers per axis. At
+    level "full" every forward compares.
+    """
+    known, every = state.computed, state.checks.level == "full"
+    mode = state.model.training, torch.is_grad_enabled()
+    if mode != known.mode or every:
+        _rendezvous_with_peers(state, mode)
+        known.mode = mode
+    if mode != (True, True):
+        return
+    known.pairs.clear()
+    device = state.meshes.device_mesh.device_type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    under = _te.active_recipe(), dtype
+    trained = _trained(state)
+    if not trained:
+        known.places = [
+            (place.label, place.owner._parameters, place.name) for place in iter_param_owners(state.model)
+        ]
+        trained = _trained(state)
+    if under != known.under or trained != known.trained or every:
+        _compare(state, under, trained)
+        known.pairs.append((_UNKNOWN if known.under is None else known.under[0], under[0]))
+        known.under, known.trained = under, trained
+
+
+def compare_recipe(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
+    """Compare, before a unit's forward in training, its recipe over ranks, if it differs from the last one.
+
+    Collective then, as :func:`compare_computation`, over the ranks that run the unit together.
+    """
+    known, recipe = state.computed, _te.active_recipe()
+    before = known.units.get(name, _UNKNOWN)
+    if recipe is before or known.mode != (True, True) or known.under is None:
+        return
+    # In the first forward all ranks compare one unit of each class: some may enter te.autocast, some not.
+    is_first = before is _UNKNOWN and bool(name)
+    is_first = is_first and type(state.modules[name]) not in {type(state.modules[own]) for own in known.units}
+    known.units[name] = recipe
+    inner = recipe != known.under[0] if before is _UNKNOWN else recipe != before
+    changed = inner and (before, recipe) not in known.pairs
+    if is_first or changed:  # one comparison covers all units with the same change
+        known.pairs.append((before, recipe))
+        _compare(state, (recipe, known.under[1]), None, unit=name)
+
+
+def _trained(state: ShardedModel) -> list[bool]:
+    """Return the ``requires_grad`` of each parameter. Read by owner, because weak references forbid torch's swaps."""
+    known = state.computed
+    try:
+        return [held[name].requires_grad for _, held, name in known.places]
+    except (KeyError, AttributeError):  # a parameter was removed
+        known.places.clear()
+        return []
+
+
+def _rendezvous_with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> None:
+    """Wait for the ranks that share this rank's ``dp_shard`` and ``tp`` groups."""
+    known = state.computed
+    mesh = _peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
+    if mesh is not None and _should_check(state, mesh):
+        kind = f"forward in {'training' if mode[0] else 'evaluation'}"
+        kind += "" if mode[1] else " without gradients"
+        with _rendezvous(kind if mode in known.modes else f"first {kind}", mesh):
+            known.checks_done[mesh.mesh_dim_names] += 1
+    known.modes.add(mode)
+
+
+def _peer_ranks(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
+    """Return the mesh of the ranks that split layers with this one, or with ``gathers`` all-gather weights too.
+
+    ``None`` if there are no such ranks.
+    """
+    axes = tuple(
+        axis for axis in ("dp_shard", "tp") if state.meshes.size(axis) > 1 and (gathers or axis == "tp")
+    )
+    return state.meshes.device_mesh[axes] if axes else None
+
+
+def _should_check(state: ShardedModel, mesh: DeviceMesh, *, always: bool = False) -> bool:
+    """Return whether to run a cross-rank check; limited to ``_MOST`` per mesh, counted equally on all its ranks."""
+    if mesh.size() == 1 or is_simulated() or is_capturing():
+        return False
+    if always or state.checks.level == "full":
+        return True
+    return state.computed.checks_done[mesh.mesh_dim_names] < _MOST
+
+
+def _compare(
+    state: ShardedModel, under: tuple[Any, Any], trained: list[bool] | None, *, unit: str | None = None
+) -> None:
+    """Wait for all ranks of the model, and raise on all of them unless recipe and trained parameters are the same."""
+    known, mesh = state.computed, state.meshes.device_mesh
+    if unit is not None:  # other replicas may not run it
+        mesh = _peer_ranks(state, state.units[unit].gather == "pass")
+    # Parameters are frozen a few times in a training, recipes may alternate.
+    frozen = trained is not None and trained != known.trained
+    if mesh is None or not _should_check(state, mesh, always=frozen):
+        return
+    where = f"{type(state.model).__name__}.forward" if unit is None else f"forward of {unit or 'the model'}"
+    first = known.trained is None
+    mine, flags = _format_recipe(*under), {}
+    if trained is not None:
+        flags = {label: flag for (label, _, _), flag in zip(known.places, trained, strict=True)}
+    # Each rank of ep has different experts, perhaps more of them.
+    by_name = sorted(
+        {(n.rstrip("0123456789") if state.is_expert(n) else n, flag) for n, flag in flags.items()}
+    )
+    with _rendezvous(
+        "first forward in training" if first else _what_changed(state, mine, trained, unit), mesh
+    ):
+        known.checks_done[mesh.mesh_dim_names] += 1
+        same = are_equal([digest(mine), digest(repr(by_name))], mesh).tolist()
+        if not same[0]:
+            raise PrecisionError(
+                f"{where}: recipes that differ between ranks",
+                expected="the same te.autocast, and torch.autocast, on all ranks of the model",
+                got=_format_recipes_by_rank(mine, mesh),
+                why="They compute one forward together, and wait for each other's amax where a recipe needs that",
+                fix="enter te.autocast(enabled=..., recipe=...) on all ranks in the same way: by numbers that all "
+                "have, such as the step or an all-reduced loss, not by the rank",
+            )
+        if not same[1]:
+            raise _other_parameters(where, flags, mesh)
+
+
+@contextmanager
+def _rendezvous(what: str, mesh: DeviceMesh) -> Iterator[None]:
+    """Begin the context when all ranks have arrived. Ranks that wait in vain report what has changed on them."""
+    call, _, here = what.partition(": ")
+    arrived = False
+    with _te.skip_amax_reduction_after_errors():
+        try:
+            with collective_call(call, mesh):
+                arrived = True
+                yield
+        except CollectiveError as error:
+            raise (
+                error if arrived or not here else CollectiveError(f"{error} On this rank: {here}.")
+            ) from None
+
+
+def _what_changed(state: ShardedModel, mine: str, trained: list[bool] | None, unit: str | None) -> str:
+    """Return the name of the rendezvous, and the text for a rank that has arrived alone."""
+    known = state.computed
+    if trained is not None and known.trained is not None and trained != known.trained:
+        changed = [
+            f"{name} {'is trained' if now else 'was frozen'}"
+            for (name, _, _), before, now in zip(known.places, known.trained, trained, strict=False)
+            if before != now
+        ]
+        return f"forward with other trained parameters than before: {shorten(changed, 3)}"
+    if unit is not None or known.under is None:
+        return f"forward under another recipe than before: {mine}"
+    words = mine.split(", "), _format_recipe(*known.under).split(", ")
+    now, before = (own[:1] if words[0][0] != words[1][0] else own for own in words)
+    return f"forward under another recipe than before: {', '.join(now)} in place of {', '.join(before)}"
+
+
+def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
+    """Return recipe and dtype as text, without addresses of functions."""
+    return _te.format_recipe(recipe) + ("" if dtype is None else f", torch.autocast({dtype})")
+
+
+def _format_recipes_by_rank(mine: str, mesh: DeviceMesh) -> str:
+    """Return the recipes with their ranks, without the options that all have. Collective over ``mesh``."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in sorted(gather_by_rank(mine, mesh).items()):
+        ranks.setdefault(text, []).append(rank)
+    words = {text: text.split(", ") for text in ranks}
+    common = set.intersection(*map(set, words.values()))
+    kinds = {own[0] for own in words.values()}
+    shown = []
+    for text, own in ranks.items():
+        kind, *options = words[text]
+        options = [option for option in options if option not in common] if len(kinds) == 1 else []
+        shown.append(f"{', '.join([kind, *options])} on {format_ranks(own)}")
+    return shorten(shown, 4, "; ")
+
+
+def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
+    """Return the error that names the parameters. Collective over ``mesh``."""
+    everyone = gather_by_rank(mine, mesh)
+    found = []
+    for name in dict.fromkeys(name for own in everyone.values() for name in own):
+        flags = [(rank, own.get(name)) for rank, own in sorted(everyone.items())]
+        trained, frozen = ([rank for rank, flag in flags if flag is wanted] for wanted in (True, False))
+        if trained and frozen:
+            found.append(f"{name} trained on {format_ranks(trained)}, frozen on {format_ranks(frozen)}")
+    return MeshError(
+        f"{where}: other parameters are trained on some ranks",
+        expected="the same requires_grad on all ranks of the model",
+        got=shorten(found, 3, "; ") or f"{sum(mine.values())} trained parameters here",
+        why="Their gradients are reduced together: each rank would wait for others",
+        fix="call requires_grad_() on all ranks in the same way, not under `if rank == 0`",
+    )

@@ -1,0 +1,215 @@
+"""Checks of gradients: complete before a step, and right over tp in the first steps.
+
+Parameters that every tensor-parallel rank replicates have one gradient. With ``sequence_parallel = True`` each rank
+computes a part of it, and the parts are summed. A layer that sees a part of the tokens without the mark would learn
+from the tokens of the first rank only. A marked layer that sees all tokens would learn from ``tp`` times its gradient.
+So gradients are compared over ``tp``: replicated ones before a parameter's first two steps, partial ones in a first
+backward. Two, because layers that start at zero have some zero gradients at first. At level "full" every step compares.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
+from te_fsdp.collectives.rendezvous import format_ranks, is_capturing, is_simulated
+from te_fsdp.errors import GradientError, MeshError, shorten
+from te_fsdp.gradient_sync import require_reduced
+from te_fsdp.lifecycle import gradient_of, registered_at
+from te_fsdp.records import binding_of, get_record
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.lifecycle import Step
+    from te_fsdp.records import ModuleBinding
+    from te_fsdp.sharded_model import ShardedModel
+
+# Steps in which the gradients of a parameter are compared.
+_STEPS = 2
+# Largest difference of a parameter's gradients over tp, relative to their norm. Kernels that sum in a different order
+# change bf16 values by a unit in the last place, 1/256; sums in bf16 over hundreds of ranks by 1/40. Different tokens
+# give gradients that differ more, except for very large batches: the norm of the noise relative to that of the mean.
+_APART = 1 / 16
+# Four bits, with stochastic rounding per rank: 1/5.
+_APART_IN_4_BITS = 1 / 2
+# Partial gradients that differ less than this, relative to their norm, are one gradient with different rounding.
+_SAME = 1 / 128
+
+
+def require_complete_gradients(step: Step) -> None:
+    """Raise if a gradient was not reduced, or if a backward or a step has failed since. Local operation."""
+    for state, parameters in step.models:
+        require_reduced(state, step.where, parameters)
+
+
+def compare_gradients(state: ShardedModel) -> None:
+    """Compare gradients of a sharded model over tp in its first steps. Local operation."""
+    schedule_gradient_checks(state.model, every=state.checks.level == "full")
+
+
+def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
+    """Compare gradients of a bound model over tp in its first steps, or without ``tp_mesh`` no longer. Local."""
+    schedule_gradient_checks(model, wanted=tp_mesh is not None)
+
+
+def schedule_gradient_checks(model: nn.Module, *, wanted: bool = True, every: bool = False) -> None:
+    """Schedule comparisons over tp for the first steps, for ``every`` one, or unless ``wanted`` for none. Local."""
+    for binding in filter(None, map(binding_of, model.modules())):
+        binding.grad_checks.clear()
+        if wanted and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+            for name, rule in binding.rules.items():
+                # The gradient of a bias under a loss that is a plain sum is the number of tokens, equal on all ranks.
+                if rule.partial_grad and "bias" not in name:
+                    binding.grad_checks[name] = _PartialGradientCheck(binding, name, every)
+    for parameter in model.parameters():
+        record = get_record(parameter)
+        if record is not None and record.tp_replica:
+            record.grad_checks_left = (-1 if every else _STEPS) if wanted else 0
+
+
+class _PartialGradientCheck:
+    """Compares this rank's part of a gradient over tp, in the first backward in which it is not zero."""
+
+    def __init__(self, binding: ModuleBinding, name: str, every: bool) -> None:
+        self._binding, self._name, self._left = binding, name, -1 if every else _STEPS
+
+    @torch.no_grad()
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Raise ``GradientError`` if all ranks of tp have computed the same. Collective over tp."""
+        if is_simulated() or is_capturing():
+            return
+        binding, name = self._binding, self._name
+        assert binding.tp_mesh is not None
+        ((_, ratio),) = _tp_gradient_deviation(binding.tp_mesh, [(gradient, gradient)])
+        if ratio < _SAME:
+            raise GradientError(
+                f"{binding.label(name)}: gradients that are the same over tp",
+                expected="another part of the gradient on each rank, of a parameter that is marked sequence_parallel",
+                got="the same on all ranks of a tp group",
+                why="They are summed: the parameter would learn from a multiple of its gradient",
+                fix="do not mark layers that see all tokens on each rank (sequence_parallel=False), or shard the "
+                "sequence before them. Where gradients must be the same, pass checks='setup' (before: "
+                "check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
+            )
+        self._left -= 1
+        if self._left == 0 or (self._left > 0 and ratio >= _SAME):
+            binding.grad_checks.pop(name, None)
+
+
+def compare_replicated_gradients(step: Step) -> None:
+    """Compare the gradients of parameters that every tp rank replicates, in each parameter's first steps.
+
+    Collective then: a broadcast of each such gradient over tp, and two numbers for each over its mesh.
+
+    Raises:
+        GradientError: They differ by more than rounding, on all ranks of the model. Nothing has changed.
+    """
+    scheduled = [
+        (parameter, record)
+        for parameter, record in step.held
+        if record.grad_checks_left and parameter.requires_grad
+    ]
+    if not scheduled or is_simulated() or is_capturing():
+        return
+    found: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    for parameter, _ in scheduled:
+        gradient = gradient_of(parameter)
+        if gradient is not None and isinstance(parameter, DTensor):
+            found.setdefault(parameter.device_mesh, []).append((parameter, _torch.local_of(gradient)))
+    recipes = [recipe for state, _ in step.models for recipe in _te.recipes_in_use(state.model)]
+    in_4_bits = any("NVFP4" in recipe or "Custom" in recipe for recipe in recipes)
+    with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
+        apart = [entry for mesh, held in found.items() for entry in _tp_gradient_deviation(mesh, held)]
+        limit = _APART_IN_4_BITS if in_4_bits else _APART
+        _refuse_tp_deviation(step, [(parameter, ratio) for parameter, ratio in apart if ratio > limit])
+    for _, record in scheduled:
+        record.grad_checks_left -= record.grad_checks_left > 0
+
+
+@torch.no_grad()
+def _tp_gradient_deviation(
+    mesh: DeviceMesh, held: list[tuple[torch.Tensor, torch.Tensor]]
+) -> list[tuple[torch.Tensor, float]]:
+    """Return the distance of each gradient from that of the first tp rank, relative to their norm.
+
+    Collective over ``mesh``, whose last axis is tp. ``held`` are parameters with the local tensors of their gradients.
+    All ranks get the same numbers. A number is NaN if all gradients are zero, or if one contains NaN.
+    """
+    group = mesh.get_group(mesh.ndim - 1)
+    if group.size() == 1:
+        return []
+    sums = torch.zeros((len(held), 2), dtype=torch.float64, device=held[0][1].device)
+    for row, (_, gradient) in zip(sums, held, strict=True):
+        first = gradient.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(first, group=group, group_src=0)
+        row[0] = torch.linalg.vector_norm(gradient - first, dtype=torch.float64).square()
+        row[1] = torch.linalg.vector_norm(first, dtype=torch.float64).square()
+    for axis in range(mesh.ndim):
+        dist.all_reduce(sums, group=mesh.get_group(axis))
+    # All ranks except the first contribute a difference. All contribute its norm.
+    ratios = (sums[:, 0] / (group.size() - 1) / (sums[:, 1] / group.size())).sqrt().tolist()
+    return [(parameter, ratio) for (parameter, _), ratio in zip(held, ratios, strict=True)]
+
+
+def _refuse_tp_deviation(step: Step, apart: list[tuple[torch.Tensor, float]]) -> None:
+    if not apart:
+        return
+    names = step.names
+    for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
+        binding = binding_of(owner)
+        names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
+    shown = [
+        f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm" for parameter, ratio in apart
+    ]
+    raise GradientError(
+        f"{step.where}: gradients that differ over tp",
+        expected="the same on all ranks of a tp group, of parameters that each holds whole",
+        got=shorten(shown, 3, ", "),
+        why="Each rank has computed them from different tokens or features, as under sequence parallelism, and they "
+        "are not summed: those of the first rank would be used",
+        fix="set parameter.sequence_parallel = True on the parameters of layers that see a part of the tokens, before "
+        "te_fsdp.fully_shard or set_device_mesh; or give these layers all tokens. Where gradients must differ, pass "
+        "checks='setup' (before: check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
+    )
+
+
+def compare_gradient_shapes(step: Step) -> None:
+    """Raise unless all ranks of a model have gradients of the same parameters, shapes and dtypes. Collective over it.
+
+    One max all-reduce of two integers per axis; a gather of names for the error.
+    """
+    for state, parameters in step.models:
+        mesh = state.meshes.device_mesh
+        if mesh.size() == 1 or is_simulated() or is_capturing():
+            continue
+        names, mine = state.names(), {}
+        for parameter in parameters:
+            gradient, name = gradient_of(parameter), names[id(parameter)]
+            # Each rank of ep has different experts, perhaps more of them.
+            if gradient is not None and not state.is_expert(name):
+                mine[name] = f"{tuple(gradient.shape)} {str(gradient.dtype)[6:]}"
+        if bool(are_equal([digest(repr(sorted(mine.items())))], mesh).all()):
+            continue
+        everyone = gather_by_rank(mine, mesh)
+        found = []
+        for name in sorted({name for own in everyone.values() for name in own}):
+            ranks: dict[str, list[int]] = {}
+            for rank, own in sorted(everyone.items()):
+                ranks.setdefault(own.get(name, "none"), []).append(rank)
+            if len(ranks) > 1:
+                shown = [f"{what} on {format_ranks(own)}" for what, own in ranks.items()]
+                found.append(f"{name}: {', '.join(shown)}")
+        raise MeshError(
+            f"{step.where}: gradients that differ between ranks",
+            expected="gradients of the same parameters, shapes and dtypes on all ranks of the model",
+            got=shorten(found, 3, "; "),
+            why="The ranks update the shards of each weight together",
+            fix="run the same layers on all ranks, and do not assign .grad on some of them",
+        )

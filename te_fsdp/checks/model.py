@@ -1,0 +1,326 @@
+"""Checks of a model: the same on all ranks, with values before its first forward, and not taken apart later.
+
+before it is sharded    names, shapes and values that all ranks must have
+after it is sharded     deepcopy and pickle are refused
+before a forward        parameters that came after ``fully_shard`` or were removed, gradient hooks that never run,
+memory that ``to_empty`` left as it was
+first trained forward   writes to a weight, which would change only its gathered copy
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.checks.forward import refuse_second_derivatives
+from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
+from te_fsdp.errors import InitError, MeshError, OrderError, shorten
+from te_fsdp.initialize import (
+    check_initialised,
+    checksum,
+    find_equal_shards,
+    has_device_parameters,
+    refuse_equal_shards,
+)
+from te_fsdp.records import iter_param_owners
+from te_fsdp.sharded_model import is_assigned, record_unsharded_params, refuse_assigned, refuse_hooks
+from te_fsdp.upstream import (
+    fsdp2_outputs as _fsdp2_outputs,
+    fsdp2_state as _fsdp2,
+    te as _te,
+    torch_dtensor as _torch,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.mesh import Meshes
+    from te_fsdp.plan import ModelPlan
+    from te_fsdp.records import ParameterPlan
+    from te_fsdp.replicated_params import ReplicatedParameter
+    from te_fsdp.sharded_model import ShardedModel
+
+
+# ------------------------------------------------------------------------------------------------- before it is sharded
+
+
+def compare_models(plan: ModelPlan) -> None:
+    """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
+
+    Ranks with different models, or with different units, would wait for each other in collectives that never match.
+    Expert modules are compared over the ranks that hold the same experts. Collective over the world: three max
+    all-reduces of a few integers per axis.
+    """
+    model, meshes, settings = plan.model, plan.meshes, plan.settings()
+    described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
+    for label, module, name, p in iter_param_owners(model):
+        about = (label, tuple(p.shape), str(p.dtype), p.requires_grad, p.is_meta)
+        # A DTensor's shape is that of all experts, the same on all ranks.
+        is_local = plan.parameters[id(module), name].experts and not isinstance(p, DTensor)
+        described[is_local].append(about)
+    dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
+    same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
+    mesh = meshes.expert_mesh or meshes.device_mesh
+    same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
+    differs = (~torch.cat([same, same_experts])).long()
+    maximum(differs, meshes.device_mesh)  # all ranks must know what the ranks of one expert have found
+    models, others, experts_of_one = differs.tolist()
+    if others and not (models or experts_of_one):
+        raise MeshError(
+            "fully_shard: the ranks of the mesh were given different arguments",
+            expected="the same units, strategies and dtypes everywhere",
+            got=f"here {settings[:1000]}",
+            fix="call it with the same arguments on all ranks",
+        )
+    if models or experts_of_one:
+        count = sum(map(len, described.values()))
+        first = next((f"{about[0]} {about[1]}" for about in described[False]), None)
+        raise MeshError(
+            f"{type(model).__name__}: the ranks of the mesh hold different models",
+            expected="the same names, shapes, dtypes and devices everywhere",
+            got=f"here {count} parameters, the first {first}",
+            fix="build the model from the same configuration on all ranks",
+        )
+
+
+def compare_initial_values(plan: ModelPlan) -> None:
+    """Raise on all ranks unless parameters on the device are equal wherever they must be.
+
+    Before FSDP2 shards them, all data-parallel ranks have the same tp-local tensors, and all tp ranks the same
+    replicated parameters. Experts are compared among the ranks that hold the same ones. Shards over tp, and experts of
+    different ep ranks, must not be equal. Collective over the world: max all-reduces of two integers per parameter and
+    axis, small object gathers.
+    """
+    meshes, rows = plan.meshes, plan.parameters
+    found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
+    may_differ = any(row.experts for row in rows.values())
+    _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
+    if (meshes.tp_or_none is not None or meshes.ep is not None) and has_device_parameters(plan.modules):
+        with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
+            refuse_equal_shards(find_equal_shards(plan.modules, meshes.tp_or_none, meshes.ep))
+
+
+def compare_renewed_values(parameters: Iterable[ReplicatedParameter], meshes: Meshes) -> None:
+    """Compare as :func:`compare_initial_values` unsharded parameters that were materialized or converted."""
+    found = ((item.plan.label, item.parameter, item.plan) for item in parameters)
+    _require_equal(found, meshes, meshes.device_mesh, "materialize")
+
+
+#: A parameter before it is sharded: its label, a checksum of the tp-local value, whether tp replicates it.
+_Sum = tuple[str, torch.Tensor, bool]
+
+
+def _require_equal(
+    parameters: Iterable[tuple[str, torch.Tensor, ParameterPlan]],
+    meshes: Meshes,
+    affected: DeviceMesh | None,
+    where: str,
+) -> None:
+    """Raise for parameters whose values differ between ranks; on all ranks of ``affected`` if only some detect it."""
+    held: dict[bool, list[_Sum]] = {False: [], True: []}
+    for label, parameter, plan in parameters:
+        local = _torch.local_of(parameter)
+        if not local.is_meta:
+            replicated = plan.rule is None or plan.rule.shard_dim is None
+            held[plan.experts].append((label, checksum(local), replicated))
+    with raised_on_all_ranks(affected, where):
+        bad = _differing(held[False], meshes.device_mesh)
+        bad += _differing(held[True], meshes.expert_mesh or meshes.device_mesh)
+        if bad:
+            raise InitError(
+                f"{shorten(bad)}: values differ between ranks that must hold the same",
+                expected="equal parameters on all data-parallel ranks, and equal replicated ones on all tp ranks",
+                got=f"{len(bad)} of {sum(map(len, held.values()))} parameters differ",
+                why="FSDP2 would shard a different initialization on each rank",
+                fix="use one seed on all ranks before building the model, or build it on meta and call "
+                "te_fsdp.materialize",
+            )
+
+
+def _differing(held: list[_Sum], mesh: DeviceMesh) -> list[str]:
+    """Return labels of parameters that differ over the data-parallel axes of ``mesh``, or over tp though replicated.
+
+    Collective over ``mesh`` without ``ep``. All its ranks get the same result.
+    """
+    if not held:
+        return []
+    labels, sums, replicas = zip(*held, strict=True)
+    mine = torch.stack(sums)
+    differs = ~are_equal(mine, mesh, leave_out=("ep", "tp"))
+    if "tp" in (mesh.mesh_dim_names or ()):
+        replicated = torch.tensor(replicas, device=mine.device)
+        differs |= replicated & ~are_equal(mine, mesh["tp"])
+        # One tp rank may detect a difference alone. All must raise, or none.
+        seen = differs.to(torch.int64)
+        maximum(seen, mesh["tp"])
+        differs = seen.bool()
+    return [label for label, flag in zip(labels, differs.tolist(), strict=True) if flag]
+
+
+# ------------------------------------------------------------------------------------------- copies, removed parameters
+
+
+def watch_model(state: ShardedModel) -> None:
+    """Refuse copies, removed parameters and second derivatives of a sharded model from now on. Local operation."""
+    model = state.model
+    for place in iter_param_owners(model, remove_duplicate=False):
+        state.places.setdefault(
+            (id(place.owner), place.name), (place.owner._parameters, place.name, place.label)
+        )
+    for name, unit in {"": model, **state.modules}.items():
+        _refuse_copies(unit, name or type(model).__name__.removeprefix("FSDP"))
+    for name, unit in state.modules.items():
+        _fsdp2_outputs.before_backward(unit, functools.partial(refuse_second_derivatives, name))
+
+
+def _refuse_copies(module: nn.Module, label: str) -> None:
+    """Raise in ``copy.deepcopy`` and pickles of a module. Both look these methods up on the object itself."""
+    module.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, label, "deepcopy")
+    module.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, label, "pickle")
+
+
+def _refuse_copy(label: str, how: str, *_: Any) -> Any:
+    if how == "pickle":
+        raise OrderError(
+            f"{label}: pickle of a model after fully_shard, as torch.save(model) makes it",
+            expected="a state dict or a checkpoint",
+            got="modules with process groups and hooks",
+            fix="te_fsdp.checkpoint.save(path, model, optimizer) on all ranks",
+        )
+    raise OrderError(
+        f"{label}: deepcopy of a model after fully_shard, as torch.optim.swa_utils.AveragedModel makes it",
+        expected="a model that is not sharded yet",
+        got="units of FSDP2, whose parameter groups and hooks belong to this model",
+        fix="average shards: average = [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_ "
+        "(docs/data.md has the loop); for a second model, build and shard one more",
+    )
+
+
+def refuse_removed_parameters(state: ShardedModel) -> None:
+    """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
+    columns = list(zip(*state.places.values(), strict=True))
+    if not columns or all(map(operator.contains, columns[0], columns[1])):
+        return
+    owners = {id(module._parameters) for module in state.model.modules()}
+    gone = [label for held, name, label in state.places.values() if name not in held and id(held) in owners]
+    if gone:
+        raise OrderError(
+            f"{shorten(gone, 3)}: taken away after fully_shard",
+            expected="the parameters that te_fsdp.fully_shard has sharded",
+            got="a weight that is computed, as by parametrizations, weight_norm and pruning, or a deleted one",
+            why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
+            fix="parametrize or prune the module before te_fsdp.fully_shard",
+        )
+
+
+# ----------------------------------------------------------------------------------------------- before a first forward
+
+
+def require_initialized(state: ShardedModel) -> None:
+    """Raise for parameters on meta, before FSDP2 does with advice that leaves them uninitialized. Local operation."""
+    check_initialised(state.parameters().items())
+
+
+def refuse_uninitialized(state: ShardedModel) -> None:
+    """Raise for tensors that ``to_empty`` has allocated and nothing has written to. Local operation."""
+    if not state.released:
+        return
+    state.released = False
+    unset = [
+        name
+        for name, tensor in [*state.parameters().items(), *state.model.named_buffers()]
+        if (local := _torch.local_of(tensor)).is_floating_point()
+        and local.numel()
+        and not _te.is_quantized(local)
+        and bool(local.isnan().all())
+    ]
+    if unset:
+        raise InitError(
+            f"{shorten(unset, 3)}: never initialised",
+            expected="values after to_empty, which only allocates memory",
+            got=f"{len(unset)} tensor(s) that nothing was written to",
+            why="They would contain uninitialized memory",
+            fix="call te_fsdp.materialize(model) in place of to_empty, or load a checkpoint",
+        )
+
+
+def refuse_changed_parameters(state: ShardedModel) -> None:
+    """Raise for trained parameters, gradient hooks and assignments to ``.data`` that came after ``fully_shard``."""
+    for _, unit in state.gathered():  # by the user, by a pipeline's schedule, or in the backward that steps
+        record_unsharded_params(unit)
+    # Parameters that are not sharded are hooked by the reduction of their gradients.
+    reduced = state.replicated.reduced() if state.replicated is not None else set()
+    others = {name: p for name, p in state.parameters().items() if id(p) not in reduced}
+    new = [name for name, p in others.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if new and state.meshes.device_mesh.size() > 1:
+        raise not_in_the_model(new, len(new), "added or replaced since")
+    refuse_hooks(others.items())
+    refuse_assigned(state)
+
+
+def refuse_assigned_data(state: ShardedModel) -> None:
+    """Raise if ``.data`` of a sharded parameter was assigned. Local: checks one parameter of each unit, then all."""
+    for unit in state.modules.values():
+        first = _fsdp2.first_sharded_parameter(unit)
+        if first is not None and is_assigned(first):
+            refuse_assigned(state)
+
+
+def not_in_the_model(names: list[str], count: int, how: str) -> OrderError:
+    """Return the error for trained parameters that ``fully_shard`` has not seen."""
+    return OrderError(
+        f"{shorten(names, 3)}: trained, but not in the model that te_fsdp.fully_shard was given",
+        expected="the parameters that the model had then",
+        got=f"{count} parameter(s) of a module that was {how}",
+        why="Their gradients would not be averaged over the ranks, whose copies would drift apart",
+        fix="change the model first (a new head, adapters), then call te_fsdp.fully_shard on all of it",
+    )
+
+
+def refuse_writes_in_forward(state: ShardedModel) -> None:
+    """Refuse writes to parameters in the first trained forward of each unit. Local operation."""
+    for unit in state.modules.values():
+        _watch_writes(state, unit)
+
+
+def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
+    seen: list[tuple[torch.Tensor, Any, int]] = []
+
+    def before(unit: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():  # else perhaps inference mode, which does not count versions
+            seen[:] = [
+                (parameter, record, _torch.version_of(parameter))
+                for parameter, record in _fsdp2.unsharded_parameters(unit)
+                if not _te.is_quantized(_torch.local_of(parameter))  # kernels write those without a version
+            ]
+
+    def after(unit: nn.Module, args: Any, output: Any) -> None:
+        if _torch.in_backward() or not torch.is_grad_enabled():
+            return
+        while handles:
+            handles.pop().remove()
+        written = [record for parameter, record, version in seen if _torch.version_of(parameter) != version]
+        seen.clear()
+        if written:
+            record_unsharded_params(unit)
+            names = state.names()
+            found = [names.get(id(_fsdp2.sharded_param_of(record)), "a parameter") for record in written]
+            raise OrderError(
+                f"{shorten(found, 3)}: written to in forward",
+                expected="weights that a forward only reads",
+                got="a write in place, as of nn.Embedding(max_norm=...), or of weight.clamp_() in a module's forward",
+                why="It changes only the gathered copy, which is released: the sharded weight stays as it was",
+                fix="write to the parameters after the optimizer's step, under torch.no_grad()",
+            )
+
+    # After FSDP2's hook, which gathers, and before the one that releases.
+    handles: list[Any] = [
+        unit.register_forward_pre_hook(_torch.disable_compile(before)),
+        unit.register_forward_hook(_torch.disable_compile(after), prepend=True),
+    ]

@@ -1,0 +1,300 @@
+"""Checks of an optimizer: parameters that the model has now, the same on all ranks, state of this rank.
+
+**Replaced parameters.** Binding, sharding and materializing replace parameters. A step on the old ones would be lost:
+
+    optimizer built before    contains                       the model has, and gradients go to
+    set_device_mesh           plain parameters               DTensors on tp
+    fully_shard               plain ones, or DTensors on tp  FSDP2's shards
+    materialize               shards on meta                 shards on the device
+
+Each replacement marks the old object, which exists as long as something refers to it.
+
+**Copied optimizers.** An optimizer that was copied or pickled without its model contains copies. Copies of DTensors are
+marked, pickles leave an empty mark, copies of plain parameters none. Those are recognized by the optimizer, whose
+constructor did not run, and by a model that has parameters of the same kind.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
+from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
+from te_fsdp.collectives.agreement import are_equal, digest, raised_on_all_ranks
+from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
+from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
+from te_fsdp.features.hfsdp.gradients import check_step
+from te_fsdp.features.main_params import MAIN
+from te_fsdp.features.unsupported_optimizers import refuse_unsupported_optimizer
+from te_fsdp.initialize import checksum
+from te_fsdp.lifecycle import modules_of_process, registered_at
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse_unsafe_optimizer
+from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
+from te_fsdp.sharded_model import shard_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from te_fsdp.lifecycle import Step
+    from te_fsdp.sharded_model import ShardedModel
+
+
+# --------------------------------------------------------------------------------------- replaced and copied parameters
+
+
+@functools.cache
+def _valid_copies() -> weakref.WeakSet[Optimizer]:
+    """Return the copied optimizers of this process whose parameters modules have."""
+    return weakref.WeakSet()
+
+
+def refuse_replaced(step: Step) -> None:
+    """Raise for parameters that modules no longer have, or that are copies and never belonged to a module. Local.
+
+    Raises:
+        OrderError: Names the first of them, and the call that replaced it.
+    """
+    marked = {id(parameter): parameter for parameter, record in step.held if record.replaced_by}
+    is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies()
+    if not marked and not is_copy:
+        return
+    held = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
+    # Without a record, or with what a pickle leaves of one.
+    unmarked = {id(parameter): parameter for parameter in held if is_copy and not parameter.__dict__.get(KEY)}
+    # Another model may share a parameter with the one that lost it, or be a copy too: a step for that one is right.
+    wanted = {*marked, *unmarked}
+    for owner, name in registered_at(wanted):
+        key = id(owner._parameters[name])
+        wanted.discard(key)
+        unmarked.pop(key, None)
+        if key in marked:
+            get_or_create_record(marked.pop(key)).replaced_by = None
+    marked |= _copies_of_sharded(unmarked)
+    if not marked:
+        if is_copy:
+            _valid_copies().add(step.optimizer)
+        return
+    name, by = _name_and_cause(next(iter(marked.values())))
+    count = sum(len(group["params"]) for group in step.optimizer.param_groups)
+    more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
+    got = f"one from before {by}, which has replaced it"
+    whose = "new"
+    fix = "build the optimizer after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()"
+    if by == COPIED:
+        got, whose = "a copy, as copy.deepcopy or a pickle of an optimizer makes them", "model's"
+        fix = "build another optimizer from model.parameters(), and let it load_state_dict(optimizer.state_dict())"
+    raise OrderError(
+        f"{step.where}: {name}{more}",
+        expected="parameters that the model has now",
+        got=got,
+        why=f"Gradients go to the {whose} parameter: the step would change nothing",
+        fix=fix,
+    )
+
+
+def _copies_of_sharded(unmarked: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Return all given parameters if each is a copy of a sharded model's: pickled, or of the kind of one of these."""
+    ours = _sharded_kinds() if unmarked else {}
+    return unmarked if all(KEY in p.__dict__ or _kind(p) in ours for p in unmarked.values()) else {}
+
+
+def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
+    return isinstance(parameter, DTensor), tuple(parameter.shape), parameter.dtype
+
+
+def _sharded_kinds() -> dict[tuple[Any, ...], str]:
+    """Return the kinds of parameters of this process's sharded models, with a name for each. For errors only."""
+    states: dict[int, Any] = {}
+    for module in modules_of_process():
+        for parameter in module.__dict__.get("_parameters", {}).values():
+            record = None if parameter is None else get_record(parameter)
+            state = record.state() if record is not None and record.state is not None else None
+            if state is not None:
+                states[id(state)] = state
+    found: dict[tuple[Any, ...], str] = {}
+    for state in states.values():
+        for name, parameter in state.parameters().items():
+            found.setdefault(_kind(parameter), name)
+    return found
+
+
+def _name_and_cause(parameter: torch.Tensor) -> tuple[str, str]:
+    """Return name and cause of a parameter that no module has. A copy has the name of its original, or of its kind."""
+    record = get_record(parameter)
+    if record is not None and record.replaced_by is not None and record.replaced_by[1] != COPIED:
+        return record.replaced_by
+    original = record.copied_from() if record is not None and record.copied_from is not None else None
+    state = original.state() if original is not None and original.state is not None else None
+    names = state.parameters() if state is not None else {}
+    name = next((name for name, own in names.items() if get_record(own) is original), None)
+    return name or _sharded_kinds().get(_kind(parameter)) or label_of(parameter), COPIED
+
+
+def refuse_gathered(step: Step) -> None:
+    """Raise for gathered parameters, which the model has while its weights are kept between microbatches. Local."""
+    for parameter, record in step.held:
+        if record.record is not None and shard_of(parameter) is not parameter:
+            raise OrderError(
+                f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
+                expected="sharded parameters",
+                got="one of those that the model has while its weights are kept between microbatches",
+                why="Its update would be lost",
+                fix="build the optimizer before the first forward, or after te_fsdp.release_params(model)",
+            )
+
+
+# ---------------------------------------------------------------------------------------------------- options and state
+
+
+def require_main_weights(step: Step) -> None:
+    """Raise if a quantized weight with a gradient has no fp32 main weight. Local operation."""
+    for label, parameter, _ in quantized_among(step.held):
+        if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
+            refuse_unsafe_optimizer(step.optimizer, label)
+            return  # the same for all weights
+
+
+def require_outer_averages(step: Step) -> None:
+    """Raise before a step of HFSDP whose gradients would not be averaged over ``dp_replicate``. Local operation."""
+    if any(state.outer == "optim" for state, _ in step.models):
+        check_step(step.optimizer)
+
+
+def check_first_step(step: Step) -> None:
+    """Check an optimizer's parameters and state, and that copies of weights are equal, in its first step.
+
+    Checked again after its number of parameters or its state has changed. Collective over the mesh then.
+    """
+    held = sum(len(group["params"]) for group in step.optimizer.param_groups)
+    for state, parameters in step.models:
+        known = state.optimizers.get(step.optimizer)
+        if known == (held, id(step.optimizer.state)):  # loading assigns a different dict
+            continue
+        if is_capturing():
+            return
+        with raised_on_all_ranks(state.meshes.device_mesh, step.where):
+            refuse_changed_parameters(state)
+            _refuse_state_of_other_ranks(step, parameters)
+            refuse_unsupported_optimizer(step.optimizer, parameters)
+        if not is_simulated():
+            _compare_options(state, step)
+            _refuse_unmanaged_parameters(state, step)
+            if not state.optimizers:
+                compare_copies(state, step.where)
+                refuse_equal_parts(state, step.where)
+        state.optimizers[step.optimizer] = held, id(step.optimizer.state)
+
+
+def compare_options(step: Step) -> None:
+    """Raise unless all ranks have given the optimizer the same parameters and options. Collective over the mesh."""
+    for state, _ in () if is_simulated() or is_capturing() else step.models:
+        _compare_options(state, step)
+
+
+def _compare_options(state: ShardedModel, step: Step) -> None:
+    mesh = state.meshes.device_mesh
+    if mesh.size() == 1:
+        return
+    # The order matters where a step communicates for several parameters together.
+    ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
+    names = state.names()
+    held = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]
+    ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in held)
+    groups, options = [], []
+    for group in step.optimizer.param_groups:
+        own = [names[id(p)] for p in group["params"] if id(p) in names]
+        # Each rank of ep has different experts, perhaps more of them.
+        known = (name.rstrip("0123456789") if state.is_expert(name) else name for name in own)
+        groups.append(list(dict.fromkeys(known)) if ordered else sorted(set(known)))
+        options.append({key: _format_option(value) for key, value in group.items() if key != "params"})
+    same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
+    if not all(same):
+        raise MeshError(
+            f"{step.where}: the optimizers of the ranks differ",
+            expected="the same parameters, in the same order, with the same options, on all ranks",
+            got=f"here first {shorten(groups[0], 2)}" if not same[0] else f"here {options[0]}",
+            why="The ranks update the shards of each weight together",
+            fix="build groups in the order of model.named_parameters(), not from a set; drive learning rates by "
+            "numbers that are the same on all ranks, such as an all-reduced loss",
+        )
+
+
+def _format_option(value: Any) -> str:
+    """Return an option as text to compare: numbers by value, objects by their class."""
+    if isinstance(value, torch.Tensor):
+        return str(value.tolist())
+    plain = (bool, int, float, str, tuple, list, type(None))
+    return repr(value) if isinstance(value, plain) else type(value).__name__
+
+
+def _refuse_unmanaged_parameters(state: ShardedModel, step: Step) -> None:
+    """Raise for plain parameters of no sharded model if their gradients differ over data parallel.
+
+    te_fsdp does not average these. Those of other wrappers (DistributedDataParallel), and those that the user averages,
+    are equal by now. Collective over data parallel if the optimizer contains such parameters.
+    """
+    mesh = state.meshes.fsdp
+    others = [
+        p
+        for group in step.optimizer.param_groups
+        for p in group["params"]
+        if type(p) is torch.nn.Parameter and get_record(p) is None and p.requires_grad
+    ]
+    if not others or mesh is None or mesh.size() == 1:
+        return
+    gradients = [p.grad for p in others if p.grad is not None and p.grad.layout is torch.strided]
+    # The sum of the checksums may wrap, but is equal where they are.
+    total = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
+    if not bool(are_equal([total], mesh)):
+        wanted = {id(p) for p in others}
+        found = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(wanted)]
+        raise not_in_the_model(list(dict.fromkeys(found)) or ["a parameter"], len(others), "left out")
+
+
+def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> None:
+    """Raise for state that another rank has pickled, and for main weights that the optimizer does not update."""
+    follows = hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer)
+    for parameter in parameters:
+        held = step.optimizer.state.get(parameter, {})
+        for name, value in held.items():
+            if isinstance(parameter, DTensor) and _torch.is_of_another_rank(value, parameter):
+                raise CheckpointError(
+                    f"{step.where}: {name} of {step.names[id(parameter)]}",
+                    expected="this rank's part",
+                    got="that of another rank, as torch.load of a file that one rank saved gives it",
+                    why="torch.save writes the shard of the rank that calls it",
+                    fix="te_fsdp.checkpoint.save and load, on all ranks",
+                )
+            shape = getattr(value, "shape", ())
+            if (
+                isinstance(parameter, DTensor)
+                and not isinstance(value, DTensor)
+                and _has_unsharded_shape(shape, parameter)
+            ):
+                raise CheckpointError(
+                    f"{step.where}: {name} of {step.names[id(parameter)]}",
+                    expected="this rank's part, a DTensor",
+                    got=f"a tensor of the unsharded parameter's shape {tuple(shape)}, as a full state dict has it",
+                    why="optimizer.load_state_dict takes state as it is",
+                    fix="te_fsdp.checkpoint.load; or torch.distributed.checkpoint.state_dict.set_optimizer_state_dict("
+                    "model, optimizer, state, options=StateDictOptions(full_state_dict=True)) with names as keys",
+                )
+        if not follows and MAIN in held:
+            raise OrderError(
+                f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
+                expected="an optimizer that te_fsdp.main_weights was called with",
+                got="another one, such as a copy.copy of it, which has its state alone",
+                why="It would update the low-precision weight, and leave the main weight as it was",
+                fix="step with the optimizer that was given to te_fsdp.main_weights",
+            )
+
+
+def _has_unsharded_shape(shape: Any, parameter: DTensor) -> bool:
+    """Return whether a plain state tensor has the shape of an unsharded parameter, which is not that of the shard."""
+    return tuple(shape) == tuple(parameter.shape) and tuple(shape) != tuple(_torch.local_of(parameter).shape)

@@ -1,0 +1,63 @@
+"""Checks of a pipeline's stage: its first backward is not split into one for inputs and one for weights."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.errors import OrderError
+from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.sharded_model import ShardedModel
+
+
+def refuse_split_backward(state: ShardedModel) -> None:
+    """Refuse, at the first backward of a pipeline's stage, a schedule that splits backward. Local operation.
+
+    Zero-bubble schedules compute gradients of a stage's inputs first, and those of its weights in a second backward
+    through the same graph. Modules of TransformerEngine compute both at once and free the saved tensors.
+    """
+    if state.meshes.pp is None or not any(_te.kind_of(module) for module in state.model.modules()):
+        return
+    handles: list[Any] = []
+
+    def watch(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in _torch.flatten(output)[0]:
+            leaf = _parameter_leaf(tensor.grad_fn) if isinstance(tensor, torch.Tensor) else None
+            if leaf is not None:
+                tensor.register_hook(functools.partial(_refuse_split, handles, leaf))
+
+    handles.append(state.model.register_forward_hook(_torch.disable_compile(watch)))
+
+
+def _parameter_leaf(node: Any) -> Any:
+    """Return the node of a graph that is nearest to its end and takes a parameter's gradient, or ``None``."""
+    waiting, seen = deque([node]), {node}
+    while waiting:
+        node = waiting.popleft()
+        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
+            return node
+        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
+        waiting.extend(more)
+        seen |= more
+    return None
+
+
+def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None:
+    """Raise at a gradient of the stage's output. Remove the hook after the first backward that is not split."""
+    if _fsdp2.defers_leaf_gradient(leaf):
+        raise OrderError(
+            "a backward for the inputs of a pipeline's stage alone, with another one for its weights to come",
+            expected="one backward for both, as modules of TransformerEngine compute them",
+            got="a schedule that splits backward (zero bubble)",
+            fix="PipelineStage(..., dw_builder=lambda: lambda: None), which computes both in the first; or a schedule "
+            "that does not split, such as Schedule1F1B or ScheduleInterleaved1F1B",
+        )
+    while handles:
+        handles.pop().remove()

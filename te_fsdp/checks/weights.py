@@ -1,0 +1,246 @@
+"""Checks of weights before a step: equal copies, different shards, no edits, equal losses of a closure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.agreement import are_equal, raised_on_all_ranks
+from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
+from te_fsdp.errors import InitError, MeshError, OrderError, shorten
+from te_fsdp.features.main_params import is_low_precision, main_parameters_of, optimizer_shard_in
+from te_fsdp.features.main_weights import main_weight
+from te_fsdp.gradient_sync import require_reduced
+from te_fsdp.initialize import MEANT, checksum, is_constant, refuse_equal_shards
+from te_fsdp.optimizer_step import has_mixed_groups
+from te_fsdp.records import get_record, iter_param_owners
+from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
+from te_fsdp.sharded_model import shard_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.optim import Optimizer
+
+    from te_fsdp.lifecycle import Step
+    from te_fsdp.sharded_model import ShardedModel
+
+T = TypeVar("T")
+
+# Elements of a shard that are not equal to another shard's by chance.
+_ENOUGH = 16
+#: Attribute of an optimizer: versions of its low-precision parameters after its last step.
+_WRITTEN = "_te_fsdp_written"
+# Largest distance of a quantized weight from its main weight, relative to the norm: eight bits round to 1/30, four to
+# 1/8.
+_TO_8_BITS = 1 / 8
+_TO_4_BITS = 1 / 4
+# Largest error of E4M3 near zero. Delayed scaling starts with a scale of 1, at which small weights are rounded to that.
+_NEAR_ZERO = 2.0**-10
+
+
+# ---------------------------------------------------------------------------------------------------- copies and shards
+
+
+def compare_copies_of_step(step: Step) -> None:
+    """Raise before a step if ranks that replicate a parameter have different bits. Collective over replica groups."""
+    for state, _ in () if is_simulated() or is_capturing() else step.models:
+        compare_copies(state, step.where)
+
+
+def compare_copies(state: ShardedModel, where: str) -> None:
+    """Raise on all ranks if ranks that replicate a parameter have different bits.
+
+    Collective over every axis that replicates a parameter: two integers for each.
+    """
+    with raised_on_all_ranks(state.meshes.device_mesh, where):
+        held: dict[dist.ProcessGroup, list[tuple[str, torch.Tensor]]] = {}
+        for place in iter_param_owners(state.model):
+            # Weights may be gathered now.
+            shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
+            groups = [*replica_groups_of_dtensor(shard.parameter), *replica_groups_of_plan(state, shard)]
+            if groups:
+                value = checksum(_torch.local_of(shard.parameter))
+                for group in groups:
+                    held.setdefault(group, []).append((place.label, value))
+        bad = list(dict.fromkeys(label for label, is_same in _compare_sums(held) if not is_same))
+        if bad:
+            first = "before the first step" if not state.optimizers else "before each step"
+            raise InitError(
+                f"{shorten(bad)}: copies differ between ranks",
+                expected=f"equal values on all ranks that hold a weight's copies, {first}",
+                got=f"{len(bad)} parameter(s) that differ",
+                why="Something was written to them rank by rank, such as nn.init with a seed for each rank",
+                fix="equal seeds on all ranks when weights are written; or te_fsdp.materialize(model, seed=...)",
+            )
+
+
+def refuse_equal_parts(state: ShardedModel, where: str) -> None:
+    """Raise on all ranks if all ranks of an axis have the same shard of a parameter, and its values vary.
+
+    ``parameter.to_local().normal_()`` with equal seeds does that. Experts, which may start as copies of one, are left
+    out. Collective over every axis that shards a parameter: two integers for each.
+    """
+    with raised_on_all_ranks(state.meshes.device_mesh, where):
+        refuse_equal_shards(_equal_shards(state))
+
+
+def _equal_shards(state: ShardedModel) -> list[str]:
+    cut: dict[dist.ProcessGroup, list[tuple[tuple[str, str, torch.Tensor], torch.Tensor]]] = {}
+    for name, p in state.parameters().items():
+        local = _torch.local_of(p)
+        if not isinstance(p, DTensor) or p.ndim > 2 or state.is_expert(name) or _te.is_quantized(local):
+            continue
+        if p.numel() < _ENOUGH * p.device_mesh.size() or getattr(p, MEANT, False):
+            continue
+        names = p.device_mesh.mesh_dim_names or ()
+        for axis, placement in enumerate(p.placements):
+            if _torch.shard_dim_of(placement) is not None and p.device_mesh.size(axis) > 1:
+                part = (name, names[axis], local), checksum(local)
+                cut.setdefault(p.device_mesh.get_group(axis), []).append(part)
+    found: dict[str, str] = {}
+    for (name, axis, local), is_same in _compare_sums(cut):
+        if is_same and not bool(is_constant(local)):
+            found.setdefault(name, f"{name} (all ranks of {axis})")
+    return list(found.values())
+
+
+def _compare_sums(held: Mapping[dist.ProcessGroup, list[tuple[T, torch.Tensor]]]) -> Iterator[tuple[T, bool]]:
+    """Yield the owner of each checksum, and whether it is equal on its group. Collective: two integers for each."""
+    for group, sums in held.items():
+        same = are_equal(torch.stack([value for _, value in sums]), group).tolist()
+        yield from zip((owner for owner, _ in sums), same, strict=True)
+
+
+# ------------------------------------------------------------------------------------------------------- edited weights
+
+
+class _WeightVersions(NamedTuple):
+    """Low-precision parameters of an optimizer with their versions, and its number of parameters."""
+
+    parameters: list[torch.Tensor]
+    versions: list[int]
+    held: int
+
+    @classmethod
+    def now(cls, optimizer: Optimizer) -> _WeightVersions:
+        """Return those of an optimizer. Low-precision parameters are searched again after it got more parameters."""
+        known: _WeightVersions | None = optimizer.__dict__.get(_WRITTEN)
+        held = sum([len(group["params"]) for group in optimizer.param_groups])
+        if known is not None and known.held == held:
+            parameters = known.parameters
+        else:
+            parameters = [
+                p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)
+            ]
+        # New weights that arrive after the step are written to local tensors: then only parameters show edits.
+        overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
+        return cls(parameters, _torch.versions_of(parameters, with_locals=not overlaps), held)
+
+
+def record_weight_versions(step: Step) -> None:
+    """Record after a step the versions of low-precision parameters, all of te_fsdp's own writes included. Local."""
+    if step.models:
+        setattr(step.optimizer, _WRITTEN, _WeightVersions.now(step.optimizer))
+
+
+def refuse_edited(step: Step) -> None:
+    """Raise if the step would write a main weight over a weight that was edited since the last one.
+
+    Compares versions locally. If a version has changed, and before the first step, collective over the model's mesh:
+    values are compared with those of main weights. Raises ``OrderError`` on all ranks. Nothing has changed.
+    """
+    if not step.models:
+        return
+    known: _WeightVersions | None = step.optimizer.__dict__.get(_WRITTEN)
+    parameters, versions, _ = _WeightVersions.now(step.optimizer)
+    if not parameters or (known is not None and known.versions == versions) or is_capturing():
+        return
+    mesh = step.models[0][0].meshes.device_mesh
+    together = collective_call(f"{step.where}: first, or after weights were edited", mesh)
+    with together, raised_on_all_ranks(mesh, step.where):
+        _refuse_those(step, [parameter for parameter in parameters if _differs(step.optimizer, parameter)])
+    record_weight_versions(step)
+
+
+@torch.no_grad()
+def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether a parameter is not its fp32 main weight, rounded or quantized. Local operation."""
+    main, local = main_weight(optimizer, parameter), _torch.local_of(parameter).detach()
+    if main is None or main.dtype != torch.float32 or not main.numel():
+        return False
+    quantized, shard = _te.is_quantized(local), optimizer_shard_in(optimizer, parameter)
+    value = local.dequantize(dtype=torch.float32) if quantized else local  # type: ignore[call-arg]
+    value = value if shard is None else shard.of(value)
+    if not quantized:
+        rounded = main.to(value.dtype)
+        return not bool(((value == rounded) | (value.isnan() & rounded.isnan())).all())
+    kind = _te.format_of(local)
+    limit = (_TO_8_BITS if kind is None or kind.name not in ("nvfp4", "hybrid") else _TO_4_BITS) * main.norm()
+    if _te.has_delayed_scale(local):
+        limit = limit + _NEAR_ZERO * main.numel() ** 0.5 * _te.inverse_scale_of(local)
+    return bool((value - main).norm() > limit)
+
+
+def _refuse_those(step: Step, edited: list[torch.Tensor]) -> None:
+    if not edited:
+        return
+    names = step.names
+    raise OrderError(
+        f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
+        expected="weights that are their main weights, rounded or quantized",
+        got=f"{len(edited)} that were edited since the last step, or since main weights were made",
+        why="The step would write the main weights back: the edits would be lost",
+        fix='edit optimizer.state[parameter]["master_param"] as well; or delete it from that state after the edit: the '
+        "next step starts with a main weight of the edited weight",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- closures
+
+
+def refuse_closure(step: Step) -> None:
+    """Raise if the backward of a closure would come after work that the step does once, before it. Local operation."""
+    if not step.models or step.closure is None:
+        return
+    held = [get_record(parameter) for _, parameters in step.models for parameter in parameters]
+    if has_mixed_groups(step.optimizer) or any(
+        f.tp_replica or (f.plan is not None and f.plan.gradient_dtype is not None) for f in held if f
+    ):
+        raise OrderError(
+            f"{step.where}(closure) of a model with tensor parallelism, with parameters that "
+            "are not sharded, or with gradients in main_grads_dtype",
+            expected="step() after backward()",
+            got="a closure",
+            why="Its gradients would come too late to be made equal over tp, or cast",
+            fix="call backward() first, then step() without a closure",
+        )
+
+
+def check_closure(step: Step, loss: Any) -> None:
+    """Check the gradients that a closure has left, and the loss that steers ``LBFGS``.
+
+    ``LBFGS`` decides by the loss when to stop, and how far a line search goes. Ranks with different losses would take
+    different decisions, and wait for each other. Collective over the mesh for ``LBFGS``: one max all-reduce of two
+    integers.
+    """
+    for state, parameters in step.models:
+        require_reduced(state, f"{step.where}(closure)", parameters)
+    mesh = step.models[0][0].meshes.device_mesh
+    if not isinstance(step.optimizer, torch.optim.LBFGS) or mesh.size() == 1:
+        return
+    (bits,) = struct.unpack("q", struct.pack("d", float(loss)))
+    halves = [bits >> 32, bits & 0xFFFFFFFF]
+    if not bool(are_equal(halves, mesh).all()):
+        raise MeshError(
+            f"{step.where}(closure): losses that differ between ranks",
+            expected="the same loss on all ranks, the mean over their data",
+            got=f"here {float(loss)!r}",
+            why="It decides by the loss when to stop: the ranks would diverge, and wait for each other",
+            fix="after loss.backward(): loss = loss.detach().clone(); torch.distributed.all_reduce(loss); return "
+            "loss / the number of ranks",
+        )

@@ -1,0 +1,102 @@
+"""Optimizers of torch and TransformerEngine that cannot update sharded parameters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.errors import PlacementError
+from te_fsdp.records import label_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+#: Optimizers of torch with operations that DTensor refuses, after others have changed weights (torch 2.11 to 2.15).
+_UNFIT = ("Adafactor", "Rprop")
+#: The operator of a class's fused form that DTensor may have no rule for (torch 2.11 to 2.15 have Adam's).
+_FUSED: dict[type, str] = {torch.optim.SGD: "_fused_sgd_", torch.optim.Adagrad: "_fused_adagrad_"}
+
+
+def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
+    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``held``. Local.
+
+    docs/optimizers.md has the table of exact optimizers.
+    """
+    sharded = [p for p in held if isinstance(p, DTensor)]
+    refusal = _unsupported_reason(optimizer, sharded) if sharded else None
+    if refusal is not None:
+        got, why, fix = refusal
+        raise PlacementError(
+            f"{type(optimizer).__name__} of sharded parameters",
+            expected="parameters that it can update",
+            got=got,
+            why=why,
+            fix=fix,
+        )
+
+
+def _unsupported_reason(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[str, str, str] | None:
+    """Return what the optimizer has, why it cannot update that, and the fix."""
+    kind, got = type(optimizer), f"{len(sharded)} sharded ones"
+    if kind in [getattr(torch.optim, unfit) for unfit in _UNFIT]:
+        fix = "an optimizer that works element by element, such as torch.optim.AdamW"
+        return got, "It uses operations that torch's DTensor refuses", fix
+    if _te.is_fused_sgd(optimizer):
+        why = "TransformerEngine hands them to a kernel as DTensors, which have no memory of their own"
+        return got, why, "torch.optim.SGD(..., foreach=True)"
+    if kind is getattr(torch.optim, "Muon", None) and any(map(_has_empty_shards, sharded)):
+        fix = "te_fsdp.Muon(model, params, ...), which takes any shards"
+        return "some of which a rank has no rows", "torch's DTensor cannot update them", fix
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return _flat_vector_problem(sharded)
+    # One operator for all parameters. DTensor may have no rule for it.
+    operator = next((name for fused, name in _FUSED.items() if isinstance(optimizer, fused)), None)
+    ids = set(map(id, sharded))
+    for group in optimizer.param_groups if operator is not None else ():
+        if not group.get("fused") or not any(id(p) in ids for p in group["params"]):
+            continue
+        by_tensor = isinstance(group.get("lr"), torch.Tensor)
+        if not _torch.has_rule(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
+            return (
+                f"{got}, and fused=True",
+                f"This torch's DTensor has no rule for {operator}",
+                f"{kind.__name__}(..., foreach=True), which takes a few kernels as well; Adam and AdamW take "
+                "fused=True",
+            )
+    return None
+
+
+def _flat_vector_problem(sharded: list[DTensor]) -> tuple[str, str, str] | None:
+    """Return the reason if ``LBFGS`` cannot build its vector of all gradients, which needs equal row shards."""
+    fix = "sizes that dp_shard divides and no tp, parameters that are all trained; or torch.optim.AdamW"
+    for parameter in sharded:
+        mesh, dims = parameter.device_mesh, map(_torch.shard_dim_of, parameter.placements)
+        cut = [
+            (mesh.size(axis), dim) for axis, dim in enumerate(dims) if dim is not None and mesh.size(axis) > 1
+        ]
+        # Whether each rank has the same number of full rows, or all rows: the same on all ranks.
+        is_equal = not cut or (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0)
+        if not is_equal:
+            got = f"{label_of(parameter)}, which ranks do not hold equal parts of rows of"
+            return got, "It puts all gradients into one vector, which DTensor does with such parts alone", fix
+        if not parameter.requires_grad:
+            why = "It takes zeros for a gradient that is not there, as a tensor that DTensor takes with no others"
+            return f"{label_of(parameter)}, which is not trained", why, fix
+    return None
+
+
+def _has_empty_shards(parameter: DTensor) -> bool:
+    """Return whether a rank has an empty shard: the same on all ranks."""
+    lengths = list(parameter.shape)
+    # Later axes shard first.
+    for axis in reversed(range(parameter.device_mesh.ndim)):
+        dim = _torch.shard_dim_of(parameter.placements[axis])
+        if dim is not None:
+            ranks = parameter.device_mesh.size(axis)
+            lengths[dim], length = -(-lengths[dim] // ranks), lengths[dim]
+            if lengths[dim] * (ranks - 1) >= length and ranks > 1:
+                return True
+    return False

@@ -1,0 +1,105 @@
+"""Levels of checks: "off" calls none, each level finds its mistakes and not those above, no level changes a result.
+
+The negative control of every mistake is the level below, at which the same program ends without an error.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from strategies import check_levels
+
+from te_fsdp.check_points import LEVELS
+from te_fsdp.checks import CHECKS
+
+MESHES = {"dp": {"dp_shard": 2}, "tp": {"dp_shard": 1, "tp": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 1}}
+#: Mistake -> lowest level that finds it, and the error.
+FOUND = {
+    "values": ("setup", "InitError"),
+    "inputs": ("first_steps", "InputError"),
+    "edited weights": ("first_steps", "OrderError"),
+    "later inputs": ("full", "InputError"),
+    "later copies": ("full", "InitError"),
+    "later options": ("full", "MeshError"),
+    "later gradients": ("full", "MeshError"),
+}
+
+
+@pytest.mark.cpu  # on GPUs a backward's Python runs on a thread that torch starts, which nothing can profile
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_off_calls_no_check(pool, mesh):
+    assert pool.run(check_levels.calls_of_checks, 2, axes=MESHES[mesh], checks="off") == [[], []]
+    # The count works: set-up calls the checks of set-up only, and the default level more.
+    for found in pool.run(check_levels.calls_of_checks, 2, axes=MESHES[mesh], checks="setup"):
+        assert dict(found)["compare_models"] == 1
+        assert "compare_computation" not in dict(found)
+        assert "refuse_replaced" not in dict(found)
+    for found in pool.run(check_levels.calls_of_checks, 2, axes=MESHES[mesh], checks=None):
+        assert dict(found)["compare_computation"] > 0
+        assert dict(found)["refuse_replaced"] == 4
+        assert "compare_gradient_shapes" not in dict(found)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("level", LEVELS)
+def test_mistakes_that_a_level_finds(pool, level):
+    rank = LEVELS.index(level)
+    expected = {name: error if rank >= LEVELS.index(at) else "" for name, (at, error) in FOUND.items()}
+    assert pool.run(check_levels.found_at, 2, checks=level) == [expected] * 2
+
+
+@pytest.mark.ranks(2)
+def test_no_level_changes_a_result(pool):
+    """Weights after three steps are the same bits at every level, over dp_shard, tp and dp_replicate."""
+    expected = pool.run(check_levels.right_programs, 2, checks="first_steps")
+    for level in ("off", "setup", "full"):
+        for found, wanted in zip(
+            pool.run(check_levels.right_programs, 2, checks=level), expected, strict=True
+        ):
+            assert all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", ["dp", "tp"])
+def test_off_saves_a_quarter_of_the_calls(pool, mesh):
+    """Of a step in steady state of a BF16 model, and of its optimizer step."""
+    default = pool.run(check_levels.calls_of_step, 2, axes=MESHES[mesh], checks="first_steps")
+    off = pool.run(check_levels.calls_of_step, 2, axes=MESHES[mesh], checks="off")
+    for part in ("all", "optimizer"):
+        for now, before in zip(off, default, strict=True):
+            assert now[part] <= 0.75 * before[part], (part, off, default)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_with_different_levels(pool):
+    """They would run different collectives. Both raise, and name the level of the other rank."""
+    first, second = pool.run(check_levels.levels_by_rank, 2)
+    assert "checks='off'" in first and "checks='full'" in first, first
+    assert "checks='off'" in second and "checks='full'" in second, second
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wanted", [False, True])
+def test_check_inputs_is_an_alias_that_warns(pool, wanted):
+    level, error = ("first_steps", "InputError") if wanted else ("setup", "")
+    warning = f"fully_shard: check_inputs is deprecated: use checks='{level}'"
+    assert (
+        pool.run(check_levels.alias, 2, check_inputs=wanted) == [{"warnings": [warning], "error": error}] * 2
+    )
+
+
+@pytest.mark.ranks(2)
+def test_check_inputs_keeps_the_others(pool):
+    """Unlike level "setup", `check_inputs=False` finds mistakes that are not about inputs and gradients."""
+    expected = {"inputs": "", "edited weights": "OrderError"}
+    assert pool.run(check_levels.found_without_inputs, 2) == [expected] * 2
+
+
+def test_rows_of_the_table():
+    """Every check has a name, a function of its package with a docstring, and a class of te_fsdp's errors."""
+    for check in CHECKS:
+        assert check.name and check.value.__module__.startswith("te_fsdp.checks.")
+        assert check.value.__doc__
+    assert len({(check.when, check.value) for check in CHECKS}) == len(CHECKS)
