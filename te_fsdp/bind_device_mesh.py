@@ -41,6 +41,7 @@ from te_fsdp.lifecycle import (
     track_replaced_parameters,
 )
 from te_fsdp.mesh_checks import check_1d
+from te_fsdp.modules.expert_entries import patch_expert_loading
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
@@ -48,7 +49,8 @@ from te_fsdp.modules.options import HEADS, check_multiple
 from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import ModuleMeshes, plan_modules
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
-from te_fsdp.quantized.boxed import describe_shards, patch_loading, take_waiting
+from te_fsdp.quantized.boxed import describe_shards
+from te_fsdp.quantized.boxed_loading import patch_loading, take_waiting
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.records import (
@@ -316,6 +318,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
             module.register_load_state_dict_pre_hook(_before_load)
     place_full_tensors()
     patch_loading()
+    patch_expert_loading()
     if _te.is_loaded():
         patch_fsdp_hooks()
         patch_fused_adam()

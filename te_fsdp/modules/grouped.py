@@ -24,6 +24,7 @@ from te_fsdp.collectives.agreement import gather
 from te_fsdp.collectives.groups import group_of_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange, ParameterRule, expert_index, expert_ranges
+from te_fsdp.modules.expert_entries import mark_entries
 from te_fsdp.modules.mixin import ResettableModule
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, as_plain_parameter, grouped_shard_dim
@@ -284,6 +285,11 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
             check_recipe(self, binding)
             check_single_recipe(self, name_of(self))
         return super().forward(*args, **kwargs)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Mark the entries of experts, so that plain DCP loads either form of them."""
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        mark_entries(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: Any, *args: Any) -> None:  # type: ignore[bad-override]
         """Take this rank's experts out of a state dict that may hold all of them, one by one or as one tensor."""

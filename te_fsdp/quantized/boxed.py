@@ -18,14 +18,13 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, wrap_loading, wrap_narrowing, wrapper
+from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, wrapper
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import (
@@ -33,7 +32,6 @@ from te_fsdp.quantized.components import (
     describe_format,
     drop_derived_state,
 )
-from te_fsdp.quantized.shards import quantize_whole
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -55,9 +53,7 @@ def describe_shards(
     rule = binding.rules.get(name) or ParameterRule(None)
     boxed(parameter, rule, has_tp=binding.tp_mesh is not None)
     local = _torch.local_of(parameter)
-    if not _te.is_quantized(local) or _te.is_grouped(local):
-        return
-    if not isinstance(parameter, DTensor):
+    if not _te.is_quantized(local) or not isinstance(parameter, DTensor):
         return
     placements, owner = tuple(parameter.placements), (weakref.ref(module), name)
     if type(parameter) is BoxedDTensor:
@@ -65,7 +61,9 @@ def describe_shards(
     elif type(parameter) is DTensor:
         parameter.__class__ = QuantizedParameter
     if isinstance(parameter, BoxedDTensor):
-        parameter.__dict__[_torch.BOXES] = BoxMap(rule, binding.tp_mesh is not None, False, placements, owner)
+        has_ep = binding.experts_mesh is not None and rule.layout.is_grouped
+        boxes = BoxMap(rule, binding.tp_mesh is not None, has_ep, placements, owner)
+        parameter.__dict__[_torch.BOXES] = boxes
 
 
 class QuantizedDTensor(BoxedDTensor):
@@ -77,18 +75,27 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._plain_values()
-        waiting = local.__dict__.get(_WAITING)
+        waiting = waiting_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
 
     def _needs_values(self) -> bool:
         return _te.is_quantized(self._local_tensor) or super()._needs_values()
 
+    def _boxes(self) -> list[Box]:
+        found = super()._boxes()
+        if not _te.is_grouped(self._local_tensor):
+            return found
+        return [one for box in found for one in _boxes_of_experts(box)]
+
     def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._shard_of(box, to_write=to_write)
-        one = QuantizedSlice(local, box.local, box.sizes)
+        if _te.is_grouped(local):
+            one = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
+        else:
+            one = QuantizedSlice(local, box.local, box.sizes)
         one.waits = True
         return one.stored() if to_write else one
 
@@ -134,6 +141,46 @@ class _DetachedParameter(QuantizedDTensor):
         return super(QuantizedDTensor, self).requires_grad_(mode)
 
 
+def _boxes_of_experts(box: Box) -> list[Box]:
+    """Return the rectangle of each expert in a rectangle of the tensor of all experts."""
+    return [
+        Box((box.original[0] + n, *box.original[1:]), (box.local[0] + n, *box.local[1:]), (1, *box.sizes[1:]))
+        for n in range(box.sizes[0])
+    ]
+
+
+def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
+    """Return the quantized tensors that have their own components: of each expert, or the tensor itself."""
+    return local.experts if _te.is_grouped(local) else [local]  # type: ignore[missing-attribute]
+
+
+def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
+    """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
+    weights = weights_of(local)
+    if not any(_WAITING in one.__dict__ for one in weights):
+        return None
+    waiting = [one.__dict__.get(_WAITING) for one in weights]
+    found = [values_of(w) if v is None else v for w, v in zip(weights, waiting, strict=True)]
+    for one in weights if take else ():
+        one.__dict__.pop(_WAITING, None)
+    return torch.stack(found) if _te.is_grouped(local) else found[0]
+
+
+def take_written(local: torch.Tensor) -> bool:
+    """Return whether a load has written bytes, and forget it."""
+    found = [one.__dict__.pop(_WRITTEN, False) for one in weights_of(local)]
+    return any(found)
+
+
+def drop_derived(local: torch.Tensor) -> None:
+    """Forget, or compute again, what a weight derived from bytes that a load has overwritten. Local operation."""
+    if _te.is_grouped(local):
+        local.derive_transposes()  # type: ignore[missing-attribute]
+        _te.drop_high_precision_value(local)
+    else:
+        drop_derived_state(local)
+
+
 def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the values of a quantized tensor. Local operation."""
     return local.dequantize(dtype=dtype)  # type: ignore[operator]
@@ -145,12 +192,15 @@ class QuantizedSlice(torch.Tensor):
     base: torch.Tensor
     box: tuple[tuple[int, ...], tuple[int, ...]]
     waits: bool = False  #: Whether values wait for ``load_state_dict`` of a bound module
+    is_stacked: bool  #: Whether a first dim of one expert precedes the dims of the rectangle
 
     @staticmethod
-    def __new__(cls: Any, base: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> QuantizedSlice:
+    def __new__(
+        cls: Any, base: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool = False
+    ) -> QuantizedSlice:
         """Make the slice; nothing is copied."""
-        made = wrapper(cls, sizes, base)
-        made.base, made.box = base, (tuple(offsets), tuple(sizes))
+        made = wrapper(cls, (1, *sizes) if is_stacked else sizes, base)
+        made.base, made.box, made.is_stacked = base, (tuple(offsets), tuple(sizes)), is_stacked
         return made
 
     def __init__(self, *unused: Any) -> None:
@@ -181,18 +231,35 @@ class QuantizedSlice(torch.Tensor):
     def part(self, dim: int, start: int, length: int) -> QuantizedSlice:
         """Return a smaller rectangle."""
         offsets, sizes = list(self.box[0]), list(self.box[1])
-        offsets[dim] += start
-        sizes[dim] = length
-        found = QuantizedSlice(self.base, offsets, sizes)
+        dim -= self.is_stacked
+        if dim >= 0:
+            offsets[dim] += start
+            sizes[dim] = length
+        return self._like(offsets, sizes, self.is_stacked)
+
+    def _like(self, offsets: Sequence[int], sizes: Sequence[int], is_stacked: bool) -> QuantizedSlice:
+        found = QuantizedSlice(self.base, offsets, sizes, is_stacked)
         found.waits = self.waits
         return found
 
+    def stacked(self) -> QuantizedSlice:
+        """Return the same rectangle with a first dim of one expert."""
+        return self._like(*self.box, True)
+
+    def flat(self) -> QuantizedSlice:
+        """Return the same rectangle without a first dim of one expert."""
+        return self._like(*self.box, False)
+
     def values(self) -> torch.Tensor:
         """Return the values in fp32. Local operation."""
-        return values_of(self.base)[slices(*self.box)]
+        return values_of(self.base)[slices(*self.box)].view(self.shape)
 
     def stored(self) -> torch.Tensor:
         """Return what DCP writes: a quantized tensor, or values where the rectangle cuts through blocks."""
+        found = self._stored()
+        return found.view(self.shape) if self.is_stacked else found
+
+    def _stored(self) -> torch.Tensor:
         if self.box[1] == tuple(self.base.shape):
             return self.base
         rectangles = self.component_boxes()
@@ -225,6 +292,10 @@ class QuantizedSlice(torch.Tensor):
     @torch.no_grad()
     def receive(self, source: torch.Tensor) -> None:
         """Take the values, or bytes, of this rectangle; write the weight when it is complete."""
+        if isinstance(source, QuantizedSlice):
+            source = source.flat()
+        elif source.ndim > len(self.box[0]):
+            source = source.view(source.shape[1:])
         if not isinstance(source, QuantizedSlice) and _te.is_quantized(source):
             source = QuantizedSlice(source, (0,) * source.ndim, source.shape)
         base = self.base
@@ -296,132 +367,3 @@ def _write_values(
         return
     base.quantize_(values)  # type: ignore[operator]
     base.__dict__[_WRITTEN] = True
-
-
-def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
-    """Quantize values that wait for their scale, with the amax of the whole weight.
-
-    Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
-    """
-    for path, owner in module.named_modules():
-        for name, parameter in owner._parameters.items():
-            key = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
-            value = state_dict.get(key)
-            held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
-            if parameter is None or held is None or not (_WAITING in held.__dict__ or _te.is_quantized(held)):
-                continue
-            values = held.__dict__.pop(_WAITING, None)
-            local = _torch.local_of(parameter)
-            if held.__dict__.pop(_WRITTEN, False) and _te.is_quantized(local):
-                drop_derived_state(held)  # both have the same memory, and derived data of their own
-                drop_derived_state(local)
-            if values is not None and _te.is_quantized(local):
-                quantize_whole(owner, name, local, values, keep_delayed_scale=True)  # as copy_ does
-                _follow(held, local)
-                state_dict[key] = parameter.detach()  # of the same buffers as the parameter
-
-
-def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
-    """Give the tensor of the state dict what its weight has, where they do not share the memory."""
-    for mine, theirs in zip(_te.storage_parts_of(held), _te.storage_parts_of(local), strict=True):
-        plain, values = _te.high_precision_part(mine), _te.high_precision_part(theirs)
-        if plain is not None and values is not None:
-            plain.copy_(values)
-            continue
-        own = {component.name: component.tensor for component in components_of(theirs, "weight")}
-        for one in components_of(mine, "weight"):
-            if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
-                one.tensor.copy_(own[one.name])
-    drop_derived_state(held)
-
-
-@torch.no_grad()
-def finish_load(state_dict: Any) -> None:
-    """Quantize the values that ``dcp.load`` has read into the quantized weights of a state dict.
-
-    Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. Collective over the ranks
-    that shard a weight. If one rank has values for a weight, all of them quantize, because they share the scale.
-    """
-    found = [
-        (container, key, value)
-        for container, key, value in _entries(state_dict)
-        if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
-    ]
-    for mesh in dict.fromkeys(value.device_mesh for _, _, value in found):
-        group = [one for one in found if one[2].device_mesh == mesh]
-        waits = torch.tensor(
-            [_WAITING in _torch.local_of(value).__dict__ for _, _, value in group],
-            dtype=torch.int32,
-            device=mesh.device_type,
-        )
-        for dim in range(mesh.ndim):  # replicas may load alone
-            cut = any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
-            if cut and mesh.size(dim) > 1:
-                dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        for (container, key, value), waiting in zip(group, waits.tolist(), strict=True):
-            _finish(container, key, value, bool(waiting))
-
-
-def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield container, key and value of the leaves of nested dicts and lists."""
-    pairs = state_dict.items() if isinstance(state_dict, dict) else enumerate(state_dict)
-    for key, value in list(pairs):
-        if isinstance(value, (dict, list)):
-            yield from _entries(value)
-        else:
-            yield state_dict, key, value
-
-
-def _finish(container: Any, key: Any, value: QuantizedDTensor, waiting: bool) -> None:
-    """Complete the weight of an entry, if the entry has the memory of a parameter. Collective if ``waiting``."""
-    held = _torch.local_of(value)
-    owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
-    module = owner()
-    parameter = None if module is None else module._parameters.get(name)
-    if module is None or parameter is None:
-        return
-    local = _torch.local_of(parameter)
-    if not _te.is_quantized(local) or not _same_memory(held, local):
-        return  # a copy, which load_state_dict takes
-    if held.__dict__.pop(_WRITTEN, False):
-        drop_derived_state(held)  # both have the same memory, and derived data of their own
-        drop_derived_state(local)
-    if waiting:
-        values = held.__dict__.pop(_WAITING, None)
-        quantize_whole(module, name, local, values_of(held) if values is None else values)
-        _follow(held, local)
-        container[key] = parameter.detach()  # of the same buffers as the parameter
-
-
-def _same_memory(held: torch.Tensor, local: torch.Tensor) -> bool:
-    own = {component.name: component.tensor.data_ptr() for component in components_of(local, "weight")}
-    return any(own.get(one.name) == one.tensor.data_ptr() for one in components_of(held, "weight"))
-
-
-def patch_loading() -> None:
-    """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
-    wrap_narrowing(_wrap_narrow)
-    wrap_loading(_wrap_load)
-
-
-def _wrap_load(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        stock(state_dict, *args, **kwargs)
-        no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
-        if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
-            finish_load(state_dict)
-
-    return load_state_dict
-
-
-def _wrap_narrow(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def narrow_tensor_by_index(
-        tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> torch.Tensor:
-        if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
-            return QuantizedSlice(tensor, offsets, sizes)
-        return stock(tensor, offsets, sizes)
-
-    return narrow_tensor_by_index

@@ -105,6 +105,10 @@ class _GroupedWeightMixin:
         """Return the existing flat buffers by their names in ``GroupedTensor``."""
         return dict(_buffers(self.grouped))
 
+    def get_data_tensors(self) -> tuple[torch.Tensor, ...]:
+        """Return the existing flat buffers; TE checks whether they are pinned."""
+        return tuple(self.get_metadata().values())
+
     def get_usages(self) -> dict[str, bool]:
         """Return the directions that the buffers provide."""
         return self._quantizer.get_usages()

@@ -172,6 +172,18 @@ FSDP2 = (
         "test_plain_dcp.py::test_load_without_load_state_dict",
     ),
     Patch(
+        "module `checkpoint.state_dict`",
+        "_get_optim_state_dict, _load_model_state_dict",
+        "marks optimizer states of experts, and loads experts in either form",
+        "test_plain_dcp.py::test_full_state_dicts_of_the_other_form",
+    ),
+    Patch(
+        "`DefaultLoadPlanner`",
+        "create_local_plan",
+        "reads experts from either form",
+        "test_plain_dcp.py::test_experts_through_a_chain_of_meshes",
+    ),
+    Patch(
         "model",
         "_apply",
         "copies attributes of parameters to their replacements",

@@ -11,9 +11,22 @@ import math
 import pytest
 from plain import round_trip
 
-ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
 DENSE = [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}, {"tp": 4}, {"dp_shard": 2}, {"dp_shard": 1}]
-WITH_EXPERTS = [{"dp_shard": 2, "ep": 2}, {"dp_shard": 4}, {"dp_shard": 2}, {"dp_shard": 1}]
+WITH_EXPERTS = [
+    {"dp_shard": 2, "ep": 2},
+    {"dp_shard": 4},
+    {"ep": 2, "tp": 2},
+    {"dp_shard": 2},
+    {"dp_shard": 1},
+]
+#: What GroupedLinear registers on each mesh of a chain, in turn.
+FORMS = {
+    "each": ["experts"],
+    "one": ["one parameter"],
+    "one, each": ["one parameter", "experts"],
+    "each, one": ["experts", "one parameter"],
+}
 KINDS = [
     "Linear",
     "row",
@@ -24,6 +37,8 @@ KINDS = [
     "fused attention",
     "TransformerLayer",
 ]
+# TE does not split a quantized weight into the parameters of query, key and value.
+QUANTIZED = [kind for kind in KINDS if kind != "attention"]
 # One step of AdamW from the same state, with gradients summed in another order: ten chained sums of up to 512 products
 # in fp32, on updates of at most the learning rate.
 NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}  # bf16: a unit in the last place of weights below 1
@@ -32,14 +47,18 @@ NEXT_STEP = {"none": 1e-5, "bf16": 2**-8}  # bf16: a unit in the last place of w
 NEXT_STEP |= {"delayed": 1 / 64, "current": 1 / 64, "block": 1 / 64, "mxfp8": 1 / 64, "nvfp4": 1 / 24}
 
 
-def check_chain(pool, tmp_path, kind, recipe, sharder, keep, chain):
-    where = {"kind": kind, "recipe": recipe, "sharder": sharder, "keep": keep, "directory": str(tmp_path)}
-    first = pool.run(round_trip.begin, math.prod(chain[0].values()), axes=chain[0], env=ENVIRONMENT, **where)
+def check_chain(pool, tmp_path, kinds, recipe, sharder, keep, chain):
+    where = {"recipe": recipe, "sharder": sharder, "keep": keep, "directory": str(tmp_path)}
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    ranks = math.prod(chain[0].values())
+    first = pool.run(round_trip.begin, ranks, kind=kinds[0], axes=chain[0], env=ENVIRONMENT, **where)
     assert [found["unsharded"] for found in first] == [[]] * len(first)
     assert first[0]["exported"] == [] and first[0]["trained"] > 0
     for place, axes in enumerate(chain[1:], 1):
-        ranks = math.prod(axes.values())
-        for found in pool.run(round_trip.proceed, ranks, axes=axes, place=place, env=ENVIRONMENT, **where):
+        ranks, kind = math.prod(axes.values()), kinds[place % len(kinds)]
+        for found in pool.run(
+            round_trip.proceed, ranks, kind=kind, axes=axes, place=place, env=ENVIRONMENT, **where
+        ):
             assert found["control"] > 0 and found["wrong"] == [] and found["full"] == [], (axes, found)
             assert found["after"] <= NEXT_STEP[recipe], (axes, found)
 
@@ -67,12 +86,45 @@ def test_states_of_fused_adam(pool, tmp_path, sharder):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
-@pytest.mark.parametrize("kind", ["Linear", "row", "LayerNormLinear", "MLP", "gated MLP", "TransformerLayer"])
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_quantized_through_a_chain_of_meshes(pool, tmp_path, arch, kind, recipe, sharder, keep):
     """Bytes and scales in pieces of any tp and dp, bit for bit (kind: weights that plain DCP cannot slice)."""
     if (recipe == "block") != (arch == "9.0"):
         pytest.skip("block scaling on Hopper, all others on Blackwell")
     check_chain(pool, tmp_path, kind, recipe, sharder, keep, [{"dp_shard": 2, "tp": 2}, *DENSE])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.arch("9.0", "10.0")
+@pytest.mark.covering(strength=0, always=[{"forms": "one, each", "recipe": "mxfp8", "keep": True}])
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
+@pytest.mark.parametrize("recipe", ["none", "bf16", "delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("forms", FORMS)
+def test_experts_through_a_chain_of_meshes(pool, tmp_path, arch, forms, recipe, sharder, keep):
+    """Experts in a parameter each and in one for all, loaded into each other (kind: names that differ by form)."""
+    if (recipe == "block") != (arch == "9.0"):
+        pytest.skip("block scaling on Hopper, all others on Blackwell")
+    if "one" in forms and recipe in ("none", "delayed"):
+        pytest.skip("TransformerEngine has no grouped kernels for it")
+    # TE's GroupedLinear takes current scaling without tp only.
+    chain = [axes for axes in WITH_EXPERTS if recipe != "current" or "tp" not in axes]
+    check_chain(pool, tmp_path, FORMS[forms], recipe, sharder, keep, chain)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("source", "target"), [("experts", "one parameter"), ("one parameter", "experts")])
+def test_full_state_dicts_of_the_other_form(pool, tmp_path, source, target):
+    """Unsharded tensors and groups of an optimizer (kind: names that differ by form).
+
+    One parameter has one step: experts with different ones are refused.
+    """
+    where = {"source": source, "target": target, "directory": str(tmp_path)}
+    for found in pool.run(round_trip.other_form, 2, env=ENVIRONMENT, **where):
+        refused = found.pop("refused", "")
+        assert ("one value for all experts" in refused) == (source == "experts"), refused
+        controls = {"control False": 4, "control True": 4}
+        assert found == {**controls, "wrong False": [], "wrong True": [], "lr": 0.5}
 
 
 @pytest.mark.ranks(4)

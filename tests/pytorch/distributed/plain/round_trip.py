@@ -22,12 +22,26 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 HIDDEN, FFN, HEADS, BATCH, SEQUENCE, EXPERTS = 512, 512, 16, 4, 32, 4
+#: Rows of each expert in a rank's part of the batch, of which all formats take whole blocks.
+ROWS = 128
 WHOLE = StateDictOptions(full_state_dict=True)
 
 
 def recipe_of(name: str) -> Any:
     """The recipe; ``bf16`` is high precision with TE's optimizer."""
     return None if name == "bf16" else models.recipe_of(name)
+
+
+EXPERT_KINDS = ("experts", "one parameter")
+
+
+def _gathered(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return the rows of all ranks of ep, so that each expert multiplies the whole batch on every mesh."""
+    if group is None:
+        return rows
+    parts = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, rows.contiguous(), group=group)
+    return torch.cat(parts)
 
 
 class Model(nn.Module):
@@ -58,20 +72,28 @@ class Model(nn.Module):
                 HIDDEN, FFN, HEADS, activation="swiglu", hidden_dropout=0.0, attention_dropout=0.0,
                 fuse_qkv_params=True, **both, **tp, **size
             ),
-            "GroupedLinear": lambda: te.GroupedLinear(experts, HIDDEN, FFN, bias=False, **size),
+            "experts": lambda: te.GroupedLinear(experts, HIDDEN, FFN, bias=False, **column, **tp, **size),
+            "one parameter": lambda: te.GroupedLinear(
+                experts, HIDDEN, FFN, bias=False, single_grouped_weight=True, use_grouped_tensor=True,
+                **column, **tp, **size
+            ),
         }  # fmt: skip
         with te.quantized_model_init(recipe=recipe) if recipe is not None else contextlib.nullcontext():
             self.inner = makers[kind]()
         self.kind, self.keep, self.recipe = kind, keep, recipe
+        self.ep: Any = None  # group of ranks with different experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         import transformer_engine.pytorch as te
 
         with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            if self.kind == "GroupedLinear":
-                rows = x.reshape(-1, HIDDEN)
+            if self.kind in EXPERT_KINDS:
+                rows = _gathered(x.reshape(-1, HIDDEN), self.ep)
                 count = self.inner.num_gemms
-                return self.inner(rows, [len(rows) // count] * count)
+                splits: Any = [len(rows)] * count
+                if self.kind == "one parameter":
+                    splits = torch.tensor(splits, device=rows.device)
+                return self.inner(rows.repeat(count, 1), splits)
             out = self.inner(x)
         return out[0] if isinstance(out, tuple) else out
 
@@ -96,6 +118,7 @@ class Job:
         tp = {} if meshes.tp is None else {"tp_size": meshes.tp.size(), "tp_group": meshes.tp.get_group()}
         size = {"experts": EXPERTS // axes.get("ep", 1)}
         self.model = Model(kind, recipe, keep=keep, device="meta", **size, **tp)
+        self.model.ep = None if meshes.ep is None else meshes.ep.get_group()
         if sharder == "te_fsdp":
             te_fsdp.fully_shard(self.model, meshes)
             te_fsdp.materialize(self.model, seed=seed)
@@ -120,8 +143,11 @@ class Job:
             else {}
         )
         te_fsdp.set_device_mesh(self.model, meshes.tp, meshes.weight, **experts)
-        mesh = (meshes.expert_fsdp if experts else meshes.fsdp) or meshes.device_mesh["dp_shard"]
-        fully_shard(self.model, mesh=mesh)
+        if experts:
+            inner: Any = fully_shard(self.model.inner, mesh=meshes.expert_fsdp_with_size_one)
+            inner.set_gradient_divide_factor(meshes.data_size)
+        else:
+            fully_shard(self.model, mesh=meshes.fsdp or meshes.device_mesh["dp_shard"])
         torch.manual_seed(seed)
         for module in self.model.modules():
             if hasattr(module, "reset_parameters"):
@@ -129,7 +155,8 @@ class Job:
 
     def step(self, position: int) -> None:
         generator = torch.Generator().manual_seed(100 + position)
-        batch = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=generator)
+        length = ROWS if self.model.kind in EXPERT_KINDS else SEQUENCE
+        batch = torch.randn(length, BATCH, HIDDEN, generator=generator)
         parts = dist.get_world_size() // (self.meshes.tp.size() if self.meshes.tp is not None else 1)
         rank = self.meshes.data_rank
         own = batch.chunk(parts, dim=1)[rank].to(harness.device(), next(self.model.parameters()).dtype)
@@ -137,13 +164,13 @@ class Job:
             own = own.chunk(self.meshes.tp.size(), dim=2)[self.meshes.tp.get_local_rank()].contiguous()
         torch.manual_seed(position)  # NVFP4 rounds gradients at random
         # Columns of the output may be cut by tp: a sum, over the number of values of the whole output.
-        (self.model(own).float().pow(2).sum() * (10 / (SEQUENCE * BATCH // parts * HIDDEN))).backward()
+        (self.model(own).float().pow(2).sum() * (10 / (length * BATCH // parts * HIDDEN))).backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def output(self) -> torch.Tensor:
         """The output for a fixed batch, the same on all ranks of dp."""
-        size = (SEQUENCE, BATCH, HIDDEN)
+        size = (ROWS if self.model.kind in EXPERT_KINDS else SEQUENCE, BATCH, HIDDEN)
         batch = torch.randn(size, generator=torch.Generator().manual_seed(7))
         with torch.no_grad():
             return self.model(batch.to(harness.device(), torch.bfloat16)).float()
@@ -165,12 +192,29 @@ class Job:
             found[name] = whole(parameter)
         for name, states in get_optimizer_state_dict(self.model, self.optimizer)["state"].items():
             found |= {f"{name}.{key}": whole(t) for key, t in states.items() if torch.is_tensor(t)}
-        return found
+        return of_all_experts(self.model.kind, found, self.model.ep)
+
+
+def of_all_experts(kind: str, found: dict[str, torch.Tensor], group: Any = None) -> dict[str, torch.Tensor]:
+    """Return tensors by each expert's global name, for both forms of the module, from all ranks of ep."""
+    if kind == "one parameter":
+        stacked = {k: t for k, t in found.items() if k.startswith("inner.weight")}
+        found = {k: t for k, t in found.items() if k not in stacked}
+        for key, tensor in stacked.items():
+            each = tensor.unbind() if tensor.ndim == 3 else [tensor] * EXPERTS
+            found |= {key.replace("weight", f"weight{n}", 1): t.clone() for n, t in enumerate(each)}
+    if group is not None:
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, found, group=group)
+        found = {key: tensor for part in parts for key, tensor in part.items()}
+    return found
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if hasattr(tensor, "rowwise_data"):  # TE's GroupedTensor of an unsharded module
+        tensor = torch.stack([harness.full(one) for one in tensor.split_into_quantized_tensors()])
     return harness.full(tensor).float()
 
 
@@ -192,7 +236,7 @@ def unsharded(kind: str, recipe: str, seed: int) -> dict[str, torch.Tensor]:
     """The tensors of stock TE's module in one process."""
     torch.manual_seed(seed)
     model = Model(kind, recipe, keep=True, device=str(harness.device()))
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return of_all_experts(kind, {name: whole(p) for name, p in model.named_parameters()})
 
 
 def begin(
@@ -201,6 +245,7 @@ def begin(
     """Initialize, compare with the unsharded module, train two steps and save; keep the values and those after."""
     job = Job(kind, recipe, axes, sharder, keep, seed=3)
     first = {name: whole(p) for name, p in job.model.named_parameters()}
+    first = of_all_experts(kind, first, job.model.ep)
     outcome = {"unsharded": differing(first, unsharded(kind, recipe, 3))}
     job.step(0)
     job.step(1)
@@ -211,6 +256,7 @@ def begin(
     )
     if dist.get_rank() == 0:
         tensors = {k: harness.full(v).float() for k, v in exported.items() if not k.endswith("_extra_state")}
+        tensors = of_all_experts(kind, tensors)
         outcome["exported"] = differing(tensors, {k: values[k] for k in tensors})
         outcome["trained"] = len(differing(first, {k: values[k] for k in first}))
     job.step(2)
@@ -249,6 +295,48 @@ def proceed(
     job.step(2)
     other.step(2)
     outcome["after"] = max(farthest(oracle["after"], one.values()) for one in (job, other))
+    return outcome
+
+
+def other_form(source: str, target: str, directory: str) -> dict[str, Any]:
+    """Load one form of experts into the other: full state dicts, and DCP with options of groups and unequal steps.
+
+    Weights in fp32, which need no forward here.
+    """
+    outcome: dict[str, Any] = {}
+    axes = {"dp_shard": 2}
+
+    def values(job: Job) -> dict[str, torch.Tensor]:
+        found = {name: whole(p) for name, p in job.model.named_parameters()}
+        return of_all_experts(job.model.kind, found)
+
+    one, *others = (
+        Job(kind, "none", axes, "torch", False, seed)
+        for seed, kind in enumerate([source, target, target, target])
+    )
+    expected = values(one)
+    for broadcast, other in zip((False, True), others[:2], strict=True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=broadcast)
+        outcome[f"control {broadcast}"] = len(differing(expected, values(other)))
+        full = get_model_state_dict(one.model, options=WHOLE)
+        set_model_state_dict(
+            other.model, full if dist.get_rank() == 0 or not broadcast else {}, options=options
+        )
+        outcome[f"wrong {broadcast}"] = differing(expected, values(other))
+    last = others[2]
+    one.optimizer.param_groups[0]["lr"] = 0.5
+    first = one.state()
+    dcp.save(first, checkpoint_id=f"{directory}/0")
+    state = last.state()
+    dcp.load(state, checkpoint_id=f"{directory}/0")
+    last.take(state)
+    outcome["lr"] = last.optimizer.param_groups[0]["lr"]
+    next(iter(first["optimizer"]["state"].values()))["step"].add_(5)
+    dcp.save(first, checkpoint_id=f"{directory}/1")
+    try:
+        dcp.load(last.state(), checkpoint_id=f"{directory}/1")
+    except dcp.CheckpointException as error:
+        outcome["refused"] = str(error)
     return outcome
 
 

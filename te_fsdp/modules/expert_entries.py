@@ -1,0 +1,299 @@
+"""Load experts through plain DCP from either form of a ``GroupedLinear``: a tensor for each expert, or one for all.
+
+The two forms have different names in state dicts, and DCP loads by name. A bound module therefore marks its entries
+with an :class:`ExpertMark`. If a checkpoint has only the different form, the load plan reads that form into views of
+the entries: 2-D views of the tensor of all experts, or 3-D views of each expert's tensor. Names alone decide nothing.
+An entry without a mark is loaded as torch loads it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+
+from te_fsdp.boxed_dtensor import wrapper
+from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import expert_index
+from te_fsdp.quantized.boxed import QuantizedSlice
+from te_fsdp.records import binding_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+#: Attribute of a tensor in a state dict.
+_MARK = "_te_fsdp_expert"
+
+
+class ExpertMark(NamedTuple):
+    """Identify a tensor of experts."""
+
+    stack: str  #: Name of the tensor of all experts, ``weight`` or ``bias``
+    index: int | None  #: Global index of the expert; ``None``: the tensor contains all
+    total: int  #: Number of experts of all ranks
+
+    def own(self) -> str:
+        """Return the name that the module registers."""
+        return self.stack if self.index is None else f"{self.stack}{self.index}"
+
+    def saved(self) -> list[str]:
+        """Return the names in the different form that contain the tensor."""
+        return [f"{self.stack}{i}" for i in range(self.total)] if self.index is None else [self.stack]
+
+
+def marks_of(module: torch.nn.Module) -> dict[str, ExpertMark]:
+    """Return the marks of a bound module's parameters by registered name; none for other modules."""
+    binding = binding_of(module)
+    if binding is None or _te.kind_of(module) != "GroupedLinear":
+        return {}
+    count: Any = module.num_gemms
+    total = binding.experts.total if binding.experts is not None else count
+    found = {}
+    for name, parameter in module._parameters.items():
+        if parameter is None or name in binding.distributed:
+            continue
+        index = expert_index(name)
+        if index is not None:
+            found[name] = ExpertMark(name[: -len(str(index))], index, total)
+        elif name in ("weight", "bias"):
+            found[name] = ExpertMark(name, None, total)
+    return found
+
+
+def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: str) -> None:
+    """Mark a module's entries in a state dict. Local operation."""
+    for name, mark in marks_of(module).items():
+        if isinstance(value := destination.get(prefix + name), torch.Tensor):
+            value.__dict__[_MARK] = mark
+
+
+def patch_expert_loading() -> None:
+    """Mark optimizer states of experts, and let torch load either form; later calls do nothing."""
+    for owner, name, wrap in (
+        (_state_dict, "_get_optim_state_dict", _wrap_optimizer_states),
+        (_state_dict, "_load_model_state_dict", _wrap_model_state),
+        (DefaultLoadPlanner, "create_local_plan", _wrap_plan),
+    ):
+        stock = getattr(owner, name)
+        if not hasattr(stock, _MARK):
+            replacement = wrap(stock)
+            setattr(replacement, _MARK, True)  # torch's own decorators leave ``__wrapped__``
+            setattr(owner, name, replacement)
+
+
+def _wrap_optimizer_states(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def get_states(model: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = stock(model, *args, **kwargs)
+        for path, module in model.named_modules():
+            for name, mark in marks_of(module).items():
+                fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
+                shape = module._parameters[name].shape  # type: ignore[union-attr]
+                states = found["state"].get(fqn, {}) if "state" in found else found
+                for key, value in states.items():
+                    is_own = states is not found or key.startswith(f"state.{fqn}.")
+                    if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
+                        value.__dict__[_MARK] = mark
+        return found
+
+    return get_states
+
+
+def _wrap_model_state(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def load_model_state(
+        model: torch.nn.Module, state_dict: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        return stock(model, _in_own_form(model, state_dict), *args, **kwargs)
+
+    return load_model_state
+
+
+def _in_own_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation.
+
+    torch would keep the model's own values for names that it does not find.
+    """
+    found = dict(state_dict)
+    for path, module in model.named_modules():
+        prefix = f"{_torch.without_wrappers(path)}." if path else ""
+        for mark in marks_of(module).values():
+            each = [f"{prefix}{mark.stack}{i}" for i in range(mark.total)]
+            whole = f"{prefix}{mark.stack}"
+            if mark.index is None and whole not in found and all(key in found for key in each):
+                found[whole] = torch.stack([_values(found.pop(key)) for key in each])
+            elif mark.index is not None and whole in found and each[mark.index] not in found:
+                found |= dict(zip(each, _values(found.pop(whole)).unbind(), strict=True))
+    return found
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.dequantize() if _te.is_quantized(tensor) else tensor
+
+
+def _wrap_plan(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def create_local_plan(self: Any) -> Any:
+        fit = _Fit(self)
+        if fit.find():
+            self.state_dict = fit.fitted()
+            self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
+            self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
+        return stock(self)
+
+    return create_local_plan
+
+
+class ExpertTarget(torch.Tensor):
+    """An entry of a load plan: a tensor in the form of the checkpoint, whose pieces are views of a module's tensors."""
+
+    pieces: dict[tuple[int, ...], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls: Any, shape: Any, like: torch.Tensor) -> ExpertTarget:
+        """Make the entry, without pieces."""
+        made = wrapper(cls, shape, like)
+        made.pieces = {}
+        return made
+
+    def __init__(self, *unused: Any) -> None:
+        """Do nothing: :meth:`__new__` has set everything."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
+        """Refuse all functions. Load plans use the pieces."""
+        return NotImplemented
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), torch.Size(t.shape)) for at, t in self.pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.pieces[tuple(index.offset)]
+
+
+@dataclass
+class _Fit:
+    """The entries of one load whose experts the checkpoint stores in the different form."""
+
+    planner: Any
+    #: Keys of the checkpoint, by the own key that each replaces; all of them are tensors of experts.
+    tensors: dict[str, list[str]] = field(default_factory=dict)
+    #: The same for other entries of a parameter: the step of an optimizer, options of a flattened state dict.
+    others: dict[str, list[str]] = field(default_factory=dict)
+    #: Prefixes of keys up to the name of a parameter, own and saved.
+    prefixes: dict[str, tuple[ExpertMark, list[str]]] = field(default_factory=dict)
+    first: dict[str, torch.Tensor] = field(default_factory=dict)  #: Loaded numbers, by own key
+
+    def find(self) -> bool:
+        """Find the entries; return whether there are any. Local operation."""
+        saved = self.planner.metadata.state_dict_metadata
+        own = self.planner.state_dict
+        for key, value in own.items():
+            mark = value.__dict__.get(_MARK) if isinstance(value, torch.Tensor) else None
+            if mark is None or key in saved or mark.own() not in (parts := key.split(".")):
+                continue
+            at = len(parts) - 1 - parts[::-1].index(mark.own())
+            prefixes = [".".join([*parts[:at], name]) for name in mark.saved()]
+            keys = [".".join([prefix, *parts[at + 1 :]]) for prefix in prefixes]
+            shape = value.shape[1:] if mark.index is None else (mark.total, *value.shape)
+            if all(isinstance(saved.get(k), TensorStorageMetadata) and saved[k].size == shape for k in keys):
+                self.tensors[key] = keys
+                self.prefixes[".".join(parts[: at + 1])] = mark, prefixes
+        for key in own:
+            for prefix, (_, prefixes) in self.prefixes.items():
+                if key.startswith(f"{prefix}.") and key not in saved:
+                    keys = [other + key[len(prefix) :] for other in prefixes]
+                    if key not in self.tensors and all(other in saved for other in keys):
+                        self.others[key] = keys
+        return bool(self.tensors)
+
+    def fitted(self) -> dict[str, Any]:
+        """Return the entries under the names of the checkpoint. Local operation."""
+        own = self.planner.state_dict
+        found = {
+            key: value for key, value in own.items() if key not in self.tensors and key not in self.others
+        }
+        for key, keys in self.tensors.items():
+            value, mark = own[key], own[key].__dict__[_MARK]
+            for at, piece in _pieces(value):
+                if mark.index is not None:
+                    shape = (mark.total, *value.shape)
+                    target = found.setdefault(keys[0], ExpertTarget(shape, value))
+                    target.pieces[(mark.index, *at)] = _unsqueeze(piece)
+                    continue
+                for index in range(piece.shape[0]):
+                    target = found.setdefault(keys[at[0] + index], ExpertTarget(value.shape[1:], value))
+                    target.pieces[at[1:]] = _select(piece, index)
+            for one in keys if mark.index is None else ():
+                found.setdefault(one, ExpertTarget(value.shape[1:], value))
+        for key, keys in self.others.items():
+            for one in keys:
+                value = own[key]
+                found[one] = torch.empty_like(value) if isinstance(value, torch.Tensor) else value
+        return found
+
+    def load_bytes(self, stock: Callable[..., None], item: Any, value: io.BytesIO) -> None:
+        """Load an object into every own entry that it belongs to, with the names of parameters in the own form."""
+        targets = self._targets(item.dest_index.fqn) or [item.dest_index.fqn]
+        for key in targets:
+            value.seek(0)
+            stock(replace(item, dest_index=replace(item.dest_index, fqn=key)), value)
+            *path, last = self.planner.mappings.get(key, (key,))
+            if last == "params":
+                holder: Any = self.planner.original_state_dict
+                for step in path:
+                    holder = holder[step]
+                holder[last] = list(dict.fromkeys(self._own_names(holder[last])))
+
+    def commit_tensor(self, stock: Callable[..., None], item: Any, tensor: torch.Tensor) -> None:
+        """Copy a number to every own entry that it belongs to; CheckpointError if experts have different ones."""
+        stock(item, tensor)
+        for key in self._targets(item.dest_index.fqn):
+            first = self.first.setdefault(key, tensor)
+            if not torch.equal(first, tensor):
+                raise CheckpointError(
+                    f"{key}: one tensor of all experts",
+                    expected=f"one value for all experts, {first.item()} as the first one has",
+                    got=f"{tensor.item()} of {item.dest_index.fqn}",
+                    fix="load into a GroupedLinear with a parameter for each expert",
+                )
+            self._original[key].copy_(tensor)
+
+    def __post_init__(self) -> None:
+        self._original = self.planner.state_dict
+
+    def _targets(self, saved: str) -> list[str]:
+        return [key for key, keys in self.others.items() if saved in keys]
+
+    def _own_names(self, names: list[str]) -> Iterator[str]:
+        for name in names:
+            own = [
+                ".".join([*name.split(".")[:-1], mark.own()])
+                for mark, prefixes in self.prefixes.values()
+                if any(prefix.endswith(f".{name}") for prefix in prefixes)
+            ]
+            yield from own or [name]
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Yield the rectangles of a tensor on this rank, each with its offsets."""
+    entry: Any = tensor
+    if not hasattr(tensor, "__create_chunk_list__"):
+        yield (0,) * tensor.ndim, tensor
+        return
+    for chunk in entry.__create_chunk_list__():
+        if 0 not in chunk.sizes:
+            yield tuple(chunk.offsets), entry.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
+
+
+def _unsqueeze(piece: torch.Tensor) -> torch.Tensor:
+    return piece.stacked() if isinstance(piece, QuantizedSlice) else piece.unsqueeze(0)
+
+
+def _select(piece: torch.Tensor, index: int) -> torch.Tensor:
+    return piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]

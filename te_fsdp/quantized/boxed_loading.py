@@ -1,0 +1,166 @@
+"""Finish loads into quantized weights: quantize values that need the amax of all ranks, and drop derived data.
+
+:mod:`te_fsdp.quantized.boxed` describes what DCP reads and writes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.boxed_dtensor import wrap_loading, wrap_narrowing
+from te_fsdp.quantized.boxed import (
+    QuantizedDTensor,
+    QuantizedSlice,
+    drop_derived,
+    take_written,
+    values_of,
+    waiting_values,
+    weights_of,
+)
+from te_fsdp.quantized.components import components_of, drop_derived_state
+from te_fsdp.quantized.shards import quantize_whole
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
+    """Quantize values that wait for their scale, with the amax of the whole weight.
+
+    Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
+    """
+    for path, owner in module.named_modules():
+        for name, parameter in owner._parameters.items():
+            key = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
+            value = state_dict.get(key)
+            held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
+            if parameter is None or held is None or not _te.is_quantized(held):
+                continue
+            values = waiting_values(held, take=True)
+            local = _torch.local_of(parameter)
+            if take_written(held) and _te.is_quantized(local):
+                drop_derived(held)  # both have the same memory, and derived data of their own
+                drop_derived(local)
+            if values is not None and _te.is_quantized(local):
+                quantize_whole(owner, name, local, values, keep_delayed_scale=True)  # as copy_ does
+                _follow(held, local)
+                state_dict[key] = parameter.detach()  # of the same buffers as the parameter
+
+
+def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
+    """Give the tensor of the state dict what its weight has, where they do not share the memory."""
+    if _te.is_grouped(held):
+        held.copy_(local)
+        return
+    for mine, theirs in zip(_te.storage_parts_of(held), _te.storage_parts_of(local), strict=True):
+        plain, values = _te.high_precision_part(mine), _te.high_precision_part(theirs)
+        if plain is not None and values is not None:
+            plain.copy_(values)
+            continue
+        own = {component.name: component.tensor for component in components_of(theirs, "weight")}
+        for one in components_of(mine, "weight"):
+            if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
+                one.tensor.copy_(own[one.name])
+    drop_derived_state(held)
+
+
+@torch.no_grad()
+def finish_load(state_dict: Any) -> None:
+    """Quantize the values that ``dcp.load`` has read into the quantized weights of a state dict.
+
+    Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. Collective over the ranks
+    that shard a weight. If one rank has values for a weight, all of them quantize, because they share the scale.
+    """
+    found = [
+        (container, key, value)
+        for container, key, value in _entries(state_dict)
+        if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
+    ]
+    for mesh in dict.fromkeys(value.device_mesh for _, _, value in found):
+        group = [one for one in found if one[2].device_mesh == mesh]
+        waits = torch.tensor(
+            [waiting_values(_torch.local_of(value)) is not None for _, _, value in group],
+            dtype=torch.int32,
+            device=mesh.device_type,
+        )
+        for dim in range(mesh.ndim):  # replicas may load alone
+            cut = any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
+            if cut and mesh.size(dim) > 1:
+                dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
+        for (container, key, value), waiting in zip(group, waits.tolist(), strict=True):
+            _finish(container, key, value, bool(waiting))
+
+
+def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield container, key and value of the leaves of nested dicts and lists."""
+    pairs = state_dict.items() if isinstance(state_dict, dict) else enumerate(state_dict)
+    for key, value in list(pairs):
+        if isinstance(value, (dict, list)):
+            yield from _entries(value)
+        else:
+            yield state_dict, key, value
+
+
+def _finish(container: Any, key: Any, value: QuantizedDTensor, waiting: bool) -> None:
+    """Complete the weight of an entry, if the entry has the memory of a parameter. Collective if ``waiting``."""
+    held = _torch.local_of(value)
+    owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
+    module = owner()
+    parameter = None if module is None else module._parameters.get(name)
+    if module is None or parameter is None:
+        return
+    local = _torch.local_of(parameter)
+    if not _te.is_quantized(local) or not _same_memory(held, local):
+        return  # a copy, which load_state_dict takes
+    if take_written(held):
+        drop_derived(held)  # both have the same memory, and derived data of their own
+        drop_derived(local)
+    if waiting:
+        values = waiting_values(held, take=True)
+        quantize_whole(module, name, local, values_of(held) if values is None else values)
+        _follow(held, local)
+        container[key] = parameter.detach()  # of the same buffers as the parameter
+
+
+def _same_memory(held: torch.Tensor, local: torch.Tensor) -> bool:
+    def pointers(weights: list[torch.Tensor]) -> set[tuple[str, int]]:
+        return {(c.name, c.tensor.data_ptr()) for one in weights[:1] for c in components_of(one, "weight")}
+
+    return not pointers(weights_of(held)).isdisjoint(pointers(weights_of(local)))
+
+
+def patch_loading() -> None:
+    """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
+    wrap_narrowing(_wrap_narrow)
+    wrap_loading(_wrap_load)
+
+
+def _wrap_load(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        stock(state_dict, *args, **kwargs)
+        no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
+        if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
+            finish_load(state_dict)
+
+    return load_state_dict
+
+
+def _wrap_narrow(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def narrow_tensor_by_index(
+        tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> torch.Tensor:
+        if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
+            if tensor.ndim == 3:  # of one expert in a tensor of all
+                return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
+            return QuantizedSlice(tensor, offsets, sizes)
+        return stock(tensor, offsets, sizes)
+
+    return narrow_tensor_by_index
