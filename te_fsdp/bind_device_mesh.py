@@ -63,6 +63,7 @@ from te_fsdp.records import (
     require_model,
 )
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream.patches import pickle_element_types_by_value
 from te_fsdp.versions import warn_if_untested
 
 if TYPE_CHECKING:
@@ -322,6 +323,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     if _te.is_loaded():
         patch_fsdp_hooks()
         patch_fused_adam()
+        pickle_element_types_by_value()
 
 
 def _meshings(

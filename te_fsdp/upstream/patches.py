@@ -321,6 +321,13 @@ PATCHES: dict[str, Patch] = {
         "test_patches.py::test_new_zeros_of_mxfp8_have_no_padding",
         "- `fully_shard` on float8-block and NVFP4 weights",
     ),
+    "element type": Patch(
+        "`DType`",
+        "__reduce_ex__",
+        "pickles members by value: `torch.load` refuses pickles through `getattr`",
+        "test_plain_dcp.py::test_load_without_load_state_dict",
+        versions="Python 3.11.0 to 3.11.4",
+    ),
     "states": Patch(
         "`FusedAdam`",
         "_initialize_state",
@@ -380,6 +387,18 @@ def _modules_with(name: str) -> list[ModuleType]:
     return [module for module in found if hasattr(module, name)]
 
 
+def _enums_pickled_by_name() -> list[type]:
+    """TE's class of element types, on a release of Python that pickles its members by name."""
+    constants = importlib.import_module("transformer_engine.pytorch.constants")
+    members = list(getattr(constants, "DType", ()))
+    return [type(members[0])] if members and members[0].__reduce_ex__(2)[0] is getattr else []
+
+
+def pickle_element_types_by_value() -> None:
+    """Let pickles of quantized tensors load with ``torch.load(weights_only=True)`` on each release of Python."""
+    apply_patch("element type", lambda _: lambda member, protocol: (type(member), (int(member),)))
+
+
 #: The classes, or modules, that a patch belongs to. Each imports TE when it is called.
 _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "gather": gathering_tensors,
@@ -395,6 +414,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     # NVFP4's shards hold whole blocks, so that none is empty.
     "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
     "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
+    "element type": _enums_pickled_by_name,
     "states": _te.fused_adam_class,
     "states of dicts": _te.fused_adam_class,
 }
