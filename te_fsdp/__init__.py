@@ -8,11 +8,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from te_fsdp.version import VERSION as __version__
 
 if TYPE_CHECKING:
     from te_fsdp import checkpoint as checkpoint, planning as planning
-    from te_fsdp.apply_fully_shard import fully_shard as fully_shard
     from te_fsdp.bind_device_mesh import set_device_mesh as set_device_mesh
     from te_fsdp.collectives.redistribute import grad_comm as grad_comm
     from te_fsdp.collectives.rendezvous import set_collective_timeout as set_collective_timeout
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
         PrecisionError as PrecisionError,
         TeFsdpError as TeFsdpError,
     )
-    from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_, report_nan as report_nan
+    from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.features.graphed_step import graphed_step as graphed_step
     from te_fsdp.features.main_weights import (
         check_optimizer as check_optimizer,
@@ -36,6 +35,8 @@ if TYPE_CHECKING:
         shard_optimizer as shard_optimizer,
     )
     from te_fsdp.features.muon import Muon as Muon
+    from te_fsdp.features.nan_report import report_nan as report_nan
+    from te_fsdp.features.scale_gradients import scale_gradients as scale_gradients
     from te_fsdp.forward_hooks import register_forward_method as register_forward_method
     from te_fsdp.gradient_sync import (
         finish_grad_reduce as finish_grad_reduce,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         microbatch as microbatch,
         no_sync as no_sync,
         release_params as release_params,
-        scale_gradients as scale_gradients,
         set_auto_sync as set_auto_sync,
         start_grad_reduce as start_grad_reduce,
         start_param_gather as start_param_gather,
@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from te_fsdp.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.replicated_params import fsdp_no_shard as fsdp_no_shard
     from te_fsdp.reporting import report as report
+    from te_fsdp.shard_model import fully_shard as fully_shard
 
 # Where each public name lives, by role.
 _HOMES = {
@@ -79,7 +80,7 @@ _HOMES = {
     "set_device_mesh": "te_fsdp.bind_device_mesh",
     "set_context_parallel": "te_fsdp.modules.context_parallel",
     "context_parallel_shard": "te_fsdp.modules.context_parallel",
-    "fully_shard": "te_fsdp.apply_fully_shard",
+    "fully_shard": "te_fsdp.shard_model",
     "fsdp_no_shard": "te_fsdp.replicated_params",
     "register_forward_method": "te_fsdp.forward_hooks",
     "materialize": "te_fsdp.materialization",
@@ -96,14 +97,14 @@ _HOMES = {
     "set_auto_sync": "te_fsdp.gradient_sync",
     "start_grad_reduce": "te_fsdp.gradient_sync",
     "finish_grad_reduce": "te_fsdp.gradient_sync",
-    "scale_gradients": "te_fsdp.gradient_sync",
+    "scale_gradients": "te_fsdp.features.scale_gradients",
     "zero_grad": "te_fsdp.gradient_sync",
     "start_param_gather": "te_fsdp.gradient_sync",
     "finish_param_gather": "te_fsdp.gradient_sync",
     "release_params": "te_fsdp.gradient_sync",
     "MixedPrecisionPolicy": "te_fsdp.precision",
     "grad_comm": "te_fsdp.collectives.redistribute",
-    "report_nan": "te_fsdp.features.clip_grad_norm",
+    "report_nan": "te_fsdp.features.nan_report",
     "main_weights": "te_fsdp.features.main_weights",
     "shard_optimizer": "te_fsdp.features.main_weights",
     "Muon": "te_fsdp.features.muon",

@@ -14,7 +14,6 @@ tensors would take their places: FSDP2, optimizers and te_fsdp's own notes hold 
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -41,13 +40,14 @@ from te_fsdp.lifecycle import (
     track_replaced_parameters,
 )
 from te_fsdp.mesh_checks import check_1d
+from te_fsdp.module_plan import ModuleMeshes
 from te_fsdp.modules.expert_entries import patch_expert_loading
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.modules.grouped import GroupedModule, Selection, adopt_single, check_switch
 from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, ResettableModule
-from te_fsdp.modules.options import HEADS, check_multiple
+from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.own_dtensors import on_known_mesh
-from te_fsdp.modules.plan import ModuleMeshes, plan_modules
+from te_fsdp.modules.plan import plan_modules
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.boxed_loading import patch_loading, take_waiting
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     from te_fsdp.layout import ExpertRange
-    from te_fsdp.modules.plan import ModulePlan
+    from te_fsdp.module_plan import ModulePlan
 
 
 _log = logging.getLogger("te_fsdp")
@@ -116,7 +116,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())
-        _check_divisible(kind, stock, args, kwargs)
+        check_divisible(kind, stock, args, kwargs)
         super(cls, self).__init__(*args, **kwargs)  # type: ignore[invalid-argument]
         if tp_mesh is not None or weight_mesh is not None:
             self.set_device_mesh(tp_mesh=tp_mesh, weight_mesh=weight_mesh)
@@ -136,36 +136,14 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         MeshError: A mesh is not 1-D, or contradicts ``tp_size`` or ``tp_group``.
         PlacementError: Heads or features that ``tp_size`` does not divide.
     """
-    cls = type(kind, _bases(stock), {"__init__": __init__, "__doc__": doc, "__module__": "te_fsdp"})
+    members = {
+        "__init__": __init__,
+        "set_device_mesh": _set_own_mesh,
+        "__doc__": doc,
+        "__module__": "te_fsdp",
+    }
+    cls = type(kind, _bases(stock), members)
     return cls
-
-
-#: Arguments of TE's constructors that are divided by ``tp_size``. Those of linears depend on ``parallel_mode``.
-_DIVIDED = {
-    "TransformerLayer": (*HEADS, "ffn_hidden_size"),
-    "MultiheadAttention": HEADS,
-    "DotProductAttention": HEADS,
-    "LayerNormMLP": ("ffn_hidden_size",),
-}
-_BY_MODE = {"column": ("out_features",), "row": ("in_features",)}
-
-
-def _check_divisible(kind: str, stock: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if ``tp_size`` does not divide what TE's class would cut by it, given a constructor's arguments."""
-    try:
-        given = inspect.signature(stock.__init__).bind_partial(None, *args, **kwargs).arguments
-    except TypeError:
-        return  # TE says which argument is wrong
-    given = {**given, **given.get("kwargs", {})}
-    group = given.get("tp_group")  # decides over tp_size, as in TE
-    tp_size = group.size() if group is not None else given.get("tp_size", 1)
-    names = _DIVIDED.get(kind, ())
-    if kind in ("Linear", "LayerNormLinear", "GroupedLinear"):
-        names = _BY_MODE.get(str(given.get("parallel_mode")), ())
-    for name in names:
-        size = given.get(name)
-        if isinstance(size, int) and isinstance(tp_size, int) and tp_size > 1:
-            check_multiple(kind, name, size, tp_size)
 
 
 @functools.cache
@@ -179,7 +157,20 @@ def bound_class(cls: type) -> type:
     for kind in _te.KINDS if _te.is_loaded() else ():
         if cls is _te.module_class(kind):
             return mesh_class(kind)
-    return type(cls.__name__, _bases(cls), {"__doc__": cls.__doc__, "__module__": cls.__module__})
+    members = {"set_device_mesh": _set_own_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
+    return type(cls.__name__, _bases(cls), members)
+
+
+def _set_own_mesh(
+    self: nn.Module,
+    tp_mesh: DeviceMesh | None = None,
+    weight_mesh: DeviceMesh | None = None,
+    *,
+    ep_mesh: DeviceMesh | None = None,
+    expert_weight_mesh: DeviceMesh | None = None,
+) -> None:
+    """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
+    set_device_mesh(self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh)
 
 
 def _bases(cls: type) -> tuple[type, ...]:
@@ -282,17 +273,6 @@ def remove_bound_checks(model: nn.Module) -> None:
             check(module, None)
 
 
-def _module_meshes(
-    tp_mesh: DeviceMesh | None,
-    weight_mesh: DeviceMesh | None,
-    expert_weight_mesh: DeviceMesh | None,
-    ep_mesh: DeviceMesh | None,
-) -> tuple[ModuleMeshes, ModuleMeshes]:
-    """Return the meshes of modules that are not experts, and those of experts. Local operation."""
-    split = _split(tp_mesh)
-    return ModuleMeshes(split, weight_mesh), ModuleMeshes(split, expert_weight_mesh, ep_mesh)
-
-
 def _check_shards_differ(
     planned: Collection[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> None:
@@ -374,10 +354,10 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     binding = ModuleBinding(item.name, tp_mesh, weight_mesh, dict(item.rules))
     binding.distributed = dict(item.distributed)
     if item.experts is not None:
-        binding.ep_mesh, binding.experts = meshes.ep_mesh, item.experts
+        binding.ep.mesh, binding.experts = meshes.ep_mesh, item.experts
         binding.rules = {item.experts.registered_name(name): rule for name, rule in item.rules.items()}
         _register_globally(module, item.experts)
-        binding.experts_mesh = meshes.experts_mesh
+        binding.ep.experts_mesh = meshes.experts_mesh
     for name, parameter in module._parameters.items():
         if parameter is not None:
             binding.attributes[name] = param_attrs_to_copy(parameter)

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from te_fsdp.errors import OrderError, PlacementError
-from te_fsdp.features.unreduced_gradients import register_backward_start
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
 from te_fsdp.optimizer_step import wrap_zero_grad
 from te_fsdp.records import is_replicated, iter_param_owners
@@ -60,30 +59,32 @@ def _check_initialized(state: ShardedModel) -> None:
     """Run the checks of parameters that may have been on meta until now. Local operation."""
     for check in state.checks.initialized:
         check(state)
-    state.on_meta = False
+    state.checked.on_meta = False
 
 
 def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
     """Before a forward of the model, or a method that gathers as forward does."""
-    if state.on_meta:
+    if state.checked.on_meta:
         _check_initialized(state)
-    if not _torch.in_backward() and not state.methods:
+    if not _torch.in_backward() and not state.computed.methods:
         recover_from_exception(state)
         has_failed_backward(
             state
         )  # gradients that were cleared since are forgotten before there are new ones
-        if state.replicated is not None and state.replicated.settle():
-            # Now and not at the step: this rank's reductions would meet those of another microbatch.
-            state.failed = True
-            raise_if_backward_failed(state, "forward")
-        for root in state.roots() if state.unfinished else ():
+        for settle in state.components.settle:
+            if settle():
+                # Now, not at the step: this rank's reductions would match those of another microbatch.
+                state.sync.failed = True
+                raise_if_backward_failed(state, "forward")
+        for root in state.roots() if state.sync.unfinished else ():
             _fsdp2.clear_forward_order(root)
         if not _is_marked(state):
             attach_state_to_params(state)
         for check in state.checks.forward:
             check(state)
-        if state.waiting:
-            state.unreduced.drop_cleared()
+        if state.sync.waiting:
+            for drop in state.components.drop_cleared:
+                drop()
 
 
 def _is_marked(state: ShardedModel) -> bool:
@@ -101,14 +102,14 @@ def _is_marked(state: ShardedModel) -> bool:
 
 def _before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> None:
     """Before FSDP2 gathers a unit for its forward."""
-    if state.on_meta:
+    if state.checked.on_meta:
         _check_initialized(state)
-    if name in state.aside:
+    if name in state.unsharded.aside:
         expose_unsharded_params(state, name, unit)
     if _torch.in_backward():  # recomputed activations
         _fsdp2.allow_recompute(unit)
         return
-    started = state.gathers.pop(name, None) is not None  # this forward waits for it
+    started = state.unsharded.gathers.pop(name, None) is not None  # this forward waits for it
     for check in state.checks.unit:
         check(state, name, unit, started)
 
@@ -145,12 +146,13 @@ def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: An
     """Gathered parameters that are kept are those that ``model.parameters()`` gives: let them be recognised."""
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
-        if kept and name not in state.known_unsharded and _fsdp2.is_unit_unsharded(unit):
+        if kept and name not in state.unsharded.known and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
-            state.known_unsharded.add(name)
-    if module is state.model and not (state.methods or _torch.in_backward()):
+            state.unsharded.known.add(name)
+    if module is state.model and not (state.computed.methods or _torch.in_backward()):
         if torch.is_grad_enabled():
-            register_backward_start(state, output)
+            for after in state.components.after_forward:
+                after(output)
             for check in state.checks.trained:
                 check(state, output)
         else:
@@ -205,7 +207,6 @@ def _wrap_method(unit: nn.Module, method: str) -> None:
         return  # torch's own fully_shard has sharded it
     state, stock, is_root = found, getattr(unit, method), unit is found.model
     names = [name for name, own in state.modules.items() if own is unit]
-    replicated = state.replicated if is_root else None
     checks = [_torch.disable_compile(check) for check in state.checks.inputs]
 
     @functools.wraps(stock)
@@ -214,19 +215,19 @@ def _wrap_method(unit: nn.Module, method: str) -> None:
             _before_forward(state, unit, args)
             for check in checks:
                 check(unit, args, kwargs, method)
-        if replicated is not None:
-            replicated.attach()
+            for before in state.components.before_method:
+                before()
         for name in names:
             _choose_root(state, [], unit, args)
             _before_unit(state, name, unit, args)
-        state.methods += is_root
+        state.computed.methods += is_root
         try:
             output = stock(*args, **kwargs)
         finally:
-            state.methods -= is_root
+            state.computed.methods -= is_root
         _after_forward(state, unit, args, output)
-        if replicated is not None:
-            replicated.watch(output)
+        for after in state.components.after_method if is_root else ():
+            after(output)
         return output
 
     setattr(unit, method, MethodType(watched, unit))

@@ -17,16 +17,13 @@ Contexts put back what was set before them, also when they end by an exception. 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import OrderError, PlacementError, require_flags, require_number
-from te_fsdp.features.hfsdp.gradients import OuterAverages, averages_of
+from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.layout import SyncMode
-from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import (
     ShardedModel,
     expose_unsharded_params,
@@ -41,7 +38,6 @@ from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     fsdp2_state as _fsdp2,
     fsdp2_units,
-    torch_dtensor as _torch,
 )
 
 if TYPE_CHECKING:
@@ -68,9 +64,9 @@ def start_grad_reduce(model: nn.Module) -> None:
         return
     for root in state.roots():
         _fsdp2.reduce_outside_backward(root)
-    if state.replicated is not None and state.replicated.pending:
-        state.replicated.reduce()
-    state.unfinished = True
+    for reduce in state.components.reduce_gradients:
+        reduce()
+    state.sync.unfinished = True
 
 
 def finish_grad_reduce(model: nn.Module) -> None:
@@ -89,19 +85,12 @@ def finish_grad_reduce(model: nn.Module) -> None:
     wait_for_reductions(require_sharded_model(model, "finish_grad_reduce"))
 
 
-def _averages(state: ShardedModel) -> list[OuterAverages]:
-    """Those of the optimizers that keep their state in rows; asked for only where there may be some."""
-    if state.outer != "optim" and state.outer_optimizer is None:
-        return []
-    return averages_of(state.parameters().values())
-
-
 def wait_for_reductions(state: ShardedModel) -> None:
     """Let the current stream wait for all reductions under way; costs nothing if none is. Local operation."""
-    if state.unfinished:
+    if state.sync.unfinished:
         for root in state.roots():
             _fsdp2.wait_for_reductions(root)
-        state.unfinished = state.sync_mode is not SyncMode.LAST
+        state.sync.unfinished = state.sync.mode is not SyncMode.LAST
 
 
 def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor] | None = None) -> None:
@@ -110,7 +99,7 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
     raise_if_backward_failed(state, where)
     pending = state.pending()
     if not pending:
-        state.waiting = state.sync_mode is not SyncMode.LAST
+        state.sync.waiting = state.sync.mode is not SyncMode.LAST
     if pending and only is not None:
         pending = {key: pending[key] for key in map(id, only) if key in pending}
     if pending:
@@ -135,7 +124,8 @@ def refuse_pending_gradients(model: nn.Module) -> None:
     units: set[nn.Module] = set()
     for state in filter(None, map(get_sharded_model, model.modules())):
         pending |= state.pending()
-        if state.waiting and state.sync_mode is SyncMode.LAST:  # else a step may have taken what is in .grad
+        # In other modes a step may have used the values of .grad already.
+        if state.sync.waiting and state.sync.mode is SyncMode.LAST:
             pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
         units.update(state.modules.values())
     plain = [
@@ -162,10 +152,10 @@ def refuse_pending_gradients(model: nn.Module) -> None:
 
 def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
     """:class:`OrderError` if a backward or a step has failed since gradients were last cleared, here or elsewhere."""
-    if state.replicated is not None and state.replicated.settle():
-        state.failed = True
-    if state.dropped and all(p.grad is None for p in state.parameters().values()):
-        state.dropped = False  # there is nothing that could lack what was dropped
+    for settle in state.components.settle:
+        state.sync.failed |= settle()
+    if state.sync.dropped and all(p.grad is None for p in state.parameters().values()):
+        state.sync.dropped = False  # there is nothing that could lack what was dropped
     if not has_failed_backward(state):
         return
     raise OrderError(
@@ -178,9 +168,13 @@ def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
 
 def has_failed_backward(state: ShardedModel) -> bool:
     """Whether there are gradients of a backward or a step that has failed; not after they were cleared."""
-    if state.failed and not state.dropped and all(p.grad is None for p in state.parameters().values()):
-        state.failed = False
-    return state.failed
+    if (
+        state.sync.failed
+        and not state.sync.dropped
+        and all(p.grad is None for p in state.parameters().values())
+    ):
+        state.sync.failed = False
+    return state.sync.failed
 
 
 def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
@@ -196,11 +190,9 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     recover_from_exception(state)
     wait_for_reductions(state)
     drop_unreduced_gradients(state)
-    if state.replicated is not None:
-        state.replicated.settle()  # what another rank has given up is forgotten as well
+    for settle in state.components.settle:
+        settle()  # clears the flag of another rank's abandoned reduction
     parameters = state.parameters().values()
-    for averages in _averages(state):
-        averages.forget(parameters)
     for parameter in parameters:
         if getattr(parameter, "decoupled_grad", None) is not None:
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
@@ -208,48 +200,18 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
             parameter.grad = None
         elif parameter.grad is not None:
             parameter.grad.detach().zero_()  # a view of a bucket cannot be detached in place
-    state.failed = state.dropped = False
-    if state.nan_report is not None:
-        state.nan_report.forget()
+    state.sync.failed = state.sync.dropped = False
+    for zero in state.components.zero_grad:
+        zero(parameters)
 
 
 def drop_unreduced_gradients(state: ShardedModel) -> None:
     """Drop all unreduced gradients. Local operation."""
     for unit in state.modules.values():
         _fsdp2_gradients.drop_unreduced_gradients(unit)
-    if state.replicated is not None:
-        state.replicated.forget_unreduced()
-    state.unreduced.unmark_all()
-    state.waiting = state.sync_mode is not SyncMode.LAST
-
-
-@torch.no_grad()
-def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
-    """Multiply all gradients in place, for example by the inverse of a number of tokens, the same on all ranks.
-
-    Local operation; but with HFSDP, after a backward that :func:`te_fsdp.microbatch` has marked as the last one, it
-    completes the averages over ``dp_replicate``, as :func:`te_fsdp.clip_grad_norm_` does, and works on these. A factor
-    that is a tensor has one element.
-
-    Raises:
-        OrderError: Gradients that wait for their reduction, or that have changed since they were averaged.
-    """
-    state = require_sharded_model(model, "scale_gradients")
-    if not isinstance(factor, torch.Tensor):
-        require_number("scale_gradients", "factor", factor, least=-math.inf, fix="factor=1 / tokens")
-    require_reduced(state, "scale_gradients")
-    number = torch.as_tensor(factor, dtype=torch.float32).reshape(())
-    averaging = _averages(state)
-    for averages in averaging:
-        averages.finish()
-    # Averages in the places of the gradients that they are of: what a step now would use.
-    rows = {key: average for averages in averaging for key, average in averages.made.items()}
-    own = [gradient for gradient in gradients_of(state.parameters().values()) if gradient is not None]
-    _torch.multiply_all_(
-        _torch.local_tensors_of(rows.get(id(gradient), gradient) for gradient in own), number
-    )
-    for averages in averaging:
-        averages.multiplied(number)
+    for drop in state.components.drop_unreduced:
+        drop()
+    state.sync.waiting = state.sync.mode is not SyncMode.LAST
 
 
 def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
@@ -297,8 +259,8 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 @contextlib.contextmanager
 def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = False) -> Iterator[None]:
     state = require_sharded_model(model, where)
-    before = state.sync_mode, state.last_microbatch
-    state.last_microbatches += last
+    before = state.sync.mode, state.sync.last_microbatch
+    state.sync.last_microbatches += last
     set_sync_mode(state, mode, last_microbatch=last)
     try:
         yield
@@ -311,13 +273,13 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
 
     ``SyncMode.LAST`` alone does not say that no other one follows before the step, as ``last_microbatch`` does.
     """
-    state.last_microbatch = last_microbatch
-    if mode is state.sync_mode:
+    state.sync.last_microbatch = last_microbatch
+    if mode is state.sync.mode:
         return
-    state.sync_mode = mode
+    state.sync.mode = mode
     last = mode is SyncMode.LAST
-    state.unfinished |= not last
-    state.waiting |= not last
+    state.sync.unfinished |= not last
+    state.sync.waiting |= not last
     for name, unit in state.modules.items():
         row = state.units[name]
         fsdp: Any = unit
@@ -325,8 +287,8 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
         fsdp.set_requires_all_reduce(last, recurse=False)  # the other one has set it too
         fsdp.set_reshard_after_backward(row.releases(mode), recurse=False)
         fsdp.set_is_last_backward(last)  # of the tree; each unit has its own before the first forward
-    if state.replicated is not None:
-        state.replicated.set_gradient_sync(last)
+    for set_gradient_sync in state.components.set_gradient_sync:
+        set_gradient_sync(last)
 
 
 def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
@@ -345,9 +307,9 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
         expose_unsharded_params(state, name, unit)
-        if name not in state.gathers and not _fsdp2.is_unit_unsharded(unit):
-            state.versions[name] = versions_of(unit)
-            state.gathers[name] = unit.unshard(async_op=True)
+        if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
+            state.unsharded.versions[name] = versions_of(unit)
+            state.unsharded.gathers[name] = unit.unshard(async_op=True)
 
 
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
@@ -357,9 +319,9 @@ def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) ->
     """
     start_param_gather(model, units)
     state = require_sharded_model(model, "finish_param_gather")
-    for gather in state.gathers.values():
+    for gather in state.unsharded.gathers.values():
         gather.wait()
-    state.gathers.clear()
+    state.unsharded.gathers.clear()
     for _, unit in state.gathered():
         record_unsharded_params(unit)
 
@@ -374,10 +336,10 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     refuse_in_backward("release_params")
     for name in _sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
-        if name in state.gathers:
-            state.gathers.pop(name).wait()
+        if name in state.unsharded.gathers:
+            state.unsharded.gathers.pop(name).wait()
         unit.reshard()
-        state.versions.pop(name, None)
+        state.unsharded.versions.pop(name, None)
 
 
 def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from te_fsdp.modules.plan import ModulePlan
+    from te_fsdp.module_plan import ModulePlan
 
 # TE raises when it finds these on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
@@ -211,8 +211,8 @@ def _check_module_random_state(module: nn.Module) -> None:
     """
     binding, label = binding_of(module), name_of(module)
     own = {name: p for name, p in module._parameters.items() if p is not None}
-    if binding is not None and binding.ep_mesh is not None:
-        check_random_state(binding.ep_mesh, label, target_device(next(iter(own.values()))))
+    if binding is not None and binding.ep.mesh is not None:
+        check_random_state(binding.ep.mesh, label, target_device(next(iter(own.values()))))
     for name, parameter in own.items():
         if isinstance(parameter, DTensor):
             check_random_state(parameter.device_mesh, f"{label} ({name})", target_device(parameter))

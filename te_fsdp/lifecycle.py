@@ -1,7 +1,7 @@
 """Hooks around ``optimizer.step()``: one before every step and one after it, each running a list of functions.
 
     bound models      ``BEFORE_STEP`` and ``AFTER_STEP`` of ``bind_device_mesh.py``
-    sharded models    those of ``optimizer_step.py``, which have the same and more
+    sharded models    those of ``components.py``, which contain the same functions and more
 
 torch calls hooks in the order in which they were registered: in which a process first needed them. These lists have one
 order, which docs/internals.md prints. Their functions look at the parameters that te_fsdp has marked

@@ -115,8 +115,8 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             )
     state = get_sharded_model(model)
     if state is not None:
-        if state.replicated is not None:
-            state.replicated.renewed()
+        for renew in state.components.after_materialize:
+            renew()
         attach_state_to_params(state)
         move_shards_to_shared_memory(state)
     _log.debug("materialize: initialised %d modules", len(pending))
@@ -251,8 +251,8 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
     So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
     """
     _refuse_conversion(state, args[0])
-    if state.replicated is not None:
-        state.replicated.let_go()
+    for prepare in state.components.before_conversion:
+        prepare()
     known, gradients = {}, {}
     for name, parameter in state.parameters().items():
         known[name] = param_attrs_to_copy(parameter)

@@ -230,7 +230,7 @@ class _Unsharded(TorchFunctionMode):
     def _unshard(self, tensor: torch.Tensor) -> _Entry:
         module, name = self.places[id(tensor)][1][0]
         binding = binding_of(module)
-        if binding is not None and binding.ep_mesh is not None and binding.ep_mesh.size() > 1:
+        if binding is not None and binding.ep.mesh is not None and binding.ep.mesh.size() > 1:
             raise InitError(
                 f"materialize: {binding.label(name)}: written by {type(self.root).__name__}'s own initialization",
                 expected="experts that every rank holds",

@@ -1,7 +1,6 @@
 """Functions that run around ``optimizer.step()`` of sharded models, and their ``zero_grad()``.
 
-before a step    :data:`BEFORE_STEP`: gradients are complete, or it raises; replicas over tp get equal ones
-after a step     :data:`AFTER_STEP`: kept weights are released, so that the next forward gathers the new ones
+Their order is in :mod:`te_fsdp.components`.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import implicit_replication
 
-from te_fsdp.features.main_weights import register_optimizer, use_fused_adam_master_weights
 from te_fsdp.gradient_sync import wait_for_reductions, zero_grad
 from te_fsdp.layout import SyncMode
-from te_fsdp.lifecycle import StepFunctions, gradients_of, run_checks, sync_tp_replicas
-from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
+from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import ShardedModel, undo_step
 from te_fsdp.unit_communication import invalidate_gathers
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
@@ -30,10 +27,21 @@ if TYPE_CHECKING:
     from te_fsdp.lifecycle import Step
 
 
+@functools.cache
+def known_optimizers() -> weakref.WeakSet[Optimizer]:
+    """Return the optimizers that have main weights, or have begun a step on parameters of a sharded model."""
+    return weakref.WeakSet()
+
+
+def register_optimizer(optimizer: Optimizer) -> None:
+    """Add an optimizer to :func:`known_optimizers`. Local operation."""
+    known_optimizers().add(optimizer)
+
+
 def record_stepping_optimizer(step: Step) -> None:
-    """Note whose step it is, for :func:`te_fsdp.sharded_model.recover_from_exception`."""
+    """Record the optimizer, for :func:`te_fsdp.sharded_model.recover_from_exception`."""
     for state, _ in step.models:
-        state.stepping = weakref.ref(step.optimizer)
+        state.step.optimizer = weakref.ref(step.optimizer)
         register_optimizer(step.optimizer)
 
 
@@ -43,11 +51,11 @@ def wait_for_gradients(step: Step) -> None:
         wait_for_reductions(state)
 
 
-def check_nan_report(step: Step) -> None:
-    """Raise or log what :func:`te_fsdp.report_nan` has seen. Collective over the world where it watches a model."""
+def check_gradients(step: Step) -> None:
+    """Run ``check_gradients`` of each component. Collective over the world where :func:`te_fsdp.report_nan` watches."""
     for state, _ in step.models:
-        if state.nan_report is not None:
-            state.nan_report.check()
+        for check in state.components.check_gradients:
+            check()
 
 
 def wrap_closure(step: Step) -> None:
@@ -62,15 +70,15 @@ def _run_closure(step: Step, closure: Callable[[], Any]) -> Any:
     for check in step.checks.closure:
         check(step, loss)
     wait_for_gradients(step)
-    check_nan_report(step)
+    check_gradients(step)
     return loss
 
 
-def cast_gradients(step: Step) -> None:
-    """Give main gradients (``main_grads_dtype``) in the parameters' dtype to optimizers that need it so."""
+def prepare_components(step: Step) -> None:
+    """Run ``prepare_step`` of each component: cast main gradients (``main_grads_dtype``) to the parameters' dtype."""
     for state, parameters in step.models:
-        if state.precision_plan is not None:
-            state.precision_plan.cast_gradients(step.optimizer, parameters)
+        for prepare in state.components.prepare_step:
+            prepare(step.optimizer, parameters)
 
 
 def allow_mixed_parameters(step: Step) -> None:
@@ -80,7 +88,7 @@ def allow_mixed_parameters(step: Step) -> None:
     are by element, so that each rank's part is what it would be alone.
     """
     if step.models and has_mixed_groups(step.optimizer):
-        mixing = step.models[0][0].mixing
+        mixing = step.models[0][0].step.mixing
         mixing.close()
         mixing.enter_context(implicit_replication())
 
@@ -107,60 +115,34 @@ def run_checks_after_step(step: Step) -> None:
         check(step)
 
 
-def undo_casts(step: Step) -> None:
-    """Undo :func:`cast_gradients` and :func:`allow_mixed_parameters`. The next forward does, if a step raised."""
+def undo_preparations(step: Step) -> None:
+    """Undo :func:`prepare_components` and :func:`allow_mixed_parameters`. If a step raised, the next forward does."""
     for state, _ in step.models:
         undo_step(state)
 
 
-def reset_nan_report(step: Step) -> None:
-    """Begin to look for NaN anew."""
+def finish_components(step: Step) -> None:
+    """Run ``finish_step`` of each component."""
     for state, _ in step.models:
-        if state.nan_report is not None:
-            state.nan_report.forget()
+        for finish in state.components.finish_step:
+            finish()
 
 
 def release_weights(step: Step) -> None:
     """Release weights that were kept or are being gathered, so that the next forward gathers the new ones."""
     for state, _ in step.models:
         invalidate_gathers(state)
-        for gather in state.gathers.values():
+        for gather in state.unsharded.gathers.values():
             gather.wait()
-        state.gathers.clear()
+        state.unsharded.gathers.clear()
         for _, unit in state.gathered():
             unit.reshard()
-        if state.versions:
+        if state.unsharded.versions:
             kept = dict(state.gathered())
-            state.versions = {name: versions for name, versions in state.versions.items() if name in kept}
-        if state.waiting and state.sync_mode is SyncMode.LAST and not state.pending():
-            state.waiting = False
-
-
-#: Around every step of an optimizer of sharded models, in this order (:mod:`te_fsdp.lifecycle`); bound ones have a
-#: part of it (``bind_device_mesh.py``). In between, ``MainParameters`` puts main weights in the parameters' places and
-#: takes them out again by hooks of the optimizer's own, since torch runs those before these once the step is over:
-#: what the user registers on the optimizer afterwards (an average of the weights, say) sees parameters with their
-#: new values.
-BEFORE_STEP: StepFunctions = (
-    restore_optimizer_params,
-    record_stepping_optimizer,
-    wait_for_gradients,
-    run_checks,
-    check_nan_report,
-    wrap_closure,
-    sync_tp_replicas,
-    cast_gradients,
-    allow_mixed_parameters,
-    use_fused_adam_master_weights,
-)
-AFTER_STEP: StepFunctions = (
-    refresh_quantized,
-    count_versions,
-    run_checks_after_step,
-    undo_casts,
-    reset_nan_report,
-    release_weights,
-)
+            for name in state.unsharded.versions.keys() - kept.keys():
+                del state.unsharded.versions[name]
+        if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.pending():
+            state.sync.waiting = False
 
 
 # ------------------------------------------------------------------------------------------------------------ clearing

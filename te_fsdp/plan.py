@@ -12,8 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadP
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
+from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
-from te_fsdp.modules.plan import ModuleMeshes, ModulePlan, plan_modules
+from te_fsdp.modules.plan import plan_modules
 from te_fsdp.own_units import dense_beside_own, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import NO_SHARD, ParameterPlan, ParamOwner, is_replicated, iter_param_owners

@@ -15,22 +15,19 @@ carried out around FSDP2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
-from te_fsdp.collectives.redistribute import COMM_DTYPES, GradComm, set_comm
+from te_fsdp.collectives.redistribute import COMM_DTYPES
 from te_fsdp.errors import PrecisionError
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import get_record, is_replicated, iter_param_owners, plan_of, replace_local_tensor
-from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
-from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch
+from te_fsdp.records import is_replicated, iter_param_owners, plan_of, replace_local_tensor
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from te_fsdp.quantized.shards import Key
     from te_fsdp.records import ParameterPlan
@@ -119,10 +116,9 @@ class PrecisionPlan:
         str, torch.dtype | None
     ]  #: Unit -> in what it computes; ``None`` without floating-point parameters
     all_reduces: bool = False  #: Whether FSDP2 itself reduces over ``dp_replicate``
-    _casts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
-    def _gradients(self, unit: str) -> torch.dtype | None:
-        """Dtype that a unit's gradients add up in."""
+    def accumulation_dtype(self, unit: str) -> torch.dtype | None:
+        """Return the dtype in which a unit's gradients are accumulated."""
         return self.policy.main_grads_dtype or self.compute[unit]
 
     def gradient_of(self, parameter: torch.Tensor, plan: ParameterPlan) -> torch.dtype | None:
@@ -131,7 +127,7 @@ class PrecisionPlan:
             return None
         whole, policy = plan.storage.is_whole, self.policy
         own = parameter.dtype if whole else policy.main_params_dtype or parameter.dtype
-        dtype = policy.main_grads_dtype if whole else self._gradients(plan.unit)
+        dtype = policy.main_grads_dtype if whole else self.accumulation_dtype(plan.unit)
         return None if dtype == own else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
@@ -142,7 +138,7 @@ class PrecisionPlan:
         policy = self.policy
         return Fsdp2Policy(
             param_dtype=self.compute[unit],
-            reduce_dtype=self._gradients(unit),
+            reduce_dtype=self.accumulation_dtype(unit),
             output_dtype=policy.output_dtype,
             cast_forward_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
         )
@@ -164,74 +160,6 @@ class PrecisionPlan:
                     parameter, _torch.local_of(parameter).detach().to(dtype)
                 )
             module._parameters[name] = done[id(parameter)]
-
-    def install(self, model: nn.Module, plans: Iterable[ParameterPlan]) -> None:
-        """Let FSDP2 reduce gradients, and keep them, as the policy says. Local operation; after FSDP2 cut the model."""
-        others = {p.unit for p in plans if p.gradient_dtype is not None and not p.storage.is_whole}
-        comm = GradComm(self.policy.grad_comm_dtype, self.policy.adds_in_fp32)
-        set_comm(model, comm)
-        for name in self.compute:
-            unit = model.get_submodule(name)
-            if not fsdp2_units.is_fsdp_module(unit):
-                continue
-            set_unit_grad_comm(unit, comm, name)
-            if comm.fp32_sum and self.all_reduces:
-                _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
-            if (
-                comm.fp32_sum
-                and fsdp2_units.fsdp_parameter_groups(unit)
-                and fsdp2_units.reduction_of(unit)[0] > 1
-            ):
-                unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-            if (dtype := self._gradients(name)) is not None and name in others:
-                _fsdp2_patches.keep_gradients_in_dtype(unit, dtype)
-
-    def cast_gradients(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor]) -> None:
-        """Give an optimizer that cannot take main gradients as they are, gradients in its parameters' dtype.
-
-        Each is rounded once, after all microbatches were added up. Local operation, right before the step.
-
-        Raises:
-            PrecisionError: A gradient is not in the policy's dtype: something else than backward has replaced it.
-        """
-        self.put_back()  # of a step that raised
-        for parameter in parameters:
-            facts = get_record(parameter)
-            # Main parameters cast gradients themselves.
-            if facts is None or facts.plan is None or facts.main_parameters is not None:
-                continue
-            gradient, dtype = parameter.grad, facts.plan.gradient_dtype
-            if gradient is None or dtype is None:
-                continue
-            if gradient.dtype != dtype:
-                raise PrecisionError(
-                    f"{facts.plan.label}: dtype of its gradient",
-                    expected=f"{dtype} (main_grads_dtype)",
-                    got=gradient.dtype,
-                    why="Microbatches would add up in the wrong dtype",
-                    fix="change gradients in place, and clear them with zero_grad()",
-                )
-            if not _accepts_any_grad_dtype(optimizer, parameter):
-                parameter.grad = parameter.grad_dtype = None
-                (cast,) = _torch.in_dtypes_of([gradient], [parameter])
-                assert cast is not None
-                parameter.grad = cast
-                self._casts.append((parameter, gradient, cast))
-
-    def put_back(self) -> None:
-        """Put main gradients back, but for those that were cleared since. Local operation, right after the step."""
-        for parameter, gradient, cast in self._casts:
-            now, parameter.grad = parameter.grad, None
-            parameter.grad_dtype = gradient.dtype
-            if now is not None:
-                parameter.grad = gradient if now is cast else now.to(gradient.dtype)
-        self._casts.clear()
-
-
-def _accepts_any_grad_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """FusedAdam reads gradients of low-precision parameters in any dtype, main weights of te_fsdp in fp32."""
-    low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
-    return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))
 
 
 def _trained(parameter: torch.Tensor) -> bool:

@@ -278,61 +278,77 @@ class ShardedUnshardedPair:
 
 
 @dataclass
+class FsdpRecord:
+    """What FSDP2 has done with the parameters of a bound module, by their names."""
+
+    is_managed: bool = False  #: Whether FSDP2 manages parameters of the module
+    needs_requantize: bool = False  #: Whether high-precision values of quantized weights are being sharded
+    #: Local shards of delayed-scaling weights since the last all-gather.
+    shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
+    sharded: set[str] = field(default_factory=set)  #: Parameters that FSDP2 has replaced by shards
+    pairs: dict[str, ShardedUnshardedPair] = field(default_factory=dict)  #: Forms that FSDP2 has installed
+    #: Spec of an unsharded parameter whose gradient is partial over tp, and the spec with that placement.
+    partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
+    recomputed: bool = (
+        False  #: Whether a forward of the module has run within a backward, which needs both forms
+    )
+
+
+@dataclass
+class ExpertRecord:
+    """Expert parallelism of a bound module. Modules without experts have the defaults."""
+
+    mesh: DeviceMesh | None = None  #: 1-D expert-parallel mesh
+    #: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
+    experts_mesh: DeviceMesh | None = None
+    #: Whether FSDP2 shards the quantized weight of all experts along rows or columns, not between experts.
+    is_cut_within: bool = False
+    divided: bool = False  #: Whether FSDP2 divides the gradients of experts by the right number of ranks
+
+
+@dataclass
+class AmaxRecord:
+    """The ranks over which amax of a bound module's weights is reduced."""
+
+    #: Group of delayed scaling if only some ranks have the module (experts, a pipeline stage). ``None``: that of
+    #: ``te.autocast``.
+    group: ProcessGroup | None = None
+    agreed: bool = (
+        False  #: Whether the ranks have agreed that the weight mesh has the ranks that shard the weights
+    )
+    named: tuple[DeviceMesh, str] | None = None  #: Weight mesh and the name of its process group
+
+
+@dataclass
 class ModuleBinding:
-    """A module's tie to its meshes."""
+    """The meshes and rules of a module that ``set_device_mesh`` was called on."""
 
     name: str  #: Name of the module in the tree that ``set_device_mesh`` was called on, for messages
     tp_mesh: DeviceMesh | None  #: 1-D tensor-parallel mesh, or ``None``
-    weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that hold pieces of one weight, or ``None``
+    weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that have shards of one weight, or ``None``
     rules: dict[str, ParameterRule]  #: Rule of each own parameter
-    #: Python attributes of each own parameter (TE's marks and the user's), carried over to every object that
-    #: replaces the parameter.
+    #: Python attributes of each own parameter (TE's marks and the user's), copied to each object that replaces it.
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    is_managed_by_fsdp: bool = (
-        False  #: Whether FSDP2 manages the parameters (set when it installs its sharded ones)
-    )
-    #: Whether te_fsdp is sharding high-precision values of quantized weights in their places right now.
-    needs_requantize: bool = False
-    weight_mesh_agreed: bool = False  #: The ranks know that ``weight_mesh`` is the one that cuts the weights
-    #: Local shards of delayed-scaling weights, by name, since FSDP2 last gathered them.
-    shards: dict[str, weakref.ref[torch.Tensor]] = field(default_factory=dict)
-    #: 1-D expert-parallel mesh of an expert module, ``None`` for all others.
-    ep_mesh: DeviceMesh | None = None
-    #: The experts of an expert module. Its parameters are registered under their global indices.
+    #: Experts of the module, whose parameters are registered under their global indices.
     experts: ExpertRange | None = None
-    #: Over which delayed scaling reduces amax where not all ranks hold the module, but those with the same experts, or
-    #: of one stage of a pipeline. ``None``: as ``te.autocast`` says.
-    amax_group: ProcessGroup | None = None
-    divided: bool = False  #: FSDP2 is known to divide an expert module's gradients by the right number
-    #: Mesh that parameters of all experts lie on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
-    experts_mesh: DeviceMesh | None = None
-    #: Whether FSDP2 cuts the quantized weight of all experts along their rows or columns, and not between experts.
-    is_cut_within_experts: bool = False
     #: Own parameters that the user registered as DTensors, by name. They stay DTensors in forward.
     distributed: dict[str, OwnDTensor] = field(default_factory=dict)
-    #: Names of own parameters that FSDP2 has replaced by shards.
-    sharded: set[str] = field(default_factory=set)
     on_meta: bool = True  #: Whether parameters may still be on meta
-    #: Whether a forward of the module was seen to run within a backward, which needs what both read.
-    recomputed: bool = False
-    #: Own parameters that FSDP2 has installed and te_fsdp has looked at, by name.
-    installed: dict[str, ShardedUnshardedPair] = field(default_factory=dict)
-    #: Of parameters whose gradients are partial over tp, by name: spec of the gathered one, and the same with that
-    #: placement.
-    partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
-    #: Name of a parameter -> check of its partial gradient, for the backwards in which it is compared over tp.
+    #: Checks of partial gradients by parameter, for the backwards in which they are compared over tp.
     grad_checks: dict[str, Callable[[torch.Tensor], None]] = field(default_factory=dict)
-    _weight_group: tuple[DeviceMesh, str] | None = None
+    fsdp: FsdpRecord = field(default_factory=FsdpRecord)
+    ep: ExpertRecord = field(default_factory=ExpertRecord)
+    amax: AmaxRecord = field(default_factory=AmaxRecord)
 
     @property
     def weight_group(self) -> str | None:
-        """Name of the process group of ``weight_mesh``. Kept: every gather of a weight with one scale asks."""
+        """Return the name of the process group of ``weight_mesh``, cached for each all-gather of a weight."""
         mesh = self.weight_mesh
         if mesh is None:
             return None
-        if self._weight_group is None or self._weight_group[0] is not mesh:
-            self._weight_group = mesh, mesh.get_group().group_name
-        return self._weight_group[1]
+        if self.amax.named is None or self.amax.named[0] is not mesh:
+            self.amax.named = mesh, mesh.get_group().group_name
+        return self.amax.named[1]
 
     def label(self, parameter: str) -> str:
         """Full name of an own parameter, for messages."""
@@ -343,7 +359,7 @@ class ModuleBinding:
         if name in self.distributed:
             return self.distributed[name].mesh
         grouped = name in self.rules and self.rules[name].layout.is_grouped
-        return self.experts_mesh if grouped and self.experts_mesh is not None else self.tp_mesh
+        return self.ep.experts_mesh if grouped and self.ep.experts_mesh is not None else self.tp_mesh
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
         """Give ``parameter`` what is known for ``name``, and the attributes that it lacks."""
@@ -353,18 +369,16 @@ class ModuleBinding:
             facts.label = self.label(name)
         if rule is not None and rule.shard_dim is None and self.tp_mesh is not None:
             facts.tp_replica = True
-        if self.ep_mesh is not None:
-            facts.ep_mesh = self.ep_mesh
+        if self.ep.mesh is not None:
+            facts.ep_mesh = self.ep.mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleBinding:
         """Meshes are shared by the copy: process groups cannot be copied."""
         attributes = {name: dict(values) for name, values in self.attributes.items()}
-        copied = ModuleBinding(
-            self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes, self.is_managed_by_fsdp
-        )
-        copied.ep_mesh, copied.experts, copied.amax_group = self.ep_mesh, self.experts, self.amax_group
-        copied.experts_mesh, copied.is_cut_within_experts = self.experts_mesh, self.is_cut_within_experts
-        copied.distributed = dict(self.distributed)
+        copied = ModuleBinding(self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes)
+        copied.experts, copied.distributed = self.experts, dict(self.distributed)
+        copied.fsdp.is_managed, copied.amax.group = self.fsdp.is_managed, self.amax.group
+        copied.ep = dataclasses.replace(self.ep, divided=False)
         return copied
 
 
@@ -413,7 +427,7 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     binding = binding_of(module)
     rule = binding.rules.get(name, _REPLICATED) if binding is not None else _REPLICATED
     has_tp = binding is not None and binding.tp_mesh is not None
-    has_ep = binding is not None and binding.experts_mesh is not None and rule.layout.is_grouped
+    has_ep = binding is not None and binding.ep.experts_mesh is not None and rule.layout.is_grouped
     original = tuple(parameter.shape)
     if binding is not None and name in binding.distributed and isinstance(parameter, DTensor):
         at, cuts = _cuts_of(binding.distributed[name], parameter)

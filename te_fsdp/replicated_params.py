@@ -85,7 +85,7 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
 
 def _check_unsharded(module: nn.Module) -> None:
     binding = binding_of(module)
-    if fsdp2_units.is_fsdp_module(module) or (binding is not None and binding.is_managed_by_fsdp):
+    if fsdp2_units.is_fsdp_module(module) or (binding is not None and binding.fsdp.is_managed):
         label = (binding.name if binding is not None else "") or type(module).__name__
         raise OrderError(
             f"{label}: fsdp_no_shard on a module that is sharded already",

@@ -27,7 +27,7 @@ from te_fsdp.records import (
     shard_info,
 )
 from te_fsdp.sharded_model import get_sharded_model
-from te_fsdp.unit_communication import shared_bytes
+from te_fsdp.unit_communication import shared_bytes, transports_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import Format
 
@@ -157,9 +157,9 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     state = get_sharded_model(model)
     if state is None:
         return Report(tuple(rows))
-    gathers = {name: str(transport) for name, transport in state.transports.items()}
+    gathers = {name: str(transport) for name, transport in transports_of(state).by_unit.items()}
     costs = _costs_of(model) if state.precision is not None else ()
-    copied, level = _group_by_value(state.copied), state.checks.level
+    copied, level = _group_by_value(transports_of(state).copied), state.checks.level
     return Report(tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), copied, level)
 
 

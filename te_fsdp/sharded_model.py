@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from te_fsdp import records
 from te_fsdp.check_points import NONE, CheckPoints
+from te_fsdp.component import Components
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.layout import SyncMode
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
@@ -37,11 +38,12 @@ from te_fsdp.upstream import (
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import UnshardHandle
     from torch.optim import Optimizer
 
-    from te_fsdp.features.replicated_gradients import ReplicatedGradients
     from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
+    from te_fsdp.precision import PrecisionPlan
     from te_fsdp.records import ParameterPlan
 
 _log = logging.getLogger("te_fsdp")
@@ -64,73 +66,88 @@ class ForwardRecord:
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
     #: Recipes before and now of what this forward has met for.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    #: Names of the axes of a mesh -> how often its ranks have met.
+    #: Number of comparisons over the ranks of a mesh, by the names of its axes.
     checks_done: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
+    methods: int = 0  #: Number of running methods of the model that all-gather as forward does
+
+
+@dataclass
+class GradientSync:
+    """How the next backwards reduce gradients, and the state of the gradients of the last ones."""
+
+    mode: SyncMode = SyncMode.LAST  #: How the next backwards count
+    #: Whether the loop has marked the next backward as the last one of its step. Otherwise others may follow.
+    last_microbatch: bool = False
+    last_microbatches: int = 0  #: Number of microbatches that were marked so
+    unfinished: bool = False  #: Whether reductions may be in flight
+    waiting: bool = False  #: Whether there may be unreduced gradients
+    failed: bool = (
+        False  #: Whether a backward or a step has raised, so that gradients are invalid until cleared
+    )
+    #: Whether that backward has dropped gradients of earlier microbatches, which no ``.grad`` shows.
+    dropped: bool = False
+
+
+@dataclass
+class UnshardedUnits:
+    """The units that stay unsharded between forwards, by name."""
+
+    gathers: dict[str, UnshardHandle] = field(default_factory=dict)  #: All-gathers that the user has started
+    #: Versions of a unit's shards when it was all-gathered (:func:`versions_of`).
+    versions: dict[str, dict[int, int]] = field(default_factory=dict)
+    #: Versions of the shards of units whose sharded parameters are exposed.
+    aside: dict[str, list[int]] = field(default_factory=dict)
+    known: set[str] = field(
+        default_factory=set
+    )  #: Units whose unsharded parameters :func:`shard_of` recognizes
+
+
+@dataclass
+class StepRecord:
+    """The optimizer step that is running, or has raised."""
+
+    optimizer: weakref.ref[Optimizer] | None = None
+    #: Open while the optimizer works on DTensors and plain parameters together.
+    mixing: ExitStack = field(default_factory=ExitStack)
+
+
+@dataclass
+class CheckRecord:
+    """What was checked already."""
+
+    on_meta: bool = True  #: Whether parameters may still be on meta
+    released: bool = False  #: Whether ``to_empty`` may have left uninitialized memory
+    inferred: bool = False  #: Whether the first forward ran under ``torch.inference_mode``
+    #: Optimizers that have begun a step, with their number of parameters and the ``id`` of their state then.
+    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    #: Owner's ``id`` and name of each parameter when it was sharded -> the owner's parameters, the name, the full name.
+    places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class ShardedModel:
-    """What training needs to know about a sharded model."""
+    """State of a sharded model: what was planned, its units, and what its components and checks record."""
 
     model: nn.Module
     meshes: Meshes
-    #: Name -> storage of each unit; ``""`` is the root with what its units have left.
-    units: dict[str, Storage]
+    units: dict[
+        str, Storage
+    ]  #: Storage of each unit by name; ``""`` is the root with the remaining parameters
     outer: str = "no_shard"  #: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``
-    precision: Any = None  #: The policy, or ``None``
+    precision: PrecisionPlan | None = None  #: Dtypes of each unit; ``None`` without a policy
     average_gradients: bool = True  #: Whether gradients are means over data-parallel ranks, or sums
     checks: CheckPoints = NONE  #: Checks of the requested level, by point
-    precision_plan: Any = None  #: What ``precision`` means for each parameter, or ``None``
-    #: Full name -> what is settled about a parameter.
-    plans: dict[str, ParameterPlan] = field(default_factory=dict)
-    #: Name -> module of the units that FSDP2 manages, inner before outer.
+    plans: dict[str, ParameterPlan] = field(default_factory=dict)  #: Plan of each parameter by full name
+    #: Modules of the units that FSDP2 manages by name, inner before outer.
     modules: dict[str, nn.Module] = field(default_factory=dict)
-    #: The machinery of parameters that FSDP2 does not manage, or ``None``.
-    replicated: ReplicatedGradients | None = None
-    #: What shards main weights and optimizer state over further axes, or ``None``.
-    outer_optimizer: Any = None
-    sync_mode: SyncMode = SyncMode.LAST  #: How the backwards to come count
-    #: Whether the loop has said that the backward to come is the last one of its step; without that, others may follow.
-    last_microbatch: bool = False
-    last_microbatches: int = 0  #: How often it has said so
-    unfinished: bool = False  #: Whether reductions may be under way that nobody has waited for
-    #: Whether gradients may wait for their reduction, after a backward that was not the last one of its step.
-    waiting: bool = False
-    unreduced: Any = None  #: Their markers (:mod:`te_fsdp.features.unreduced_gradients`)
-    #: Whether a backward or a step has raised since gradients were last cleared: they are worth nothing.
-    failed: bool = False
-    #: Whether such a backward took along what earlier microbatches had added up: gradients to come would lack it,
-    #: though none are there now.
-    dropped: bool = False
-    #: Name of a unit -> its gather that was started by hand and not waited for.
-    gathers: dict[str, Any] = field(default_factory=dict)
-    #: Name of a unit -> :func:`versions_of` it when it was gathered.
-    versions: dict[str, dict[int, int]] = field(default_factory=dict)
-    nan_report: Any = None  #: The watch on its gradients (:func:`te_fsdp.report_nan`), or ``None``
-    stepping: weakref.ref[Optimizer] | None = None  #: The optimizer whose step runs, or has raised
-    #: Held open during a step whose optimizer works on DTensors and plain parameters at once.
-    mixing: ExitStack = field(default_factory=ExitStack)
-    methods: int = 0  #: How many methods of the model run that gather as forward does, and may call it
-    on_meta: bool = True  #: Whether parameters may still be on meta
-    #: Name of a unit that is kept gathered while the model shows its shards -> versions of these then.
-    aside: dict[str, list[int]] = field(default_factory=dict)
-    #: Names of the units whose gathered parameters :func:`shard_of` knows.
-    known_unsharded: set[str] = field(default_factory=set)
-    #: How each of ``modules`` is gathered: a ``Transport`` of :mod:`te_fsdp.unit_communication`.
-    transports: dict[str, Any] = field(default_factory=dict)
-    #: Of units that ``zero_copy_gradients`` is asked for: name of a large parameter -> why its gradient is copied, or
-    #: empty.
-    copied: dict[str, str] = field(default_factory=dict)
-    #: How the last forwards were computed, which ranks must do alike.
+    components: Components = field(default_factory=Components)
+    sync: GradientSync = field(default_factory=GradientSync)
+    unsharded: UnshardedUnits = field(default_factory=UnshardedUnits)
+    step: StepRecord = field(default_factory=StepRecord)
     computed: ForwardRecord = field(default_factory=ForwardRecord)
-    #: Optimizers that have begun a step -> how many parameters they had, and the ``id`` of their state then.
-    optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    #: Owner's id and name of each parameter that was sharded -> where it is registered, its name there, its full name.
-    places: dict[tuple[int, str], tuple[dict[str, Any], str, str]] = field(default_factory=dict)
-    released: bool = False  #: Whether ``to_empty`` may have left memory that nothing was written to
-    inferred: bool = False  #: Whether the first forward ran under ``torch.inference_mode``
+    checked: CheckRecord = field(default_factory=CheckRecord)
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
@@ -147,14 +164,16 @@ class ShardedModel:
 
     def pending(self) -> dict[int, str]:
         """``id`` -> name of the parameters with gradients that were not reduced yet. Local operation."""
-        if self.unreduced is not None:
-            self.unreduced.drop_cleared()
+        for drop in self.components.drop_cleared:
+            drop()
         records = [
             record
             for unit in self.modules.values()
             for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
         ]
-        waiting = self.replicated.pending if self.replicated is not None else ()
+        waiting = set[str]()
+        for unreduced in self.components.unreduced:
+            waiting.update(unreduced())
         if not records and not waiting:
             return {}
         for _, unit in self.gathered():
@@ -238,14 +257,15 @@ def recover_from_exception(state: ShardedModel) -> None:
     After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
     microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
     """
-    optimizer = state.stepping() if state.stepping is not None else None
-    state.unreduced.unmark_unsharded()
+    optimizer = state.step.optimizer() if state.step.optimizer is not None else None
+    for prepare in state.components.before_recovery:
+        prepare()
     undo_step(state)
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None and (main_parameters.pairs or main_parameters.locals):
         # ``zero_grad`` of the optimizer has not reached the gradients of parameters whose places they had taken.
         main_parameters.remove_main_params(optimizer)
-        state.failed = any(p.grad is not None for p in state.parameters().values())
+        state.sync.failed = any(p.grad is not None for p in state.parameters().values())
     phases = {root: _fsdp2.interrupted_phase(root) for root in state.roots()}
     lost = "backward" in phases.values()
     for root, phase in phases.items():
@@ -254,25 +274,24 @@ def recover_from_exception(state: ShardedModel) -> None:
                 "a %s was interrupted by an exception: FSDP2 is made ready for the next forward", phase
             )
             _fsdp2.reset_iteration(root)
-            state.gathers.clear()
-    if state.replicated is not None and state.replicated.interrupted:
-        state.replicated.recover()
-        lost = True
+            state.unsharded.gathers.clear()
+    for recover in state.components.recover:
+        lost |= recover()
     if lost:
         # Without microbatches it is the failed backward's own: whoever clears gradients then, has cleared all.
-        waiting = state.waiting and bool(state.pending())
+        waiting = state.sync.waiting and bool(state.pending())
         for unit in state.modules.values():
             _fsdp2_gradients.drop_unreduced_gradients(unit)
-        state.dropped = state.dropped or waiting
-        state.failed = waiting or any(p.grad is not None for p in state.parameters().values())
+        state.sync.dropped = state.sync.dropped or waiting
+        state.sync.failed = waiting or any(p.grad is not None for p in state.parameters().values())
 
 
 def undo_step(state: ShardedModel) -> None:
-    """Take back what was done to a model for a step that is over, or has raised. Local operation."""
-    state.stepping = None
-    state.mixing.close()
-    if state.precision_plan is not None:
-        state.precision_plan.put_back()
+    """Undo what prepared a model for a step that has ended or raised. Local operation."""
+    state.step.optimizer = None
+    state.step.mixing.close()
+    for undo in state.components.undo_step:
+        undo()
 
 
 def refuse_in_backward(where: str) -> None:
@@ -303,7 +322,7 @@ def leave_unset(state: ShardedModel) -> None:
         local = _torch.local_of(tensor)
         if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
             local.fill_(float("nan"))
-    state.released = state.on_meta = True
+    state.checked.released = state.checked.on_meta = True
 
 
 def is_assigned(parameter: torch.Tensor) -> bool:
@@ -433,7 +452,7 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
     """
     units = state.gathered() if only is None else [(only, state.modules[only])]
     for name, unit in units:
-        if name in state.aside or (only is None and state.units[name].gather == "pass"):
+        if name in state.unsharded.aside or (only is None and state.units[name].gather == "pass"):
             continue
         for parameter, record in _fsdp2.unsharded_parameters(unit):
             for module, own in fsdp2_units.owners_of(record):
@@ -441,21 +460,21 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
                     _note_aside(module, own, True)
                     # Not by an assignment, after which a quantized weight would free what it holds.
                     module._parameters[own] = _fsdp2.sharded_param_of(record)
-        state.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
+        state.unsharded.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
 
 
 def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> None:
     """Undo :func:`expose_sharded_params` for a unit; release its weights if the shards changed. Local operation."""
-    versions = state.aside.pop(name, None)
+    versions = state.unsharded.aside.pop(name, None)
     if versions is None or not _fsdp2.is_unit_unsharded(unit):
         return
     if (
         not _torch.in_backward()
-        and not state.waiting
+        and not state.sync.waiting
         and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
     ):
         unit.reshard()  # type: ignore[operator]
-        state.versions.pop(name, None)
+        state.unsharded.versions.pop(name, None)
         return
     for parameter, record in _fsdp2.unsharded_parameters(unit):
         shard = _fsdp2.sharded_param_of(record)
@@ -468,6 +487,6 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
 
 def _note_aside(module: nn.Module, name: str, is_aside: bool) -> None:
     binding = records.binding_of(module)
-    pair = None if binding is None else binding.installed.get(name)
+    pair = None if binding is None else binding.fsdp.pairs.get(name)
     if pair is not None:
         pair.is_aside = is_aside

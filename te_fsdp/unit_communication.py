@@ -20,40 +20,25 @@ The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engi
 ``copy_engine``  copies from rank to rank into the memory that kernels read (``te_fsdp/upstream/fsdp2_copy_engine.py``)
 ``auto``         ``copy_engine`` where it is possible and a gain was measured, ``nccl`` elsewhere
 ===============  ====================================================================================================
-
-A rank writes to its own part of :class:`PeerMemory` alone. Between its writes and the others' reads, and between their
-reads and its next writes, there is a barrier:
-
-=======  ============================================================  ==================================
-device   memory                                                        barrier
-=======  ============================================================  ==================================
-cuda     symmetric memory of torch (``te_fsdp/upstream/symmetric_memory.py``)        a small kernel on the current
-stream
-cpu      a file of each rank in a temporary folder, mapped by all      an all-reduce of one element
-=======  ============================================================  ==================================
 """
 
 from __future__ import annotations
 
-import datetime
 import logging
-import socket
-import tempfile
-import uuid
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp.collectives.agreement import gather, rank
+from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.redistribute import GradComm, comm_of, redistribute, reduce_scatter
-from te_fsdp.collectives.rendezvous import collective_timeout, is_simulated
+from te_fsdp.component import Component
 from te_fsdp.errors import shorten
+from te_fsdp.peer_memory import alias, connect_peers
 from te_fsdp.upstream import (
     fsdp2_copy_engine as _fsdp2_copies,
     fsdp2_state as _fsdp2,
@@ -208,13 +193,14 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
     """
     if not wanted:
         return
-    comm, precision = comm_of(state.model) or GradComm(), state.precision_plan
+    transports = transports_of(state)
+    comm, precision = comm_of(state.model) or GradComm(), state.precision
     labels = {id(parameter): label for label, parameter in state.parameters().items()}
     for name, unit in state.modules.items():
         groups = fsdp2_units.fsdp_parameter_groups(unit)
         if not groups or fsdp2_units.reduction_of(unit)[0] == 1:
             continue  # a root whose units hold all parameters; or one rank holds whole shards
-        if wanted == "auto" and state.transports[name].name != "copy_engine":
+        if wanted == "auto" and transports.by_unit[name].name != "copy_engine":
             continue
         (group,) = groups
         own = policy if precision is None else precision.fsdp2_policy(name)
@@ -226,7 +212,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
             if parameter.requires_grad:
                 casts = f"computed in {computed}, reduced in {reduced}" if computed != reduced else ""
                 found[labels[id(parameter)]] = why or casts
-        state.copied |= found
+        transports.copied |= found
         if wanted == "auto" and all(found.values()):
             continue  # FSDP2 copies all of them by one kernel
         _torch_transport.enable_zero_copy_reduce_scatter(group)
@@ -234,8 +220,8 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
             set_unit_grad_comm(unit, comm, name)
     if rank() == 0:
         level = logging.INFO if wanted == "auto" else logging.WARNING
-        for why in dict.fromkeys(filter(None, state.copied.values())):
-            named = [label for label, reason in state.copied.items() if reason == why]
+        for why in dict.fromkeys(filter(None, transports.copied.values())):
+            named = [label for label, reason in transports.copied.items() if reason == why]
             _log.log(level, "zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
 
 
@@ -259,6 +245,24 @@ class Transport(NamedTuple):
         return f"{self.name} ({self.why})" if self.why else self.name
 
 
+class UnitTransports(Component):
+    """How the units of one model are all-gathered and reduced."""
+
+    def __init__(self) -> None:
+        self.by_unit: dict[str, Transport] = {}  #: Transport of each unit that FSDP2 manages
+        #: Large parameters of units with ``zero_copy_gradients``, with the reason why the gradient is copied, or "".
+        self.copied: dict[str, str] = {}
+
+
+def transports_of(state: ShardedModel) -> UnitTransports:
+    """Return the transports of a model's units."""
+    found = state.components.get(UnitTransports)
+    if found is None:
+        found = UnitTransports()
+        state.components.attach(found)
+    return found
+
+
 def choose_transports(state: ShardedModel, wanted: str) -> None:
     """Settle how each unit of a model is gathered, and let it be so.
 
@@ -268,13 +272,14 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
         state: Of a model that FSDP2 has just sharded; its ``transports`` are filled.
         wanted: One of :data:`te_fsdp.plan.WORDS`.
     """
+    transports = transports_of(state)
     device, known = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
     for name, unit in state.modules.items():
         ranks = _fsdp2.all_gather_ranks(unit)
         if ranks is None:
             held = fsdp2_units.fsdp_parameter_groups(unit)
             why = "one rank holds whole shards" if held else "it has no sharded weights"
-            state.transports[name] = Transport("none", why)
+            transports.by_unit[name] = Transport("none", why)
             continue
         why = _default_transport_reason(wanted, device, state.units[name])
         if not why:
@@ -289,14 +294,14 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
                 found = known[ranks.group_name] = made
             if not isinstance(found, str):
                 found.install(unit)
-                state.transports[name] = Transport("copy_engine", gathers=found)
+                transports.by_unit[name] = Transport("copy_engine", gathers=found)
                 continue
             why = found
-        state.transports[name] = Transport("nccl", why)
+        transports.by_unit[name] = Transport("nccl", why)
     if wanted != "nccl" and rank() == 0:  # something else was wished for
         level = logging.INFO if wanted == "auto" else logging.WARNING
-        for why in dict.fromkeys(t.why for t in state.transports.values() if t.name == "nccl"):
-            units = [name or "the root" for name, t in state.transports.items() if t.why == why]
+        for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
+            units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]
             _log.log(level, "transport=%r: %s gathered by nccl, since %s", wanted, shorten(units, 3), why)
 
 
@@ -322,7 +327,9 @@ def move_shards_to_shared_memory(state: ShardedModel) -> None:
     shards on meta until this is called again.
     """
     for gathers in _all_gathers(state):
-        units = [state.modules[name] for name, t in state.transports.items() if t.gathers is gathers]
+        units = [
+            state.modules[name] for name, t in transports_of(state).by_unit.items() if t.gathers is gathers
+        ]
         gathers.take_in(units, alias)
 
 
@@ -338,152 +345,5 @@ def shared_bytes(state: ShardedModel) -> int:
 
 
 def _all_gathers(state: ShardedModel) -> Iterable[_fsdp2_copies.CopyEngineGathers]:
-    return {id(t.gathers): t.gathers for t in state.transports.values() if t.gathers is not None}.values()
-
-
-# --------------------------------------------------------------------------------------- memory that others read
-
-#: torch maps no empty file.
-_LEAST = 256
-
-
-class PeerMemory:
-    """One part per rank of a group; each rank reads all of them.
-
-    Attributes:
-        parts: By rank, uint8 tensors of one size on this rank's device.
-        own: This rank's part.
-    """
-
-    def __init__(self, parts: list[torch.Tensor], group: dist.ProcessGroup, handle: Any = None) -> None:
-        self.parts, self.own, self.group, self._handle = parts, parts[group.rank()], group, handle
-
-    def barrier(self) -> None:
-        """Wait until all ranks have come here: the current stream, or on the CPU the caller.
-
-        Collective over the group. A rank that does not come within :func:`te_fsdp.set_collective_timeout` fails the
-        barrier of the others: on the CPU by an error, on a GPU by a trap, after which the process is lost.
-        """
-        seconds = collective_timeout()
-        if self._handle is not None:
-            _torch_transport.barrier(self._handle, seconds)
-            return
-        work = dist.all_reduce(torch.zeros(1), group=self.group, async_op=True)
-        assert work is not None
-        work.wait(datetime.timedelta(seconds=seconds))
-
-
-class PeerGroup:
-    """Ranks that can read each other's memory; ``token``: see :class:`te_fsdp.upstream.symmetric_memory.Exchange`."""
-
-    def __init__(self, device: torch.device, group: dist.ProcessGroup, token: str) -> None:
-        self.device, self.group = device, group
-        self._exchange = None if device.type == "cpu" else _torch_transport.Exchange(group, token)
-
-    def share(self, size: int) -> PeerMemory:
-        """Memory that all ranks read. Collective over the group; waits for the device.
-
-        Args:
-            size: Bytes of each rank's part, the same on all ranks.
-
-        Raises:
-            RuntimeError: The memory cannot be had; on the CPU on all ranks.
-        """
-        size = max(size, _LEAST)
-        if self._exchange is None:
-            return PeerMemory(_mapped_files(size, self.group), self.group)
-        handle, parts = _torch_transport.allocate_shared_memory(size, self.device, self._exchange)
-        return PeerMemory(parts, self.group, handle)
-
-
-def _mapped_files(size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """A file of each rank, mapped by all ranks. The files are gone afterwards, the memory lives as long as its maps."""
-    storages, reason = [], ""
-    with tempfile.NamedTemporaryFile(prefix="te_fsdp_peers_") as file:
-        file.truncate(size)
-        for name in gather(file.name, group):
-            try:
-                storages.append(torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-        reasons = gather(reason, group)  # also: nobody takes its file away before all have mapped it
-    if any(reasons):
-        raise RuntimeError(next(filter(None, reasons)))
-    return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,)) for storage in storages]
-
-
-def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerGroup, PeerMemory] | str:
-    """The ranks of a group as peers, with a first, small memory that they share; or why they cannot be.
-
-    Collective over the group, which agrees: each rank tells where it is and whom it reaches, then all try.
-    """
-    if is_simulated():
-        return "the other ranks are simulated"
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    # This machine since it was started: containers of one host have names of their own.
-    host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
-    own = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
-    told = gather(own, group)
-    hosts = {host for host, *_ in told}
-    identities = [identity for _, identity, *_ in told]
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts"
-    overlap = device.type != "cpu" and len(set(identities)) < len(identities)
-    if overlap and not all(may_share for *_, may_share, _ in told):
-        return "two of its ranks share a GPU"
-    for _, _, apart, *_ in told:
-        if apart is None:
-            return "this torch has no symmetric memory"
-        if apart & set(identities):
-            return "two of its GPUs have no direct access to each other's memory"
-    failed = ""
-    for token in (told[0][-1], ""):  # by the group itself where this torch does not take a group of te_fsdp's
-        made, reason = None, ""
-        try:
-            peers = PeerGroup(device, group, token)
-            made = peers, peers.share(_LEAST)
-        except RuntimeError as error:
-            reason = f"sharing memory failed: {str(error).splitlines()[0]}"
-        reasons = list(filter(None, gather(reason, group)))
-        if made is not None and not reasons:
-            return made
-        failed = failed or reasons[0]
-    return failed
-
-
-def _identity(device: torch.device) -> str:
-    """What a GPU is called whatever this process may see; the device's type otherwise."""
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
-
-
-def _out_of_reach(device: torch.device) -> set[str] | None:
-    """GPUs that this process sees and whose memory this rank's has no direct access to; ``None``: it never has."""
-    if device.type == "cpu":
-        return set()
-    if not _torch_transport.is_available():
-        return None
-    own = torch.cuda.current_device() if device.index is None else device.index
-    others = (number for number in range(torch.cuda.device_count()) if number != own)
-    return {
-        _identity(torch.device("cuda", number))
-        for number in others
-        if not torch.cuda.can_device_access_peer(own, number)
-    }
-
-
-def alias(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A tensor of the dtype and number of elements of ``like`` at some bytes of ``memory``. Local operation.
-
-    Its storage is these bytes and no more, so that nobody who looks at a storage meets its neighbours, or could resize
-    it. It keeps ``memory`` alive.
-
-    Args:
-        memory: uint8.
-        offset: Of the first byte, a multiple of the dtype's size.
-        like: Any tensor.
-
-    Returns:
-        1-D.
-    """
-    size = like.numel() * like.element_size()
-    return torch.from_dlpack(memory[offset : offset + size]).view(like.dtype)
+    own: Any = state.components.by_class[UnitTransports]
+    return {id(t.gathers): t.gathers for t in own.by_unit.values() if t.gathers is not None}.values()

@@ -113,8 +113,8 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
         sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
     # No weight lies on the expert-parallel axis: its ranks hold different ones.
     for binding in map(binding_of, model.modules()):
-        if binding is not None and binding.ep_mesh is not None:
-            return {**sizes, "ep": int(binding.ep_mesh.size())}
+        if binding is not None and binding.ep.mesh is not None:
+            return {**sizes, "ep": int(binding.ep.mesh.size())}
     return sizes
 
 

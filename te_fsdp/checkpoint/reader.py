@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import te_fsdp
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.checkpoint.index import check_index, stored_tensors
 from te_fsdp.checkpoint.lazy_tensors import (
@@ -29,6 +28,7 @@ from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts
 from te_fsdp.checkpoint.torch_files import tensors_of
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
+from te_fsdp.version import VERSION
 
 CHECKPOINT = "te_fsdp checkpoint"
 #: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
@@ -126,7 +126,7 @@ class Choices:
 
 def empty_manifest() -> Manifest:
     """A manifest of nothing, written now, by one process."""
-    versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
+    versions = {"te_fsdp": VERSION, "torch": torch.__version__}
     return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
 
 

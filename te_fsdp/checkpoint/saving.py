@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import te_fsdp
 from te_fsdp.checkpoint import directory as directories
 from te_fsdp.checkpoint.async_save import SaveHandle, background, bytes_bar
 from te_fsdp.checkpoint.compare import check_same_model, check_whole_job, join
@@ -68,6 +67,7 @@ from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.version import VERSION
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -269,7 +269,7 @@ def _fingerprint(
     parameters, buffers = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
     for prefix, module in model.named_modules():
         binding = binding_of(module)
-        tie = binding and (binding.tp_mesh, dict(binding.rules), binding.ep_mesh, binding.experts_mesh)
+        tie = binding and (binding.tp_mesh, dict(binding.rules), binding.ep.mesh, binding.ep.experts_mesh)
         saved = [b for n, b in module._buffers.items() if b is not None and _torch.is_persistent(module, n)]
         parameters |= {id(p): p for p in module._parameters.values() if p is not None}
         buffers |= {id(buffer): buffer for buffer in saved}
@@ -363,7 +363,7 @@ def _describe(
         ranks.round(complete, lambda seen: [None] * len(seen))
     stage = collected.stage
     share_newest_amax(collected.delayed_entries, None if stage is None else stage.mesh)
-    versions = {"te_fsdp": te_fsdp.__version__, "torch": torch.__version__}
+    versions = {"te_fsdp": VERSION, "torch": torch.__version__}
     if _te.is_loaded():
         versions["transformer_engine"] = metadata.version("transformer_engine")
     fields = {**collected.fields(), **collected.whole}

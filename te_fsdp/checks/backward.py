@@ -10,6 +10,7 @@ import torch
 
 from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.errors import OrderError, shorten
+from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     torch_autograd as _torch_autograd,
@@ -31,9 +32,10 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
 
 def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
-    found = _fsdp2_gradients.sharded_unsharded_pairs(state.unreduced.groups)
-    if state.replicated is not None:
-        found += [(parameter, None) for parameter in state.replicated.trained()]
+    own: Any = state.components.by_class[UnreducedGradients]
+    found = _fsdp2_gradients.sharded_unsharded_pairs(own.groups)
+    for trained in state.components.trained_parameters:
+        found += [(parameter, None) for parameter in trained()]
     return found
 
 
@@ -51,9 +53,12 @@ def _check_start(
 ) -> None:
     """Check at the start of a backward that it adds gradients, and that no weight was written to since the forward."""
     state = of()
-    if state is None or state.unreduced.checked == _torch_autograd.backward_id():
+    if state is None:
+        return
+    own: Any = state.components.by_class[UnreducedGradients]
+    if own.checked == _torch_autograd.backward_id():
         return  # checked for another output; an optimizer may have stepped in backward since
-    state.unreduced.checked = _torch_autograd.backward_id()
+    own.checked = _torch_autograd.backward_id()
     _check_adds_gradients(state)
     now = _versions(state)
     if now != versions and not is_capturing():
@@ -62,7 +67,7 @@ def _check_start(
 
 def _check_adds_gradients(state: ShardedModel) -> None:
     """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
-    own = state.unreduced
+    own: Any = state.components.by_class[UnreducedGradients]
     if (
         own.added is not None
         and own.added.requires_grad
@@ -80,7 +85,7 @@ def _check_adds_gradients(state: ShardedModel) -> None:
             return
         if does == "returns":
             raise OrderError(
-                f"torch.autograd.grad for {state.unreduced.names()[id(parameter)]}",
+                f"torch.autograd.grad for {own.names()[id(parameter)]}",
                 expected="loss.backward(), whose gradients are reduced over the data-parallel ranks",
                 got="torch.autograd.grad for parameters, which returns the gradient of this rank's batch only",
                 why="The result would differ between ranks",
@@ -103,7 +108,8 @@ def _raise_written(state: ShardedModel, *versions: tuple[list[int], list[int]]) 
         if old != new or (old_full != new_full and -1 not in (old_full, new_full))
     ]
     if written:
-        every = state.unreduced.names()
+        own: Any = state.components.by_class[UnreducedGradients]
+        every = own.names()
         names = [every[id(parameter)] for parameter in written]
         raise OrderError(
             f"{shorten(names, 3)}: written to between forward and backward",

@@ -45,8 +45,8 @@ _UNKNOWN = object()
 def refuse_inference_mode(state: ShardedModel) -> None:
     """Raise if weights that were first gathered under ``torch.inference_mode`` are to be trained. Local."""
     if torch.is_inference_mode_enabled():
-        state.inferred = state.inferred or (bool(state.modules) and not state.roots())
-    elif state.inferred:
+        state.checked.inferred = state.checked.inferred or (bool(state.modules) and not state.roots())
+    elif state.checked.inferred:
         raise OrderError(
             f"{type(state.model).__name__}: forward after a first one under torch.inference_mode",
             expected="a first forward outside of it",
@@ -58,15 +58,15 @@ def refuse_inference_mode(state: ShardedModel) -> None:
 
 def refuse_stale_weights(state: ShardedModel, name: str, unit: nn.Module, started: bool) -> None:
     """Raise if a unit would run with weights that were changed since they were gathered. Local operation."""
-    if not started and state.units[name].gather == "pass" and name not in state.versions:
+    if not started and state.units[name].gather == "pass" and name not in state.unsharded.versions:
         return  # gathered in each forward and backward: only start_param_gather can make these stale
     if not started and not _fsdp2.is_unit_unsharded(unit):
         if state.units[name].gather == "pass":
-            state.versions.pop(name, None)
+            state.unsharded.versions.pop(name, None)
         else:
-            state.versions[name] = versions_of(unit)
+            state.unsharded.versions[name] = versions_of(unit)
         return
-    gathered_at = state.versions.get(name)
+    gathered_at = state.unsharded.versions.get(name)
     if gathered_at is None:
         return
     now = versions_of(unit)

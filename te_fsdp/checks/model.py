@@ -170,7 +170,7 @@ def watch_model(state: ShardedModel) -> None:
     """Refuse copies, removed parameters and second derivatives of a sharded model from now on. Local operation."""
     model = state.model
     for place in iter_param_owners(model, remove_duplicate=False):
-        state.places.setdefault(
+        state.checked.places.setdefault(
             (id(place.owner), place.name), (place.owner._parameters, place.name, place.label)
         )
     for name, unit in {"": model, **state.modules}.items():
@@ -204,11 +204,15 @@ def _refuse_copy(label: str, how: str, *_: Any) -> Any:
 
 def refuse_removed_parameters(state: ShardedModel) -> None:
     """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
-    columns = list(zip(*state.places.values(), strict=True))
+    columns = list(zip(*state.checked.places.values(), strict=True))
     if not columns or all(map(operator.contains, columns[0], columns[1])):
         return
     owners = {id(module._parameters) for module in state.model.modules()}
-    gone = [label for held, name, label in state.places.values() if name not in held and id(held) in owners]
+    gone = [
+        label
+        for held, name, label in state.checked.places.values()
+        if name not in held and id(held) in owners
+    ]
     if gone:
         raise OrderError(
             f"{shorten(gone, 3)}: taken away after fully_shard",
@@ -229,9 +233,9 @@ def require_initialized(state: ShardedModel) -> None:
 
 def refuse_uninitialized(state: ShardedModel) -> None:
     """Raise for tensors that ``to_empty`` has allocated and nothing has written to. Local operation."""
-    if not state.released:
+    if not state.checked.released:
         return
-    state.released = False
+    state.checked.released = False
     unset = [
         name
         for name, tensor in [*state.parameters().items(), *state.model.named_buffers()]
@@ -255,7 +259,9 @@ def refuse_changed_parameters(state: ShardedModel) -> None:
     for _, unit in state.gathered():  # by the user, by a pipeline's schedule, or in the backward that steps
         record_unsharded_params(unit)
     # Parameters that are not sharded are hooked by the reduction of their gradients.
-    reduced = state.replicated.reduced() if state.replicated is not None else set()
+    reduced = {
+        key for reduced_parameters in state.components.reduced_parameters for key in reduced_parameters()
+    }
     others = {name: p for name, p in state.parameters().items() if id(p) not in reduced}
     new = [name for name, p in others.items() if p.requires_grad and not isinstance(p, DTensor)]
     if new and state.meshes.device_mesh.size() > 1:

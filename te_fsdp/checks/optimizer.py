@@ -173,7 +173,7 @@ def check_first_step(step: Step) -> None:
     """
     held = sum(len(group["params"]) for group in step.optimizer.param_groups)
     for state, parameters in step.models:
-        known = state.optimizers.get(step.optimizer)
+        known = state.checked.optimizers.get(step.optimizer)
         if known == (held, id(step.optimizer.state)):  # loading assigns a different dict
             continue
         if is_capturing():
@@ -185,10 +185,10 @@ def check_first_step(step: Step) -> None:
         if not is_simulated():
             _compare_options(state, step)
             _refuse_unmanaged_parameters(state, step)
-            if not state.optimizers:
+            if not state.checked.optimizers:
                 compare_copies(state, step.where)
                 refuse_equal_parts(state, step.where)
-        state.optimizers[step.optimizer] = held, id(step.optimizer.state)
+        state.checked.optimizers[step.optimizer] = held, id(step.optimizer.state)
 
 
 def compare_options(step: Step) -> None:

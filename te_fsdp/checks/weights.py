@@ -69,7 +69,7 @@ def compare_copies(state: ShardedModel, where: str) -> None:
                     held.setdefault(group, []).append((place.label, value))
         bad = list(dict.fromkeys(label for label, is_same in _compare_sums(held) if not is_same))
         if bad:
-            first = "before the first step" if not state.optimizers else "before each step"
+            first = "before the first step" if not state.checked.optimizers else "before each step"
             raise InitError(
                 f"{shorten(bad)}: copies differ between ranks",
                 expected=f"equal values on all ranks that hold a weight's copies, {first}",

@@ -30,7 +30,8 @@ import torch
 from te_fsdp.collectives.agreement import maximum
 
 if TYPE_CHECKING:
-    from te_fsdp.mesh import Meshes
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -174,18 +175,18 @@ class UnitOrder:
         agreed = self.agreed or ()
         return agreed[begun] if begun < len(agreed) and self.is_complete(agreed[begun]) else None
 
-    def agree(self, meshes: Meshes) -> None:
+    def agree(self, mesh: DeviceMesh, device: torch.device) -> None:
         """Fix the order at the end of a first backward. Units that a rank has not used come last.
 
-        Collective over all ranks of this model (not the world, because other pipeline stages have different units): one
-        all-reduce of two integers for each unit and axis.
+        Collective over ``mesh``, all ranks of this model: one all-reduce of two integers for each unit and axis.
+        It is not the world, because other pipeline stages have different units.
         """
         never = len(self._units)
         mine = [
             (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
             for unit in self._units
         ]
-        seen = torch.tensor(mine, dtype=torch.int64, device=meshes.device)
-        maximum(seen, meshes.device_mesh)
+        seen = torch.tensor(mine, dtype=torch.int64, device=device)
+        maximum(seen, mesh)
         left = [(place, at) for at, (again, place) in enumerate(seen.tolist()) if not again]
         self.agreed = tuple(self._units[at] for _, at in sorted(left))

@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.redistribute import comm_of
+from te_fsdp.features.nan_report import NanReport
 from te_fsdp.lifecycle import parameters_of_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.sharded_model import ShardedModel
@@ -94,10 +95,10 @@ class Snapshot:
         return found
 
     def _set(self) -> list[Any]:
-        comm, report = comm_of(self._state.model), self._state.nan_report
+        comm, report = comm_of(self._state.model), self._state.components.get(NanReport)
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)
         hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
-        return [self._state.sync_mode, wire, id(report), None if report is None else report.action, hooks]
+        return [self._state.sync.mode, wire, id(report), None if report is None else report.action, hooks]
 
 
 # ------------------------------------------------------------------------------------------------------ learning rates

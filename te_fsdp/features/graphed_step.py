@@ -41,6 +41,7 @@ from te_fsdp.features.graph_checks import (
 )
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.features.main_weights import check_optimizer
+from te_fsdp.features.nan_report import NanReport
 from te_fsdp.gradient_sync import release_params, require_reduced, zero_grad
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
@@ -203,7 +204,7 @@ class GraphedStep:
 
     def _aside(self, leaves: list[Any], structure: Any) -> StepOutput:
         """A step on the recorder's stream."""
-        if self._state.gathers or self._state.gathered():
+        if self._state.unsharded.gathers or self._state.gathered():
             release_params(self._model)  # of an evaluation: a replay would leave it stale
         if self._snapshot is not None and (what := self._snapshot.changed()):
             _log.info("graphed_step: recorded anew, since this has changed: %s", what)
@@ -240,7 +241,7 @@ class GraphedStep:
         for averages in averages_of(self._state.parameters().values()):
             averages.finish()
         # With report_nan it waits: a norm asks for what was seen, on the host.
-        norm = self._clip() if self._state.nan_report is None else None
+        norm = self._clip() if self._state.components.get(NanReport) is None else None
         return StepOutput(_torch.unflatten(leaves, structure), norm)
 
     def _clip(self) -> torch.Tensor | None:
@@ -299,7 +300,7 @@ class GraphedStep:
             self._settle()
         if recording is None:
             return None
-        if recording.update is not None and self._state.nan_report is None:
+        if recording.update is not None and self._state.components.get(NanReport) is None:
             recording.held = []
         self._recorded.append(recording)
         self._snapshot = Snapshot(self._state, None if recording.update is None else self._optimizer)
@@ -314,7 +315,7 @@ class GraphedStep:
         args, kwargs = inputs.arguments()
         zero_grad(self._model)
         self._settle()
-        report = self._state.nan_report
+        report = self._state.components.get(NanReport)
         if report is not None:
             report.forget()
         made = self._on_all_ranks(lambda: self._gradients(args, kwargs))
@@ -330,7 +331,7 @@ class GraphedStep:
 
     def _record_update(self, recording: _Recording) -> None:
         """The second graph, unless it fails on any rank. Collective over the model's ranks."""
-        report = self._state.nan_report
+        report = self._state.components.get(NanReport)
         if report is not None:
             report.check()  # asked now, it is not asked in the recording
         output, norm = recording.output
@@ -369,7 +370,7 @@ class GraphedStep:
 
     def _replay(self, recording: _Recording, leaves: list[Any]) -> StepOutput:
         """One step of a recording."""
-        report, norm = self._state.nan_report, recording.output.grad_norm
+        report, norm = self._state.components.get(NanReport), recording.output.grad_norm
         if report is not None:
             report.forget()
         recording.inputs.take(leaves)

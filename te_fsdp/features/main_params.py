@@ -26,7 +26,6 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +33,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.features.hfsdp.gradients import OuterAverages
+from te_fsdp.features.hfsdp.main_parameter import MainParameter
 from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard, all_gather_main_params, optimizer_shard
 from te_fsdp.features.local_step import Replaced, put_locals_in, take_locals_out
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import assign_main_gradients, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
 from te_fsdp.records import get_or_create_record
-from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch_to
 
@@ -89,19 +88,6 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
     assert dim is not None
     low, high = chunk_range(_torch.local_of(parameter).shape[dim], mesh.size(0), mesh.get_local_rank(0))
     return dim, low, high
-
-
-@dataclass(eq=False)
-class MainParameter:
-    """What is known of one parameter of an optimizer."""
-
-    parameter: torch.Tensor
-    shard: Any = None  #: This rank's rows of it, an ``OptimizerShard``; ``None`` if its state is not cut
-    main: Any = None  #: The main parameter at the last look; ``None`` where there needs to be none
-    local: Any = None  #: The parameter's local tensor then
-    low: bool = False  #: Whether it is of low precision, so that the main parameter is its main weight
-    #: The gradient over whose replicas that of ``main`` is the average; ``None``: it has none.
-    source: TensorVersion | None = None
 
 
 class MainParameters:

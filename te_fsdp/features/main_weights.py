@@ -17,11 +17,9 @@ and quantize weight by weight, each with a reduction of its amax (TE 2.18 to 2.2
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import itertools
 import logging
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,6 +30,7 @@ from torch.optim import Optimizer
 from te_fsdp.collectives.agreement import are_equal, digest
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import MeshError, OrderError, PrecisionError, shorten
+from te_fsdp.features.hfsdp.gradients import ShardedOptimizer
 from te_fsdp.features.hfsdp.optimizer_shards import (
     SINGLE,
     OptimizerShard,
@@ -50,6 +49,7 @@ from te_fsdp.features.main_params import (
 )
 from te_fsdp.features.unsupported_optimizers import refuse_unsupported_optimizer
 from te_fsdp.lifecycle import parameters_of_optimizer
+from te_fsdp.optimizer_step import known_optimizers, register_optimizer
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse_unsafe_optimizer
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
@@ -63,17 +63,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("te_fsdp")
 
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
-
-@functools.cache
-def _known_optimizers() -> weakref.WeakSet[Optimizer]:
-    """Optimizers that were given main weights, or have begun a step on parameters of a sharded model."""
-    return weakref.WeakSet()
-
-
-def register_optimizer(optimizer: Optimizer) -> None:
-    """From now on :func:`optimizers_of` finds this optimizer, wherever it is. Local operation."""
-    _known_optimizers().add(optimizer)
 
 
 def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
@@ -175,7 +164,7 @@ def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
     # million objects, which would take longer than to load a model of a GiB.
     kinds, objects = set(_with_subclasses(Optimizer)), gc.get_objects() if may_keep else []
     listed = list(itertools.compress(objects, map(kinds.__contains__, map(type, objects))))
-    known = {id(optimizer): optimizer for optimizer in [*listed, *_known_optimizers()]}.values()
+    known = {id(optimizer): optimizer for optimizer in [*listed, *known_optimizers()]}.values()
     holding = []
     for optimizer in known:
         main_parameters = optimizer.__dict__.get(KEEPS_MAIN_WEIGHTS)
@@ -371,7 +360,11 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
         _check_same(shards)
         main_parameters = _shard_state(optimizer, shards)
     for state in states:
-        state.outer_optimizer = main_parameters
+        known = state.components.get(ShardedOptimizer)
+        if known is None:
+            state.components.attach(ShardedOptimizer(main_parameters.averages))
+        else:
+            known.averages = main_parameters.averages
     return optimizer
 
 

@@ -17,6 +17,7 @@ this rank is sent as zeros, with a flag, since another rank may have one.
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,26 +26,37 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.async_work import UnitOrder, current_stream
 from te_fsdp.collectives.groups import group_of_ranks
 from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.collectives.rendezvous import is_simulated
-from te_fsdp.errors import OrderError
+from te_fsdp.component import Component
+from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import apply_deferred_grad_scale
+from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.layout import REPLICATED
 from te_fsdp.replicated_params import Bucket, GradientSlot, Reduction, ReductionGroup, pack
 from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model
-from te_fsdp.upstream import torch_autograd as _torch_autograd, torch_dtensor as _torch
+from te_fsdp.upstream import (
+    fsdp2_patches as _fsdp2_patches,
+    fsdp2_units,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
 from te_fsdp.upstream.fsdp2_outputs import tensors_in
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from te_fsdp.apply_fully_shard import Setup
     from te_fsdp.mesh import Meshes
     from te_fsdp.replicated_params import ReplicatedParameter
 
+_log = logging.getLogger("te_fsdp")
 
-class ReplicatedGradients:
+
+class ReplicatedGradients(Component):
     """Reduces the gradients of a model's replicated parameters by the end of each backward.
 
     The reduction is bound to the gradients of what the root's forward returns.
@@ -117,14 +129,13 @@ class ReplicatedGradients:
             fix="copy the model before te_fsdp.fully_shard",
         )
 
-    # ------------------------------------------------------------------------------------- what the schedule asks
+    # ------------------------------------------------------------------------------------------------------- phases
 
-    @property
-    def pending(self) -> list[str]:
-        """Names of the parameters with gradients that are not reduced yet.
+    def unreduced(self) -> list[str]:
+        """Return the names of the parameters with gradients that are not reduced yet.
 
-        Of all trained ones when a backward has ended without a reduction: other ranks may have gradients that this one
-        has not, and all must come to the reduction, or refuse to go on.
+        These are all trained ones after a backward without a reduction. Other ranks may have gradients that this rank
+        does not have, and all ranks must join the reduction or raise.
         """
         return [
             slot.replicated.plan.label
@@ -135,29 +146,26 @@ class ReplicatedGradients:
             or (self._owes and slot.parameter.requires_grad)
         ]
 
-    @property
-    def interrupted(self) -> bool:
-        """Whether a backward has raised before its end; what it gave is dropped by the next forward."""
-        return self._running and not _torch.in_backward()
+    def recover(self) -> bool:
+        """Drop the gradients of a backward that raised, and restore ``.grad`` from before it.
 
-    def recover(self) -> None:
-        """Drop what a backward that has raised gave; ``.grad`` is what it was before.
-
-        Collective over data parallel if reductions may have begun in that backward; it completes them together with
-        the next backward of ranks that raised before theirs had begun, which learn of it (:meth:`settle`).
+        Collective over data parallel if reductions may have begun in that backward. It completes them together with
+        the next backward of ranks that raised before theirs had begun. :meth:`settle` notifies those.
         """
-        if self.interrupted:
-            started, self._reduction = self._reduction, None
-            self._leave()
-            if started is not None and started.early:
-                started.abandon()
-                self._say(True)
-                self.settle()  # this rank knows
+        if not self._running or _torch.in_backward():
+            return False
+        started, self._reduction = self._reduction, None
+        self._leave()
+        if started is not None and started.early:
+            started.abandon()
+            self._say(True)
+            self.settle()  # this rank has the answer
+        return True
 
     def settle(self) -> bool:
-        """Whether a rank has given up one of the reductions since the last answer, so that this one got NaN from it.
+        """Return whether a rank has abandoned a reduction since the previous call, which left NaN on this rank.
 
-        Waits for the word of all ranks, which each gives after its reduction. Local operation otherwise.
+        Waits for the asynchronous all-reduce of the flags, which each rank starts after its reduction.
         """
         if self._said is not None:
             work, gave_up = self._said
@@ -178,44 +186,46 @@ class ReplicatedGradients:
             self._said = work, word
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the backwards to come reduce gradients when they end; otherwise they wait."""
+        """Set whether the next backwards reduce gradients when they end."""
         self._sync = enabled
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        """Add up over the ranks what is waiting, and add it to ``.grad``.
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that are not reduced yet, if there are some, and add them to ``.grad``.
 
         Collective over data parallel, on all ranks: an all-reduce for each unit, dtype and group of ranks, and one for
         all that is sent with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each
         tensor larger than a bucket; at first all are sent with no unit.
         """
+        if not self.unreduced():
+            return
         self._owes = False
         self._finish(self._new_reduction())
 
     def reduce_after_microbatches(self) -> None:
         """Reduce what the backwards of a pipeline's microbatches have left, once a stage reduces again.
 
-        Collective as :meth:`reduce`, outside of backward; within one its own end does that.
+        Collective as :meth:`reduce_gradients`, outside of backward; within one its own end does that.
         """
-        if self._sync and not self._running and self.pending:
-            self.reduce()
+        if self._sync and not self._running:
+            self.reduce_gradients()
 
     def waiting(self) -> list[torch.Tensor]:
         """The local gradients of this rank that wait for their reduction."""
         return [_torch.local_of(slot.unreduced) for slot in self._slots if slot.unreduced is not None]
 
-    def forget_unreduced(self) -> None:
-        """Forget the gradients that wait; those that are reduced are the parameters' own."""
+    def drop_unreduced(self) -> None:
+        """Drop the gradients that are not reduced yet. ``.grad`` has the reduced ones."""
         self._owes = False
         for slot in self._slots:
             slot.unreduced = None
 
-    def trained(self) -> list[torch.Tensor]:
+    def trained_parameters(self) -> list[torch.Tensor]:
         """Return the parameters that require gradients."""
         return [slot.parameter for slot in self._slots if slot.parameter.requires_grad]
 
-    def reduced(self) -> set[int]:
-        """``id`` of the parameters whose gradients are reduced here."""
+    def reduced_parameters(self) -> set[int]:
+        """Return the ``id`` of each replicated parameter."""
         return {id(slot.parameter) for slot in self._slots}
 
     def attach(self) -> None:
@@ -237,8 +247,16 @@ class ReplicatedGradients:
         if state is not None:
             attach_state_to_params(state)  # optimizer hooks know a model by its parameters
 
-    def let_go(self) -> None:
-        """Remove the hooks on parameters, which the next forward sets again. Local operation.
+    def before_method(self) -> None:
+        """As :meth:`attach`."""
+        self.attach()
+
+    def after_method(self, output: Any) -> None:
+        """As :meth:`watch`."""
+        self.watch(output)
+
+    def before_conversion(self) -> None:
+        """Remove the hooks on parameters, which the next forward registers again. Local operation.
 
         A conversion swaps quantized parameters with ``torch.utils.swap_tensors``: it refuses those with weak references
         to them, and takes their hooks away.
@@ -248,8 +266,8 @@ class ReplicatedGradients:
                 handle.remove()
             slot.handles, slot.hooked = [], None
 
-    def renewed(self) -> None:
-        """Take note of replaced parameters; ``InitError`` unless all ranks hold the same. Collective over the world."""
+    def after_materialize(self) -> None:
+        """Watch replaced parameters; ``InitError`` unless all ranks have equal values. Collective over the world."""
         self.attach()
         model = self._model()
         state = None if model is None else get_sharded_model(model)
@@ -323,7 +341,7 @@ class ReplicatedGradients:
         else:
             self._finish(reduction)
             if self._order.agreed is None:
-                self._order.agree(self._meshes)
+                self._order.agree(self._meshes.device_mesh, self._device)
                 self._buckets = None
 
     def _leave(self, *, keep: bool = False) -> None:
@@ -375,15 +393,16 @@ class ReplicatedGradients:
         state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
         for slot in self._slots:
             if slot.parameter.requires_grad:
-                state.unreduced.mark(slot.parameter, slot)
+                state.components.get(UnreducedGradients).mark(slot.parameter, slot, owner=self)
                 self._marked = True
 
     def _lift(self) -> None:
         """Remove the markers and drop cleared gradients."""
         if self._marked:
             state: Any = get_sharded_model(self._model())  # type: ignore[arg-type]
-            state.unreduced.drop_cleared()
-            state.unreduced.unmark(slot.parameter for slot in self._slots)
+            unreduced = state.components.get(UnreducedGradients)
+            unreduced.drop_cleared()
+            unreduced.unmark(slot.parameter for slot in self._slots)
             self._marked = False
 
     @torch.no_grad()
@@ -422,3 +441,35 @@ def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
         parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))
     else:
         parameter.grad = value
+
+
+def reduce_replicated_gradients(setup: Setup) -> None:
+    """Reduce the gradients of the model's replicated parameters, and log which they are.
+
+    Collective over the world where FSDP2 manages other parameters: it creates process groups.
+    """
+    plan, state, replicated = setup.plan, setup.state, setup.plan.replicated
+    if not replicated:
+        return
+    if rank() == 0:
+        parameters = [item.parameter for item in replicated]
+        elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
+        _log.info(
+            "no_shard: %d parameters of %s elements stay whole on every data-parallel rank, %d of them trained: %s",
+            len(replicated),
+            f"{elements:,}",
+            sum(parameter.requires_grad for parameter in parameters),
+            shorten([item.plan.label for item in replicated], 3),
+        )
+    own = ReplicatedGradients(
+        state.model,
+        replicated,
+        state.meshes,
+        units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
+        grads_dtype=None if state.precision is None else state.precision.policy.main_grads_dtype,
+        average=state.average_gradients,
+        beside_fsdp2=bool(state.modules),
+    )
+    state.components.attach(own)
+    if state.meshes.pp is not None and fsdp2_units.is_fsdp_module(state.model):
+        _fsdp2_patches.wrap_pipeline_step(state.model, own.set_gradient_sync, own.reduce_after_microbatches)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import NO_VALUES, VALUES
 from te_fsdp.sharded_model import expose_sharded_params, expose_unsharded_params, record_unsharded_params
@@ -34,6 +35,7 @@ from te_fsdp.upstream import (
 from te_fsdp.upstream.fsdp2_outputs import tensors_in
 
 if TYPE_CHECKING:
+    from te_fsdp.apply_fully_shard import Setup
     from te_fsdp.sharded_model import ShardedModel
 
 #: Attribute of a marker: a function that returns the name of its parameter.
@@ -134,6 +136,7 @@ class _Marked(NamedTuple):
     parameter: torch.Tensor
     source: Any  #: ``FSDPParam``, or ``Slot`` of ``replicated_gradients.py``
     group: Any  #: ``FSDPParamGroup``, or ``None``
+    owner: Component | None  #: The component that stores the gradient, if FSDP2 does not
     seen: torch.Tensor  #: ``.grad`` when the parameter was marked
 
     @property
@@ -142,7 +145,7 @@ class _Marked(NamedTuple):
         return self.parameter.grad is None or _ZEROED in self.seen.__dict__
 
 
-class UnreducedGradients:
+class UnreducedGradients(Component):
     """Markers of one model ([Note: markers])."""
 
     def __init__(self, state: ShardedModel) -> None:
@@ -157,14 +160,16 @@ class UnreducedGradients:
         # Sharded and unsharded parameters, and .grad of the unsharded one after the forward.
         self._unsharded: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def mark(self, parameter: torch.Tensor, source: Any, group: Any = None) -> None:
+    def mark(
+        self, parameter: torch.Tensor, source: Any, group: Any = None, owner: Component | None = None
+    ) -> None:
         """Mark a parameter with an unreduced gradient. Local operation."""
         if id(parameter) in self._marked:
             return
         if parameter.grad is None:
             parameter.grad = self._marker(parameter)
         assert parameter.grad is not None
-        self._marked[id(parameter)] = _Marked(parameter, source, group, parameter.grad)
+        self._marked[id(parameter)] = _Marked(parameter, source, group, owner, parameter.grad)
 
     def _marker(self, parameter: torch.Tensor) -> torch.Tensor:
         local = _torch.local_of(parameter)
@@ -201,7 +206,19 @@ class UnreducedGradients:
             if marked is not None and is_marker(parameter.grad):
                 parameter.grad = None
 
-    def unmark_all(self) -> None:
+    def before_recovery(self) -> None:
+        """As :meth:`unmark_unsharded`."""
+        self.unmark_unsharded()
+
+    def after_forward(self, output: Any) -> None:
+        """Drop cleared gradients at the start of each backward of this output. Local operation."""
+        self.mark_unsharded()
+        start = functools.partial(_start_backward, weakref.ref(self))
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(start)
+
+    def drop_unreduced(self) -> None:
         """Remove all markers. Local operation."""
         self.unmark([marked.parameter for marked in self._marked.values()])
 
@@ -250,10 +267,10 @@ class UnreducedGradients:
             else:
                 _fsdp2_gradients.drop_unreduced_gradient(marked.source, marked.group)
         self.unmark([marked.parameter for marked in cleared])
-        state = self._state()
-        replicated = None if state is None else state.replicated
-        if replicated is not None and not any(marked.group is None for marked in self._marked.values()):
-            replicated.forget_unreduced()
+        left = [marked.owner for marked in self._marked.values()]
+        for owner in {marked.owner for marked in cleared}:
+            if owner is not None and owner not in left:
+                owner.drop_unreduced()
 
     def _require_all_cleared(self, marked: _Marked, cleared: set[int]) -> None:
         left = [
@@ -277,7 +294,7 @@ class UnreducedGradients:
         if self._unsharded:
             self.drop_cleared()
         state = self._state()
-        if state is not None and name in state.aside:  # the backward of another forward has ended
+        if state is not None and name in state.unsharded.aside:  # the backward of another forward has ended
             expose_unsharded_params(state, name, state.modules[name])
 
     def before_reduction(self, group: Any) -> None:
@@ -295,9 +312,11 @@ class UnreducedGradients:
             expose_sharded_params(state, name)
 
 
-def register_unreduced_gradients(state: ShardedModel) -> None:
+def watch_unreduced_gradients(setup: Setup) -> None:
     """Mark gradients that backwards of the model leave unreduced, from now on. Local operation."""
-    own = state.unreduced = UnreducedGradients(state)
+    state = setup.state
+    own = UnreducedGradients(state)
+    state.components.attach(own)
     for name, unit in state.modules.items():
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             own.groups.append(group)
@@ -310,17 +329,9 @@ def register_unreduced_gradients(state: ShardedModel) -> None:
 # ---------------------------------------------------------------------------------------------- the start of a backward
 
 
-def register_backward_start(state: ShardedModel, output: Any) -> None:
-    """Drop cleared gradients at the start of each backward of this output. Local operation."""
-    state.unreduced.mark_unsharded()
-    start = functools.partial(_start_backward, weakref.ref(state))
-    for tensor in tensors_in(output):
-        if tensor.requires_grad:
-            tensor.register_hook(start)
-
-
-def _start_backward(of: weakref.ref[ShardedModel], gradient: torch.Tensor) -> None:
-    state = of()
-    if state is not None and state.unreduced.backward != _torch_autograd.backward_id():
-        state.unreduced.backward = _torch_autograd.backward_id()
-        state.unreduced.drop_cleared()
+def _start_backward(own: weakref.ref[UnreducedGradients], gradient: torch.Tensor) -> None:
+    """Drop cleared gradients at the start of a backward."""
+    component = own()
+    if component is not None and component.backward != _torch_autograd.backward_id():
+        component.backward = _torch_autograd.backward_id()
+        component.drop_cleared()

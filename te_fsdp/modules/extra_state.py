@@ -241,7 +241,7 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
     for key, state in states.items():
         described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
     # Experts of other ranks have states of their own under the same name.
-    kind = _NotForDcp if (binding_of(module).ep_mesh is not None) else _Entry  # type: ignore[missing-attribute]
+    kind = _NotForDcp if (binding_of(module).ep.mesh is not None) else _Entry  # type: ignore[missing-attribute]
     return pack((), described).as_subclass(kind)
 
 

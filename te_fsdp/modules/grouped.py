@@ -279,7 +279,7 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
         binding = binding_of(self)
         if binding is not None:
             if binding.experts is not None:
-                if binding.is_managed_by_fsdp and not binding.divided and torch.is_grad_enabled():
+                if binding.fsdp.is_managed and not binding.ep.divided and torch.is_grad_enabled():
                     _check_divided(self, binding)
                 _find_amax_group(binding)
             check_recipe(self, binding)
@@ -311,8 +311,8 @@ def _experts_of(module: GroupedModule) -> ExpertRange | None:
 
 def _check_expert_shards(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise ``PlacementError`` if FSDP2 cuts an expert over ranks that hold others: given the dense mesh, or none."""
-    assert binding.ep_mesh is not None
-    both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep_mesh.mesh.flatten().tolist())
+    assert binding.ep.mesh is not None
+    both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep.mesh.mesh.flatten().tolist())
     if len(both) > 1:
         raise PlacementError(
             f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
@@ -327,12 +327,12 @@ def _check_expert_shards(binding: ModuleBinding, name: str, parameter: DTensor) 
 def _find_amax_group(binding: ModuleBinding) -> None:
     """Over whom TE's delayed scaling reduces in this forward: the ranks that share the module's experts."""
     recipe = _te.active_recipe()
-    if binding.amax_group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
+    if binding.amax.group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
         return
     if binding.weight_mesh is not None:
-        binding.amax_group = binding.weight_mesh.get_group()
+        binding.amax.group = binding.weight_mesh.get_group()
     else:  # this rank alone holds them; for TE None means all ranks
-        binding.amax_group = group_of_ranks([dist.get_rank()], "amax of experts")
+        binding.amax.group = group_of_ranks([dist.get_rank()], "amax of experts")
 
 
 def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
@@ -343,14 +343,14 @@ def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
     """
     managed, factor = fsdp2_units.divide_factor(module)
     if managed and factor is None:
-        assert binding.ep_mesh is not None
+        assert binding.ep.mesh is not None
         raise OrderError(
             f"{binding.name or 'model'}: gradients of experts under torch's fully_shard",
             expected="a gradient divide factor of the expert module's own FSDP2 unit",
             got="none",
             why="FSDP2 would divide by the ranks that share an expert, not by all data-parallel ranks whose tokens "
-            f"it sees: {binding.ep_mesh.size()} times too little",
+            f"it sees: {binding.ep.mesh.size()} times too little",
             fix="call module.set_gradient_divide_factor(number of data-parallel ranks, ep included), or use "
             "te_fsdp.fully_shard",
         )
-    binding.divided = True
+    binding.ep.divided = True

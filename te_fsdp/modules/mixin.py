@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
-import te_fsdp
 from te_fsdp.errors import InitError, OrderError, PrecisionError
 from te_fsdp.initialize import check_initialised, initialize_by_reset
 from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
@@ -59,7 +58,6 @@ from te_fsdp.upstream import (
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _ToLocal(torch.autograd.Function):
@@ -132,12 +130,12 @@ def _partial(
     assert binding.tp_mesh is not None
     if binding.grad_checks and gradient is not None and name in binding.grad_checks:
         binding.grad_checks[name](gradient)
-    if binding.is_managed_by_fsdp:
+    if binding.fsdp.is_managed:
         # The gathered parameter is the same object in every backward, and so is its spec.
-        known = binding.partial_specs.get(name)
+        known = binding.fsdp.partial_specs.get(name)
         if known is None or known[0] is not spec:
             partial = _torch.with_placements(spec, (Partial(),))
-            known = binding.partial_specs[name] = spec, partial
+            known = binding.fsdp.partial_specs[name] = spec, partial
         return gradient, known[1]
     if gradient is not None:
         gradient = gradient.contiguous()
@@ -170,7 +168,7 @@ def local_parameters(
     if not names:
         yield ()
         return
-    pair = binding.installed.get(names[0])
+    pair = binding.fsdp.pairs.get(names[0])
     if pair is None or parameters[0] is not pair.gathered:  # that one is known to be whole
         _check_gathered(binding, names[0], parameters[0])
     is_foreign = _is_foreign(type(module))
@@ -233,28 +231,14 @@ def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> No
 class MeshModule(torch.nn.Module):
     """Mixin of every bound module; stands before TE's class in the method resolution order."""
 
-    def set_device_mesh(
-        self,
-        tp_mesh: DeviceMesh | None = None,
-        weight_mesh: DeviceMesh | None = None,
-        *,
-        ep_mesh: DeviceMesh | None = None,
-        expert_weight_mesh: DeviceMesh | None = None,
-    ) -> None:
-        """Bind this module and its children to meshes: see :func:`te_fsdp.set_device_mesh`."""
-        # Through the public name: what carries it out stands above this file and makes its classes.
-        te_fsdp.set_device_mesh(
-            self, tp_mesh, weight_mesh, ep_mesh=ep_mesh, expert_weight_mesh=expert_weight_mesh
-        )
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """TE's forward, on local tensors."""
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
         if binding is None:
             return super().forward(*args, **kwargs)
-        if binding.amax_group is None:
+        if binding.amax.group is None:
             return self._forward(binding, *args, **kwargs)
-        with delayed_amax_over(binding.amax_group):
+        with delayed_amax_over(binding.amax.group):
             return self._forward(binding, *args, **kwargs)
 
     def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:
@@ -263,7 +247,7 @@ class MeshModule(torch.nn.Module):
         if binding.on_meta:
             check_initialised(self._parameters.items(), binding.name)
             binding.on_meta = False
-        if binding.is_managed_by_fsdp and _torch.in_backward():
+        if binding.fsdp.is_managed and _torch.in_backward():
             gather_missing_direction(self, binding)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)
@@ -271,7 +255,7 @@ class MeshModule(torch.nn.Module):
                 return output
             own = local or tuple([p for p in self._parameters.values() if p is not None])
             # The FSDP unit that frees the parameter may be this module or any ancestor.
-            return replace_returned_parameters(output, own, copy=binding.is_managed_by_fsdp)
+            return replace_returned_parameters(output, own, copy=binding.fsdp.is_managed)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Carry Python attributes over to whatever replaces a parameter.
@@ -285,7 +269,7 @@ class MeshModule(torch.nn.Module):
             return
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
         if binding is not None:
-            old, pair = parameters[name], binding.installed.get(name)
+            old, pair = parameters[name], binding.fsdp.pairs.get(name)
             # FSDP2 installs the same two in turn, in every forward and backward: that calls nothing it need not.
             if pair is None or (value is not pair.shard and value is not pair.gathered):
                 self._take_over(binding, name, old, value)
@@ -314,7 +298,7 @@ class MeshModule(torch.nn.Module):
     def _take_over(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """What happens when ``value``, which is not known yet, replaces an own parameter, before it does."""
         _refuse_assignment(self, binding, name, value)
-        pair = binding.installed.setdefault(name, ShardedUnshardedPair())
+        pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
         whole = binding.whole_mesh(name)
         is_shard = isinstance(value, DTensor) and value.device_mesh != whole
         if not is_shard and isinstance(old, DTensor) and old.device_mesh != whole:
@@ -337,11 +321,11 @@ class MeshModule(torch.nn.Module):
         else:
             check_cut(self, binding, name, value)
             _check_still_quantized(binding, name, old, value)
-        if name not in binding.sharded and old is not None:
-            binding.sharded.add(name)
+        if name not in binding.fsdp.sharded and old is not None:
+            binding.fsdp.sharded.add(name)
             mark_replaced(old, binding.label(name), "fully_shard")
         register_shard(binding, self, name, value)
-        binding.is_managed_by_fsdp = True
+        binding.fsdp.is_managed = True
         pair.shard, pair.release = value, release_function_of(pair.gathered, value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -362,7 +346,7 @@ class MeshModule(torch.nn.Module):
 def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
     """What a module knows of the two forms of a parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`)."""
     if isinstance(module, MeshModule) and (binding := binding_of(module)) is not None:
-        pair = binding.installed[name]
+        pair = binding.fsdp.pairs[name]
         if pair.shard is None or pair.gathered is None:
             raise KeyError(name)
         return pair
@@ -374,7 +358,7 @@ def _refuse_assignment(
     module: torch.nn.Module, binding: ModuleBinding, name: str, value: torch.nn.Parameter | None
 ) -> None:
     """Raise if ``value`` would take the place of a parameter that FSDP2 has gathered before: it puts its own back."""
-    pair = binding.installed.get(name)
+    pair = binding.fsdp.pairs.get(name)
     if pair is None or pair.shard is None or pair.gathered is None:
         return  # what FSDP2 installs for the first time
     if not _fsdp2.is_assigned_by_user(module, name, value):
@@ -408,7 +392,7 @@ def _check_still_quantized(
 
     TE 2.20.2 does so in silence for float8-block and NVFP4 weights.
     """
-    if old is None or binding.needs_requantize or not _te.is_quantized(_torch.local_of(old)):
+    if old is None or binding.fsdp.needs_requantize or not _te.is_quantized(_torch.local_of(old)):
         return
     if not _te.is_quantized(_torch.local_of(new)):
         raise PrecisionError(

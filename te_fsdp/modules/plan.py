@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp import layout as table
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.errors import MeshError, OrderError, PlacementError
-from te_fsdp.layout import PLAIN, ExpertRange, Layout, ParameterRule, expert_index
+from te_fsdp.layout import PLAIN, Layout, ParameterRule, expert_index
 from te_fsdp.mesh_checks import (
     check_1d,
     check_ascending,
@@ -20,6 +20,7 @@ from te_fsdp.mesh_checks import (
     check_expert_ranks_disjoint,
     mesh_of_experts,
 )
+from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import (
     Selection,
     check_single,
@@ -32,66 +33,12 @@ from te_fsdp.modules.grouped import (
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
 from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_cuts
-from te_fsdp.records import ModuleBinding, OwnDTensor, binding_of, is_replicated
+from te_fsdp.records import ModuleBinding, binding_of, is_replicated
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-
-@dataclass(frozen=True)
-class ModuleMeshes:
-    """The meshes that a module is bound to, each 1-D; ``ep_mesh`` for experts alone.
-
-    Attributes:
-        weight_mesh: Of the ranks that hold pieces of one weight.
-        replicas: How many times these ranks hold the model, where that is known.
-        experts_mesh: Mesh that a parameter of all experts lies on when nothing is sharded: ``ep``, or (``ep``, ``tp``).
-    """
-
-    tp_mesh: DeviceMesh | None = None
-    weight_mesh: DeviceMesh | None = None
-    ep_mesh: DeviceMesh | None = None
-    replicas: int = 1
-    experts_mesh: DeviceMesh | None = None
-    single: DeviceMesh | None = None  #: Mesh of this rank alone, for a user's DTensor on axes of size 1
-
-    @property
-    def grid(self) -> Grid:
-        """Sizes of the axes that cut a weight, also where the user calls FSDP2: the weight mesh tells its ranks."""
-        tp = self.tp_mesh.size() if self.tp_mesh is not None else 1
-        return Grid(self.replicas, self.weight_mesh.size() // tp if self.weight_mesh is not None else 1, tp)
-
-
-@dataclass(frozen=True)
-class ModulePlan:
-    """One module of the tree, by its name there (``""`` for the root), and what it will be bound with.
-
-    Attributes:
-        kind: TE kind, or ``None`` for modules that TE does not know.
-        rules: Rule of each own parameter.
-        experts: Which experts it holds, for a module that expert parallelism deals out.
-        cuts: Dim that FSDP2 shall cut of each own weight that is quantized or holds all experts, by the name that it
-            has once it is bound.
-    """
-
-    name: str
-    module: Any
-    kind: str | None
-    rules: dict[str, ParameterRule]
-    experts: ExpertRange | None = None
-    meshes: ModuleMeshes = ModuleMeshes()
-    cuts: Mapping[str, int] = field(default_factory=dict)
-    #: The user's own DTensors among the parameters, by name.
-    distributed: Mapping[str, OwnDTensor] = field(default_factory=dict)
-
-    def registered(self, name: str) -> str:
-        """The name that an own parameter has once the module is bound, that of all experts if it becomes one of it."""
-        single = name.rstrip("0123456789")
-        if name not in self.rules and single in self.rules:
-            return single
-        return name if self.experts is None else self.experts.registered_name(name)
 
 
 def plan_modules(
@@ -241,14 +188,14 @@ def _check_item(item: ModulePlan) -> None:
 
 def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> None:
     """A second call may only repeat the first."""
-    known = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep_mesh)
+    known = ModuleMeshes(binding.tp_mesh, binding.weight_mesh, binding.ep.mesh)
     same = known.tp_mesh == meshes.tp_mesh and known.ep_mesh == meshes.ep_mesh
     # Without tp, FSDP2's shard axis was taken as the mesh.
-    is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.is_managed_by_fsdp)
+    is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.fsdp.is_managed)
     if same and (known.weight_mesh == meshes.weight_mesh or is_left_out):
         return
     what, fix = "with other meshes than before", "bind a model once; build a new one for a new mesh"
-    if binding.is_managed_by_fsdp:
+    if binding.fsdp.is_managed:
         what, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(
         f"{label}: set_device_mesh {what}",

@@ -28,7 +28,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from te_fsdp.apply_fully_shard import fully_shard
 from te_fsdp.checkpoint.portable.huggingface_config import read_config
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpError
 from te_fsdp.mesh import Meshes
@@ -54,6 +53,7 @@ from te_fsdp.planning.job import (
 )
 from te_fsdp.planning.step import Machine, Peak, StepTime, Traffic, peak_of, reach_of, step_time, traffic_of
 from te_fsdp.reporting import Report, Row, describe
+from te_fsdp.shard_model import fully_shard
 from te_fsdp.upstream import torch_dtensor as _torch
 
 __all__ = [

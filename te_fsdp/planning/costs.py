@@ -108,7 +108,7 @@ def weights_of(model: nn.Module, job: Job) -> list[Weight]:
 def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
     """One place's weight; ``passes``: of a whole shard, whether its gradient is passed on."""
     label, module, name, parameter = place
-    plan, precision = plan_of(parameter), state.precision_plan
+    plan, precision = plan_of(parameter), state.precision
     assert plan is not None  # fully_shard has noted it on each
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     shape, replicated = _without_fsdp(parameter), plan.storage.is_whole
@@ -140,7 +140,8 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     if replicated or (passes is not None and (quantizer is not None or compute == parameter.element_size())):
         gathered = again = 0
     cost = cost_of(parameter, quantizer is not None)
-    wire = getattr(state.precision, "grad_comm_dtype", None) or cost.dtype
+    policy = None if state.precision is None else state.precision.policy
+    wire = (policy.grad_comm_dtype if policy is not None else None) or cost.dtype
     return Weight(
         label=label,
         unit=plan.unit,

@@ -61,7 +61,7 @@ def describe_shards(
     elif type(parameter) is DTensor:
         parameter.__class__ = QuantizedParameter
     if isinstance(parameter, BoxedDTensor):
-        has_ep = binding.experts_mesh is not None and rule.layout.is_grouped
+        has_ep = binding.ep.experts_mesh is not None and rule.layout.is_grouped
         boxes = BoxMap(rule, binding.tp_mesh is not None, has_ep, placements, owner)
         parameter.__dict__[_torch.BOXES] = boxes
 

@@ -156,7 +156,7 @@ def check_cut(module: nn.Module, binding: ModuleBinding, name: str, shard: DTens
         count = mesh.size(axis)
         check_fit(weight, Grid(1 if first else mesh.size() // tp // count, count, tp), dim=dim - first)
         if first:
-            binding.is_cut_within_experts = True
+            binding.ep.is_cut_within = True
 
 
 def patch_new_zeros(local: torch.Tensor) -> None:
@@ -257,7 +257,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         if known is not None and known[:3] != now:
             known = None
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
-        again = binding.recomputed or module.__dict__.get("checkpoint") is True
+        again = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
         # Gathers for backward must bring both directions where the module runs its forward again there.
         group = _te.fsdp_group_of(module) if again and _te.gathers_one_direction(self) else None
         both = group is not None and _torch.in_backward()
@@ -407,5 +407,5 @@ def gather_missing_direction(module: nn.Module, binding: ModuleBinding) -> None:
         if not all(local.get_usages().values()):  # type: ignore[attr-defined]
             missing.append(name)
     if missing:
-        binding.recomputed = True
+        binding.fsdp.recomputed = True
         _fsdp2.regather_parameters(_te.fsdp_group_of(module), module, missing)

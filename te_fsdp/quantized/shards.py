@@ -78,7 +78,7 @@ def stash_quantized(model: nn.Module) -> list[StashedWeight]:
             replacements[key] = replace_local_tensor(parameter, value)
         stashed[key].places.append((module, name))
         module._parameters[name] = replacements[key]
-        binding.needs_requantize = True
+        binding.fsdp.needs_requantize = True
     return list(stashed.values())
 
 
@@ -103,9 +103,9 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
             its = binding_of(owner)
             assert its is not None
             # The high-precision one would stay until FSDP2 installs this one.
-            if pair := its.installed.get(own):
+            if pair := its.fsdp.pairs.get(own):
                 pair.shard = shard  # type: ignore[bad-assignment]
-            its.needs_requantize = False
+            its.fsdp.needs_requantize = False
 
 
 def _copy_bytes(
@@ -202,7 +202,7 @@ def _experts_group(binding: ModuleBinding) -> str | None:
     """Return the name of the group whose ranks have shards of the same experts (tp, FSDP2's if it splits experts)."""
     rule = binding.rules.get("weight")
     mesh = binding.tp_mesh if rule is not None and rule.shard_dim is not None else None
-    if binding.is_cut_within_experts and binding.weight_mesh is not None:
+    if binding.ep.is_cut_within and binding.weight_mesh is not None:
         mesh = binding.weight_mesh
     return None if mesh is None else mesh.get_group().group_name
 
@@ -280,7 +280,7 @@ def _group_of_whole(parameter: torch.Tensor | None, binding: ModuleBinding | Non
 def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> None:
     """Point the quantizers of a module's weights, gathered and not, at its scale and history. Local operation."""
     tensors = [(n, _torch.local_of(p)) for n, p in module._parameters.items() if p is not None]
-    tensors += [(n, local) for n, ref in binding.shards.items() if (local := ref()) is not None]
+    tensors += [(n, local) for n, ref in binding.fsdp.shards.items() if (local := ref()) is not None]
     for name, local in tensors:
         live = _te.weight_quantizer(module, name)
         if live is None or not _te.is_quantized(local) or not _te.has_delayed_scale(local):
@@ -303,9 +303,9 @@ def register_shard(binding: ModuleBinding, module: nn.Module, name: str, paramet
         MeshError: On all ranks, if on any of them the weight mesh does not consist of the ranks that hold this
             weight's pieces.
     """
-    if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.is_cut_within_experts:
+    if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.ep.is_cut_within:
         return  # every expert lies whole on one rank
-    if binding.weight_mesh_agreed or not _has_one_scale(_torch.local_of(parameter), module, name):
+    if binding.amax.agreed or not _has_one_scale(_torch.local_of(parameter), module, name):
         return
     mesh, axes = parameter.device_mesh, _fsdp_axes(binding, name, parameter)
     without_tp = binding.tp_mesh is None or binding.tp_mesh.size() == 1
@@ -321,14 +321,14 @@ def agree_on_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch
     Also remembers a shard of delayed scaling while its module holds it: in forward that holds the gathered weight.
     """
     is_delayed = _te.has_delayed_scale(local)
-    if binding.weight_mesh_agreed and not is_delayed:
+    if binding.amax.agreed and not is_delayed:
         return
     for name, parameter in module._parameters.items():
         if parameter is None or _torch.local_of(parameter) is not local:
             continue
         if is_delayed:
-            binding.shards[name] = weakref.ref(local)
-        is_open = isinstance(parameter, DTensor) and not binding.weight_mesh_agreed
+            binding.fsdp.shards[name] = weakref.ref(local)
+        is_open = isinstance(parameter, DTensor) and not binding.amax.agreed
         if is_open and _has_one_scale(local, module, name):
             _agree(binding, name, parameter)
 
@@ -357,7 +357,7 @@ def _agree(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
             why=why,
             fix='pass weight_mesh=te_fsdp.Meshes(...).weight, the flattened ("dp_shard", "tp") mesh',
         )
-    binding.weight_mesh_agreed = True
+    binding.amax.agreed = True
 
 
 def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:

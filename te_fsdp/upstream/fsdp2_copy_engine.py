@@ -39,7 +39,7 @@ SMALL = 1 << 16
 
 
 class Memory(Protocol):
-    """What the ranks read of each other (:class:`te_fsdp.unit_communication.PeerMemory`)."""
+    """What the ranks read of each other (:class:`te_fsdp.peer_memory.PeerMemory`)."""
 
     parts: list[torch.Tensor]
     own: torch.Tensor
@@ -150,7 +150,7 @@ class CopyEngineGathers:
 
         The parameters stay the same objects. Shards that are cast on their way, quantized ones whose buffers are put
         together or padded first, and those on meta stay where they are, as do those that another call has moved and
-        nobody has moved away. ``alias`` is :func:`te_fsdp.unit_communication.alias`.
+        nobody has moved away. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
         found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]

@@ -176,8 +176,8 @@ def wait_for(pids: list[int], seconds: float) -> set[int]:
 
 def main(directory: Path, seed: int, trials: int) -> None:
     torch.set_num_threads(1)
-    import te_fsdp.apply_fully_shard
     import te_fsdp.checkpoint
+    import te_fsdp.shard_model
 
     # Whatever torch imports when it is first used is imported here, before the forks.
     model, optimizer = build()

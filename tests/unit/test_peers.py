@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from te_fsdp import unit_communication as peers
+from te_fsdp import peer_memory as peers
 from te_fsdp.upstream import symmetric_memory as _torch_transport
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import apply_fully_shard as entry
+from te_fsdp import shard_model as entry
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, SyncMode
 from te_fsdp.modules import plan as of_modules

@@ -1,4 +1,4 @@
-"""What te_fsdp does around a step of an optimizer: the lists, and the page that prints them."""
+"""The order of everything that te_fsdp attaches and runs: the tables, and the page that prints them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp import bind_device_mesh, optimizer_step
+from te_fsdp import bind_device_mesh, components
 from te_fsdp.checks import CHECKS
+from te_fsdp.component import Component, Components
 
 ROOT = Path(__file__).resolve().parents[2]
 LISTS = {
-    "before": (bind_device_mesh.BEFORE_STEP, optimizer_step.BEFORE_STEP),
-    "after": (bind_device_mesh.AFTER_STEP, optimizer_step.AFTER_STEP),
+    "before": (bind_device_mesh.BEFORE_STEP, components.BEFORE_STEP),
+    "after": (bind_device_mesh.AFTER_STEP, components.AFTER_STEP),
 }
 
 
@@ -24,27 +25,27 @@ def _names(functions):
 
 def test_the_order():
     assert (
-        _names(optimizer_step.BEFORE_STEP)
+        _names(components.BEFORE_STEP)
         == [
             "restore_optimizer_params",  # first: until then the groups may contain main weights, which have no record
             "record_stepping_optimizer",
             "wait_for_gradients",
             "run_checks",  # of complete gradients, before anything changes
-            "check_nan_report",
+            "check_gradients",
             "wrap_closure",  # which does the last three again after the closure's backward
             "sync_tp_replicas",  # of complete gradients, in the dtype in which they were summed
-            "cast_gradients",
+            "prepare_components",
             "allow_mixed_parameters",
             # last: its hook of the optimizer's own runs next, and takes gradients as they are now
             "use_fused_adam_master_weights",
         ]
     )
-    assert _names(optimizer_step.AFTER_STEP) == [
+    assert _names(components.AFTER_STEP) == [
         "refresh_quantized",
         "count_versions",
         "run_checks_after_step",  # after that has counted
-        "undo_casts",
-        "reset_nan_report",
+        "undo_preparations",
+        "finish_components",
         "release_weights",
     ]
 
@@ -55,21 +56,83 @@ def test_a_bound_model_has_a_part_of_it_in_the_same_order(when):
     assert bound == tuple(function for function in every if function in bound)
 
 
+def _does(documented):
+    """First line of a docstring, as the page prints it."""
+    does = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", (documented.__doc__ or "").splitlines()[0])
+    return does.replace("``", "`")
+
+
+def _file_of(item):
+    return Path(inspect.getfile(item)).relative_to(ROOT / "te_fsdp")
+
+
+def step_table(when):
+    bound, every = LISTS[when]
+    rows = [f"| {when} a step | where | bound models | does |", "| --- | --- | --- | --- |"]
+    for function in every:
+        mark = "yes" if function in bound else ""
+        rows.append(f"| `{function.__name__}` | `{_file_of(function)}` | {mark} | {_does(function)} |")
+    return "\n".join(rows)
+
+
+def setup_table():
+    rows = ["| setup | where | does |", "| --- | --- | --- |"]
+    rows += [f"| `{f.__name__}` | `{_file_of(f)}` | {_does(f)} |" for f in components.SETUP]
+    return "\n".join(rows)
+
+
+def phase_table():
+    rows = ["| phase | components | does |", "| --- | --- | --- |"]
+    for phase, method in vars(Component).items():
+        if not phase.startswith("_"):
+            taking_part = [kind for kind in components.COMPONENTS if phase in vars(kind)]
+            rows.append(
+                f"| `{phase}` | {', '.join(f'`{k.__name__}`' for k in taking_part)} | {_does(method)} |"
+            )
+    return "\n".join(rows)
+
+
 @pytest.mark.parametrize("when", LISTS)
 def test_the_page_has_the_list(when):
-    bound, every = LISTS[when]
-    expected = [
-        f"| {when} a step | where | bound models | does |",
-        "| --- | --- | --- | --- |",
-    ]
-    for function in every:
-        file = Path(inspect.getfile(function)).relative_to(ROOT / "te_fsdp")
-        does = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", (function.__doc__ or "").splitlines()[0])
-        does = does.replace("``", "`")
-        expected.append(
-            f"| `{function.__name__}` | `{file}` | {'yes' if function in bound else ''} | {does} |"
-        )
-    assert "\n".join(expected) in (ROOT / "docs/internals.md").read_text(), "\n".join(expected)
+    assert step_table(when) in (ROOT / "docs/internals.md").read_text(), step_table(when)
+
+
+@pytest.mark.parametrize("table", [setup_table, phase_table])
+def test_the_page_has_the_tables_of_components(table):
+    assert table() in (ROOT / "docs/internals.md").read_text(), table()
+
+
+def test_every_phase_has_a_component():
+    """A phase that no component overrides is dead code."""
+    phases = [name for name in vars(Component) if not name.startswith("_")]
+    taken = {name for kind in components.COMPONENTS for name in vars(kind)}
+    assert [phase for phase in phases if phase not in taken] == []
+
+
+def test_phases_run_the_overridden_methods_in_the_order_of_attachment():
+    seen = []
+
+    class First(Component):
+        def drop_unreduced(self):
+            seen.append("first")
+
+    class Second(Component):
+        def drop_unreduced(self):
+            seen.append("second")
+
+        def unreduced(self):
+            return ["a"]
+
+    first, second = First(), Second()
+    attached = Components([first])
+    attached.attach(second)
+    for drop in attached.drop_unreduced:
+        drop()
+    assert seen == ["first", "second"]
+    assert [names() for names in attached.unreduced] == [["a"]]
+    assert attached.settle == () and attached.get(Second) is second
+    attached.detach(second)
+    assert attached.unreduced == () and attached.get(Second) is None
 
 
 def test_names_on_the_page_exist():

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_fsdp.apply_fully_shard import fully_shard as native_fully_shard
 from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy, native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
 from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.gradient_sync import microbatch as native_microbatch
 from te_fsdp.materialization import materialize
+from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import get_sharded_model
 
 if TYPE_CHECKING:

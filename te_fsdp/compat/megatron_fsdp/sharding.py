@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import gradient_sync
-from te_fsdp.apply_fully_shard import fully_shard as native_fully_shard
 from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.compat.megatron_fsdp.arguments import (
     CONFIG_WITHOUT_MEANING,
@@ -37,7 +36,6 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     say_what_has_no_meaning,
 )
 from te_fsdp.errors import CheckpointError, InitError, OrderError
-from te_fsdp.features.clip_grad_norm import report_nan
 from te_fsdp.features.main_params import MAIN, optimizer_shard_in
 from te_fsdp.features.main_weights import (
     initialize_fused_adam,
@@ -45,9 +43,12 @@ from te_fsdp.features.main_weights import (
     rebind_optimizer_params,
     shard_optimizer,
 )
+from te_fsdp.features.nan_report import report_nan
+from te_fsdp.features.scale_gradients import scale_gradients
 from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.materialization import broadcast_params, materialize
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import require_sharded_model, sharded_model_of
 from te_fsdp.upstream import te as _te
 
@@ -194,7 +195,7 @@ class MegatronFSDP(torch.nn.Module):
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
         """Multiply all gradients: :func:`te_fsdp.scale_gradients`."""
-        gradient_sync.scale_gradients(self.module, scaling_factor)
+        scale_gradients(self.module, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
         """Forget all gradients: :func:`te_fsdp.zero_grad`."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.component import Component
 from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.optimizer_shards import OUTER, OptimizerShard
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
@@ -39,8 +40,23 @@ from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from te_fsdp.features.main_params import MainParameter, MainParameters
+    from te_fsdp.apply_fully_shard import Setup
+    from te_fsdp.features.hfsdp.main_parameter import MainParameter
     from te_fsdp.sharded_model import ShardedModel
+
+
+class ShardedParameters(Protocol):
+    """The parameters of one optimizer that shards its state: ``main_params.MainParameters``."""
+
+    known: dict[int, MainParameter]  #: Main parameters by ``id`` of the parameter
+
+    def trained(self) -> list[MainParameter]:
+        """Return the trained parameters whose state is sharded, in the same order on all replicas."""
+        ...
+
+    def look(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
+        """Return the main parameters that a step would use now."""
+        ...
 
 
 class OuterAverages:
@@ -49,7 +65,7 @@ class OuterAverages:
     What makes or completes them raises OrderError where gradients have changed since they were averaged.
     """
 
-    def __init__(self, main_parameters: MainParameters) -> None:
+    def __init__(self, main_parameters: ShardedParameters) -> None:
         self._main_parameters = main_parameters
         self.early = EarlyAverages(self._apart)
         self._averaging = GradientAveraging(())  # of those that the last step has averaged
@@ -198,7 +214,7 @@ def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
 
 
 def check_step(optimizer: Optimizer) -> None:
-    """Raise OrderError before a step on gradients that nobody would average over the outer axis. Local operation."""
+    """Raise OrderError before a step of an optimizer that would not average over the replicas. Local operation."""
     keeper = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if keeper is not None and keeper.cuts:
         return
@@ -342,14 +358,32 @@ def apply_deferred_grad_scale(gradient: torch.Tensor | None) -> None:
         local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay, whatever the factor
 
 
-def register_reduction_hooks(state: ShardedModel) -> None:
-    """Guard the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation.
+def hide_unaveraged_grads(setup: Setup) -> None:
+    """Hide the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation.
 
-    Averages of them may begin then (:class:`~te_fsdp.features.hfsdp.overlap.EarlyAverages`).
+    Their averages may begin then (:class:`~te_fsdp.features.hfsdp.overlap.EarlyAverages`).
     """
+    state = setup.state
+    if state.outer != "optim":
+        return
+    own = ShardedOptimizer()
+    state.components.attach(own)
     for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
-        after = functools.partial(_after, weakref.ref(state), name)
+        after = functools.partial(_after, weakref.ref(state), weakref.ref(own), name)
         _fsdp2_patches.wrap_reductions(unit, _before, after)
+
+
+class ShardedOptimizer(Component):
+    """The optimizer that shards its state over the replicas of one model's parameters."""
+
+    def __init__(self, averages: OuterAverages | None = None) -> None:
+        #: Averages of the optimizer's gradients; ``None`` until :func:`te_fsdp.shard_optimizer` is called.
+        self.averages = averages
+
+    def zero_grad(self, parameters: Collection[torch.Tensor]) -> None:
+        """Forget the averages of these parameters' gradients. Local operation."""
+        for averages in averages_of(parameters):
+            averages.forget(parameters)
 
 
 @torch.no_grad()
@@ -359,7 +393,12 @@ def _before(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _after(
-    of: weakref.ref[ShardedModel], unit: str, parameters: Iterable[torch.Tensor], group: int, event: Any
+    of: weakref.ref[ShardedModel],
+    component: weakref.ref[ShardedOptimizer],
+    unit: str,
+    parameters: Iterable[torch.Tensor],
+    group: int,
+    event: Any,
 ) -> None:
     for parameter in parameters:
         gradient = parameter.grad
@@ -367,6 +406,6 @@ def _after(
             gradient.__class__ = UnaveragedGradient
             facts = get_record(parameter)
             setattr(gradient, _LABEL, facts.label or "" if facts is not None else "")
-    state = of()
-    if state is not None and state.outer_optimizer is not None:
-        state.outer_optimizer.averages.early.reduced(state, unit, group, event)
+    state, own = of(), component()
+    if state is not None and own is not None and own.averages is not None:
+        own.averages.early.reduced(state, unit, group, event)

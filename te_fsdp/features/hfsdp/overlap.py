@@ -205,8 +205,8 @@ class EarlyAverages:
         Collective over the replicas: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
         waited for.
         """
-        backward = state.last_microbatches
-        if not state.last_microbatch or (self._begun and self._backward != backward):
+        backward = state.sync.last_microbatches
+        if not state.sync.last_microbatch or (self._begun and self._backward != backward):
             return  # the step sees whether what was sent has changed
         if self._backward != backward:  # the first unit that this backward leaves
             self._begin_anew(backward)
@@ -252,7 +252,7 @@ class EarlyAverages:
         all-reduce of two integers on the CPU, once the ranks have agreed on an order; :meth:`_agree` in the first step.
         """
         plan = self._plan if self._plan is not None and self._begun else self._plan_now()
-        told = bool(plan.state and plan.units and plan.state.last_microbatches != self._averaged)
+        told = bool(plan.state and plan.units and plan.state.sync.last_microbatches != self._averaged)
         try:
             if plan.order.agreed:
                 return self._complete(plan, plan.order.agreed)
@@ -268,7 +268,7 @@ class EarlyAverages:
         finally:
             self._begin_anew(0)
             if plan.state is not None:
-                self._averaged = plan.state.last_microbatches
+                self._averaged = plan.state.sync.last_microbatches
                 plan.comm = copy.copy(comm_of(plan.state.model))
 
     def _complete(self, plan: _OverlapPlan, agreed: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
@@ -319,7 +319,7 @@ class EarlyAverages:
             self._groups = averages, question
             # Connected here, where all ranks come by, and not in the midst of a backward.
             dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)
-        plan.order.agree(meshes)
+        plan.order.agree(meshes.device_mesh, meshes.device)
 
     def _plan_now(self) -> _OverlapPlan:
         """The plan for what is averaged now. Local operation."""

@@ -52,4 +52,4 @@ def silence(name: str, sharded: nn.Module) -> None:
     for module in sharded.modules():
         binding = binding_of(module)
         if binding is not None and binding.experts is not None:
-            binding.divided = binding.divided or name == "divide"
+            binding.ep.divided = binding.ep.divided or name == "divide"

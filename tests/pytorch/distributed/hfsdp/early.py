@@ -154,10 +154,10 @@ def other_units(orders: list[list[int]], alone: bool = False) -> list[tuple[int,
     pair = Pair(blocks=4)
     agree = async_work.UnitOrder.agree
 
-    def spoilt(self: Any, meshes: Any) -> None:
+    def spoilt(self: Any, *args: Any) -> None:
         async_work.maximum = lambda *args, **kwargs: None
         try:
-            agree(self, meshes)
+            agree(self, *args)
         finally:
             async_work.maximum = stock
 
@@ -358,14 +358,14 @@ def contexts() -> list[bool]:
     model = Pair().model
     state, found = get_sharded_model(model), []
     with te_fsdp.microbatch(model, is_last=True):
-        found.append(state.last_microbatch)
+        found.append(state.sync.last_microbatch)
         for inner in (te_fsdp.no_sync(model), te_fsdp.sync(model), te_fsdp.microbatch(model, is_last=False)):
             with inner:
-                found.append(state.last_microbatch)
-            found.append(state.last_microbatch)
+                found.append(state.sync.last_microbatch)
+            found.append(state.sync.last_microbatch)
     with contextlib.suppress(RuntimeError), te_fsdp.microbatch(model, is_last=True):
         raise RuntimeError
-    found.append(state.last_microbatch)
+    found.append(state.sync.last_microbatch)
     with te_fsdp.sync(model):
-        found.append(state.last_microbatch)
+        found.append(state.sync.last_microbatch)
     return found

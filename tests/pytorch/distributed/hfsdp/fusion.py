@@ -128,14 +128,14 @@ def refused() -> None:
 
 def never_asking(axes: dict[str, int]) -> dict[str, int]:
     """:func:`twins` with a TE that does not look at whether to overwrite a gradient, but adds."""
-    from te_fsdp import apply_fully_shard
+    from te_fsdp.features import wgrad_fusion
 
-    stock = apply_fully_shard._MainGradBuffer.__bool__
-    apply_fully_shard._MainGradBuffer.__bool__ = lambda self: False
+    stock = wgrad_fusion._MainGradBuffer.__bool__
+    wgrad_fusion._MainGradBuffer.__bool__ = lambda self: False
     try:
         return twins(axes)
     finally:
-        apply_fully_shard._MainGradBuffer.__bool__ = stock
+        wgrad_fusion._MainGradBuffer.__bool__ = stock
 
 
 def twins(

@@ -100,9 +100,9 @@ def _spoilt(what: str) -> Iterator[None]:
 
     agree, is_complete = UnitOrder.agree, UnitOrder.is_complete
 
-    def alone(self: UnitOrder, meshes: Any) -> None:
+    def alone(self: UnitOrder, *args: Any) -> None:
         stock, async_work.maximum = async_work.maximum, lambda *a, **k: None
-        agree(self, meshes)
+        agree(self, *args)
         async_work.maximum = stock
 
     if what == "order":

@@ -231,7 +231,7 @@ def _forget_weight_mesh(model: nn.Module) -> None:
     for module in model.modules():
         binding = binding_of(module)
         if binding is not None:
-            binding.weight_mesh, binding.weight_mesh_agreed = None, False
+            binding.weight_mesh, binding.amax.agreed = None, False
 
 
 def meshes_sliced_in_a_step(mended: bool) -> int:

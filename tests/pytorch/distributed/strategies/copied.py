@@ -120,9 +120,12 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: i
 def _staged(model: Any) -> int:
     """Bytes of shards that gathers have copied since the last question."""
     from te_fsdp.sharded_model import require_sharded_model
+    from te_fsdp.unit_communication import transports_of
 
     found = {
-        id(t.gathers): t.gathers for t in require_sharded_model(model, "").transports.values() if t.gathers
+        id(t.gathers): t.gathers
+        for t in transports_of(require_sharded_model(model, "")).by_unit.values()
+        if t.gathers
     }
     staged = sum(gathers.staged for gathers in found.values())
     for gathers in found.values():
@@ -150,6 +153,7 @@ def training(
     """
     from quantization.models import recipe_of
 
+    from te_fsdp.unit_communication import transports_of
     from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
     made = None if recipe == "none" else recipe_of(recipe)
@@ -167,7 +171,7 @@ def training(
             for name, parameter in model.named_parameters():
                 seen["values"] += [(name, value) for value in _values(parameter)]
         state = te_fsdp.sharded_model.require_sharded_model(built[0][0], "")
-        seen["transports"] = {name: tuple(t[:2]) for name, t in state.transports.items()}
+        seen["transports"] = {name: tuple(t[:2]) for name, t in transports_of(state).by_unit.items()}
         found[transport] = seen
     _fsdp2_copies.CopyEngineGathers._stage = stock  # the worker goes on with other tests
     return found
@@ -183,8 +187,9 @@ def _stale(model: Any) -> None:
 def _early(model: Any) -> None:
     """Memory of a gathered weight is used for another one before what has read it has ended: here, before it begins."""
     from te_fsdp.sharded_model import require_sharded_model
+    from te_fsdp.unit_communication import transports_of
 
-    for transport in require_sharded_model(model, "").transports.values():
+    for transport in transports_of(require_sharded_model(model, "")).by_unit.values():
         gathers = transport.gathers
         if gathers is not None:
             copy = gathers._copy

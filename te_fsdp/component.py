@@ -1,0 +1,152 @@
+"""``Component``: a feature of a sharded model, and the phases in which it takes part.
+
+The core calls components by phase and imports none of them. :mod:`te_fsdp.components` lists what is attached, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch.optim import Optimizer
+
+ComponentT = TypeVar("ComponentT", bound="Component")
+
+
+class Component:
+    """A feature of one sharded model. Subclasses override the methods of their phases. No other method is called."""
+
+    # ------------------------------------------------------------------------------------------ forward and backward
+
+    def settle(self) -> bool:
+        """Return whether a rank has abandoned a reduction of this component since the previous call."""
+        return False
+
+    def after_forward(self, output: Any) -> None:
+        """Run after a forward of the root with gradients."""
+
+    def before_recovery(self) -> None:
+        """Run first when the model recovers from an exception."""
+
+    def recover(self) -> bool:
+        """Drop what a backward that raised has left. Return whether it has left gradients of some parameters only."""
+        return False
+
+    def before_method(self) -> None:
+        """Run before a registered method of the root, as before its forward."""
+
+    def after_method(self, output: Any) -> None:
+        """Run after a registered method of the root."""
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Set whether the next backwards reduce gradients when they end."""
+
+    # ------------------------------------------------------------------------------------------------------ gradients
+
+    def unreduced(self) -> Collection[str]:
+        """Return the names of the parameters with gradients that are not reduced yet."""
+        return ()
+
+    def reduced_parameters(self) -> Collection[int]:
+        """Return the ``id`` of each parameter whose gradient this component reduces, in place of FSDP2."""
+        return ()
+
+    def trained_parameters(self) -> Sequence[torch.Tensor]:
+        """Return the parameters of :meth:`reduced_parameters` that require gradients."""
+        return ()
+
+    def drop_cleared(self) -> None:
+        """Drop the unreduced gradients of parameters whose ``.grad`` was cleared."""
+
+    def reduce_gradients(self) -> None:
+        """Reduce the gradients that are not reduced yet, outside of backward."""
+
+    def drop_unreduced(self) -> None:
+        """Drop the gradients that are not reduced yet."""
+
+    def check_gradients(self) -> None:
+        """Raise if complete gradients are unusable: before a step or a norm, and after each call of a closure."""
+
+    def zero_grad(self, parameters: Collection[torch.Tensor]) -> None:
+        """Forget everything derived from the gradients of these parameters, which are about to be cleared."""
+
+    # ----------------------------------------------------------------------------------------------------- parameters
+
+    def before_conversion(self) -> None:
+        """Run before ``Module._apply`` swaps parameters."""
+
+    def after_materialize(self) -> None:
+        """Run after parameters were materialized or replaced. Collective over the world."""
+
+    # ------------------------------------------------------------------------------------------------- optimizer step
+
+    def prepare_step(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Run before an optimizer step on these parameters of the model, when their gradients are complete."""
+
+    def undo_step(self) -> None:
+        """Undo :meth:`prepare_step` after the step, or before the next forward if the step raised."""
+
+    def finish_step(self) -> None:
+        """Run after an optimizer step, when preparations are undone."""
+
+
+_PHASES = tuple(name for name in vars(Component) if not name.startswith("_"))
+
+
+class Components:
+    """The components of one model, by class. Each phase is a tuple of bound methods, so that it costs one iteration.
+
+    The methods of a phase run in the order in which components were attached.
+    """
+
+    settle: tuple[Callable[[], bool], ...]
+    after_forward: tuple[Callable[[Any], None], ...]
+    before_recovery: tuple[Callable[[], None], ...]
+    recover: tuple[Callable[[], bool], ...]
+    before_method: tuple[Callable[[], None], ...]
+    after_method: tuple[Callable[[Any], None], ...]
+    set_gradient_sync: tuple[Callable[[bool], None], ...]
+    unreduced: tuple[Callable[[], Collection[str]], ...]
+    reduced_parameters: tuple[Callable[[], Collection[int]], ...]
+    trained_parameters: tuple[Callable[[], Sequence[torch.Tensor]], ...]
+    drop_cleared: tuple[Callable[[], None], ...]
+    reduce_gradients: tuple[Callable[[], None], ...]
+    drop_unreduced: tuple[Callable[[], None], ...]
+    check_gradients: tuple[Callable[[], None], ...]
+    zero_grad: tuple[Callable[[Collection[torch.Tensor]], None], ...]
+    before_conversion: tuple[Callable[[], None], ...]
+    after_materialize: tuple[Callable[[], None], ...]
+    prepare_step: tuple[Callable[[Optimizer, list[torch.Tensor]], None], ...]
+    undo_step: tuple[Callable[[], None], ...]
+    finish_step: tuple[Callable[[], None], ...]
+
+    def __init__(self, components: Iterable[Component] = ()) -> None:
+        self.by_class: dict[type[Component], Component] = {type(one): one for one in components}
+        self._bind()
+
+    def attach(self, component: Component) -> None:
+        """Add a component, or replace that of its class. Local operation."""
+        self.by_class[type(component)] = component
+        self._bind()
+
+    def detach(self, component: Component) -> None:
+        """Remove a component. Local operation."""
+        if self.by_class.get(type(component)) is component:
+            del self.by_class[type(component)]
+            self._bind()
+
+    def get(self, kind: type[ComponentT]) -> ComponentT | None:
+        """Return the component of a class, ``None`` if the model has none."""
+        found: Any = self.by_class.get(kind)
+        return found
+
+    def _bind(self) -> None:
+        for phase in _PHASES:
+            overriding = [
+                one
+                for one in self.by_class.values()
+                if getattr(type(one), phase) is not getattr(Component, phase)
+            ]
+            setattr(self, phase, tuple(getattr(one, phase) for one in overriding))

@@ -1,0 +1,108 @@
+"""Apply a precision policy to the gradients of a sharded model: reduction, accumulation, and the optimizer's input."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from te_fsdp.collectives.redistribute import GradComm, set_comm
+from te_fsdp.component import Component
+from te_fsdp.errors import PrecisionError
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.records import get_record
+from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
+from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from te_fsdp.apply_fully_shard import Setup
+
+
+def attach_gradient_dtypes(setup: Setup) -> None:
+    """Let FSDP2 reduce and accumulate gradients as the precision policy says. Local operation."""
+    plan, model = setup.plan.precision, setup.state.model
+    if plan is None:
+        return
+    setup.state.components.attach(GradientDtypes())
+    others = {
+        p.unit
+        for p in setup.plan.parameters.values()
+        if p.gradient_dtype is not None and not p.storage.is_whole
+    }
+    comm = GradComm(plan.policy.grad_comm_dtype, plan.policy.adds_in_fp32)
+    set_comm(model, comm)
+    for name in plan.compute:
+        unit = model.get_submodule(name)
+        if not fsdp2_units.is_fsdp_module(unit):
+            continue
+        set_unit_grad_comm(unit, comm, name)
+        if comm.fp32_sum and plan.all_reduces:
+            _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
+        if (
+            comm.fp32_sum
+            and fsdp2_units.fsdp_parameter_groups(unit)
+            and fsdp2_units.reduction_of(unit)[0] > 1
+        ):
+            unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        if (dtype := plan.accumulation_dtype(name)) is not None and name in others:
+            _fsdp2_patches.keep_gradients_in_dtype(unit, dtype)
+
+
+class GradientDtypes(Component):
+    """Casts the main gradients of one model around the steps of optimizers that require it."""
+
+    def __init__(self) -> None:
+        #: Parameter, main gradient and cast gradient of each cast.
+        self._casts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def prepare_step(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Cast main gradients to the dtype of their parameters, for optimizers that require it. Local operation.
+
+        Each gradient is rounded once, after all microbatches were accumulated.
+
+        Raises:
+            PrecisionError: A gradient is not in the policy's dtype, because user code replaced it.
+        """
+        self.undo_step()  # of a step that raised
+        for parameter in parameters:
+            facts = get_record(parameter)
+            # MainParameters casts gradients itself.
+            if facts is None or facts.plan is None or facts.main_parameters is not None:
+                continue
+            gradient, dtype = parameter.grad, facts.plan.gradient_dtype
+            if gradient is None or dtype is None:
+                continue
+            if gradient.dtype != dtype:
+                raise PrecisionError(
+                    f"{facts.plan.label}: dtype of its gradient",
+                    expected=f"{dtype} (main_grads_dtype)",
+                    got=gradient.dtype,
+                    why="Microbatches would be accumulated in the wrong dtype",
+                    fix="change gradients in place, and clear them with zero_grad()",
+                )
+            if not _accepts_any_grad_dtype(optimizer, parameter):
+                parameter.grad = parameter.grad_dtype = None
+                (cast,) = _torch.in_dtypes_of([gradient], [parameter])
+                assert cast is not None
+                parameter.grad = cast
+                self._casts.append((parameter, gradient, cast))
+
+    def undo_step(self) -> None:
+        """Restore the main gradients, except those that were cleared since. Local operation."""
+        for parameter, gradient, cast in self._casts:
+            now, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = gradient.dtype
+            if now is not None:
+                parameter.grad = gradient if now is cast else now.to(gradient.dtype)
+        self._casts.clear()
+
+
+def _accepts_any_grad_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether the optimizer reads the parameter's gradient in any dtype.
+
+    FusedAdam does for low-precision parameters, and te_fsdp's main weights do.
+    """
+    low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
+    return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))

@@ -1,0 +1,246 @@
+"""Report the parameter, rank and microbatch that made gradients NaN or infinite, before the values spread.
+
+    backward     right before a unit's gradients are reduced: one norm of the buffer, on the device
+    no_sync      right before the next forward: one norm per unit of the accumulated gradients
+    step         one flag per unit is read, and an all-reduce of one number combines the ranks
+    a new step   the record is cleared: after a step, or when a forward finds that all gradients were cleared
+
+Nothing waits for the device until the step, or until a norm is computed for clipping. Parameters are searched only
+then, and only if a rank has seen such a value. A reduction spreads NaN over ranks, but not over parameters.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.collectives.agreement import gather, maximum
+from te_fsdp.collectives.redistribute import GradComm, comm_of, set_comm
+from te_fsdp.component import Component
+from te_fsdp.errors import GradientError, OrderError, message
+from te_fsdp.features.replicated_gradients import ReplicatedGradients
+from te_fsdp.sharded_model import get_sharded_model, shard_of
+from te_fsdp.unit_communication import set_unit_grad_comm
+from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.sharded_model import ShardedModel
+
+_log = logging.getLogger("te_fsdp")
+
+#: Label of the gradients of parameters that FSDP2 does not manage.
+NOT_SHARDED = "parameters that are not sharded"
+#: Largest number of parameters that a message names.
+MOST = 8
+
+
+def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
+    """Start to watch the gradients of a sharded model for NaN and infinity.
+
+    Every optimizer step, and every norm of :func:`te_fsdp.clip_grad_norm_`, first checks whether any rank has seen one
+    since the previous step. Costs one pass over each gradient buffer on the device, a few kernels per unit and
+    microbatch, and one all-reduce of one number per step over the world.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on.
+        action: ``"raise"``: :class:`GradientError` on all ranks before the step; ``"log"``: a warning on each rank, and
+            the step runs.
+
+    Returns:
+        The report, with ``check()`` for loops that do not step an optimizer of torch, and ``remove()``.
+
+    Raises:
+        OrderError: The model is not sharded, or has a report already.
+        ValueError: The action is unknown.
+    """
+    if action not in ("raise", "log"):
+        raise ValueError(f'report_nan: action: expected "raise" or "log", got {action!r}')
+    state = get_sharded_model(model)
+    if state is None or state.components.get(NanReport) is not None:
+        raise OrderError(
+            f"report_nan({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on, once",
+            got="a model that is not sharded" if state is None else "a model that has a report",
+            fix="call te_fsdp.fully_shard first, and remove() on an earlier report",
+        )
+    return NanReport(state, action)
+
+
+class NanReport(Component):
+    """Watches the gradients of one model.
+
+    Attributes:
+        action: ``"raise"`` or ``"log"``.
+        microbatch: Number of the current microbatch, from 1; 0 before the first one of a step.
+    """
+
+    def __init__(self, state: ShardedModel, action: str) -> None:
+        self.action, self.microbatch, self._asked, self._raised = action, 0, False, False
+        self._state = weakref.ref(state)
+        self._labels = [*state.modules, NOT_SHARDED]
+        self._first = torch.zeros(len(self._labels), dtype=torch.int32, device=state.meshes.device)
+        comm = comm_of(state.model)
+        self._comm = GradComm() if comm is None else comm
+        if comm is None:
+            set_comm(state.model, self._comm)
+        for name, unit in state.modules.items():
+            set_unit_grad_comm(unit, self._comm, name)
+        self._comm.look = self._look
+        self._hook = state.model.register_forward_pre_hook(_torch.disable_compile(self._next_microbatch))
+        state.components.attach(self)
+
+    def remove(self) -> None:
+        """Stop watching. Local operation."""
+        self._hook.remove()
+        self._comm.look = None
+        state = self._state()
+        if state is not None:
+            state.components.detach(self)
+
+    def check(self) -> None:
+        """Check whether any rank has seen NaN or infinity since the previous step.
+
+        Collective over the world: one all-reduce of one number. None if nothing ran since the previous check, and more
+        only if a rank has seen one.
+
+        Raises:
+            GradientError: A rank has seen one, with ``action="raise"``. The error names parameters, ranks and
+                microbatches, on all ranks.
+        """
+        if self._asked:
+            return
+        self._look_at_unreduced()
+        seen = self._first.count_nonzero().to(torch.int32)
+        maximum(seen)
+        text = self._describe() if int(seen) else ""
+        if text and self.action == "raise":
+            self._raised = True
+            raise GradientError(text)
+        if text:
+            _log.warning("%s", text)
+        self._asked = True
+
+    def forget(self) -> None:
+        """Begin a new step. Local operation.
+
+        te_fsdp calls it after a step, in ``te_fsdp.zero_grad``, and in the next forward after gradients were set to
+        ``None``. Gradients that were filled with zeros (``optimizer.zero_grad(set_to_none=False)``) are detected after
+        an error that this report has raised. Call this if a loop skips a step for another reason and fills gradients
+        with zeros.
+        """
+        self.microbatch, self._asked, self._raised = 0, False, False
+        self._first.zero_()
+
+    def check_gradients(self) -> None:
+        """As :meth:`check`: before a step, before a norm, and after each call of a closure."""
+        self.check()
+
+    def finish_step(self) -> None:
+        """As :meth:`forget`."""
+        self.forget()
+
+    def zero_grad(self, parameters: Iterable[torch.Tensor]) -> None:
+        """As :meth:`forget`."""
+        self.forget()
+
+    def _watched(self) -> ShardedModel:
+        state = self._state()
+        assert state is not None  # a hook of its model runs
+        return state
+
+    def _next_microbatch(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            if self.microbatch and self._are_cleared():
+                self.forget()
+            self._look_at_unreduced()
+            self.microbatch += 1
+            self._asked = False
+
+    def _are_cleared(self) -> bool:
+        """Return whether the gradients of all previous microbatches were cleared, because their step was skipped."""
+        state = self._watched()
+        if any(
+            True
+            for unit in state.modules.values()
+            for _ in _fsdp2_gradients.params_with_unreduced_gradients(unit)
+        ) or any(unreduced() for unreduced in state.components.unreduced):
+            return False
+        found = (p.grad for p in map(shard_of, state.model.parameters()))
+        if not self._raised:  # stops at the first one: this runs before each microbatch
+            return all(gradient is None for gradient in found)
+        # Zeros, not only finite values: this rank's NaN may be in another rank's shard of the gradient.
+        left = [_torch.local_of(gradient) for gradient in found if gradient is not None]
+        return not any(bool(gradient.count_nonzero()) for gradient in left)
+
+    def _look_at_unreduced(self) -> None:
+        """Check the gradients of this rank that were accumulated without a reduction."""
+        state = self._watched()
+        for name, unit in state.modules.items():
+            gradients = [
+                g
+                for managed in _fsdp2_gradients.params_with_unreduced_gradients(unit)
+                for g in _fsdp2_gradients.unreduced_gradients_of(managed)
+            ]
+            if gradients:
+                self._note(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
+        replicated = state.components.get(ReplicatedGradients)
+        whole = replicated.waiting() if replicated is not None else []
+        for dtype in {gradient.dtype for gradient in whole}:
+            self._note(NOT_SHARDED, _torch.abs_max([g for g in whole if g.dtype == dtype]))
+
+    def _look(self, label: str | None, buffer: torch.Tensor) -> None:
+        """Check one buffer of gradients right before its reduction."""
+        if buffer.numel():
+            norm = torch.linalg.vector_norm(buffer, float("inf"))
+            self._note(NOT_SHARDED if label is None else label, norm)
+
+    @torch.no_grad()
+    def _note(self, label: str, norm: torch.Tensor) -> None:
+        """Record the first microbatch with a norm that is not finite, on the device."""
+        first = self._first[self._labels.index(label)]
+        first.copy_(torch.where(torch.isfinite(norm) | (first != 0), first, self.microbatch))
+
+    def _describe(self) -> str:
+        """Return the same report on all ranks, empty if gradients were cleared since. Collective over the world."""
+        state = self._watched()
+        mine = dict(zip(self._labels, self._first.tolist(), strict=True))
+        flagged = {label: number for label, number in mine.items() if number}
+        gradients = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
+        names = [n for n, own in gradients.items() if not bool(torch.isfinite(_torch.local_of(own)).all())]
+        found = gather((flagged, names))
+        bad = list(dict.fromkeys(name for _, named in found for name in named))
+        if not bad:  # zero_grad after an error
+            self._first.zero_()
+            return ""
+        lines = []
+        for label in self._labels:
+            where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(found) if label in f]
+            if where:
+                whole = {name for name, plan in state.plans.items() if plan.storage.is_whole}
+                named = ", ".join(_named(bad, label, self._labels, whole))
+                named = f"{label} ({named})" if label == NOT_SHARDED and named else named
+                lines.append(f"{named or label or 'the root unit'}: {', '.join(where)}")
+        return message(
+            "gradients with NaN or infinity: " + "; ".join(lines),
+            expected="finite gradients on every rank",
+            why="The reduction spreads them to all ranks",
+            fix="look at these ranks' data, or at the loss scale; zero_grad() and go on skips the step",
+        )
+
+
+def _named(names: Iterable[str], label: str, labels: list[str], whole: set[str]) -> list[str]:
+    """Return the names that belong to a unit and to no unit in it, or those of parameters that stay ``whole``."""
+    prefix = f"{label}." if label else ""
+    inner = tuple(f"{u}." for u in labels if u not in (NOT_SHARDED, label) and u.startswith(prefix))
+    own = [
+        name for name in names if name.startswith(prefix) and not name.startswith(inner) and name not in whole
+    ]
+    if label == NOT_SHARDED:
+        own = [name for name in names if name in whole]
+    return [*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own

@@ -1,0 +1,139 @@
+"""Weight gradients that TransformerEngine accumulates itself (``fuse_wgrad_accumulation``).
+
+With the option TE's GEMM writes a weight's gradient to ``weight.main_grad``, or adds it to the values there. It returns
+none to autograd. FSDP2 would then reduce nothing, without an error. FSDP2 itself keeps an unsharded gradient between
+backwards that do not reduce, and reduces it later. TE gets that tensor, which is allocated on the first request.
+Checked on torch 2.11 and 2.13 (``FSDPParam.unsharded_accumulated_grad``), read on 2.15 (``grad`` of the unsharded
+parameter).
+
+TE 2.18 to 2.20 calls ``get_main_grad()`` during backward on weights that have ``__fsdp_param__``. TE reads whether to
+overwrite that tensor from ``weight.overwrite_main_grad`` in forward, but evaluates the value only in backward, right
+before the GEMM. So the value is an object that decides then (``__bool__``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from te_fsdp.errors import PlacementError
+from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from te_fsdp.apply_fully_shard import Setup
+    from te_fsdp.plan import ModelPlan
+
+#: Weights of the modules that support ``fuse_wgrad_accumulation``. GroupedLinear is refused.
+_FUSED_WEIGHTS = {
+    "Linear": ("weight",),
+    "LayerNormLinear": ("weight",),
+    "LayerNormMLP": ("fc1_weight", "fc2_weight"),
+}
+
+
+@contextlib.contextmanager
+def wgrad_fusion_disabled(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Disable the option while the model is bound, which refuses it: FSDP2 alone would lose gradients. Local operation.
+
+    Yield the modules that have the option, and enable it again at the end. Only modules whose parameters TE reads
+    directly are supported: TE concatenates split ones first.
+    """
+    fused = [
+        module
+        for module in model.modules()
+        if getattr(module, "fuse_wgrad_accumulation", False)
+        and (names := _fused_weights(module))
+        and all(module._parameters.get(name) is not None for name in names)
+    ]
+    for module in fused:
+        module.fuse_wgrad_accumulation = False  # type: ignore[assignment]
+    try:
+        yield fused
+    finally:
+        for module in fused:
+            module.fuse_wgrad_accumulation = True  # type: ignore[assignment]
+
+
+def _fused_weights(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's weights whose gradients TE accumulates."""
+    return _FUSED_WEIGHTS.get(_te.kind_of(module) or "", ())
+
+
+def refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
+    """Raise for a fused module whose weights FSDP2 does not reduce. Local operation, the same on all ranks."""
+    for module in fused:
+        for weight in _fused_weights(module):
+            row = plan.parameters[id(module), weight]
+            if row.storage.is_whole:
+                raise PlacementError(
+                    f"{row.label}: fuse_wgrad_accumulation=True of a weight that is not sharded",
+                    why="TE returns no gradient that could be reduced",
+                    fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
+                )
+
+
+def fuse_wgrad(setup: Setup) -> None:
+    """Let TE accumulate the weight gradients of the fused modules where FSDP2 expects them. Local operation."""
+    state = setup.state
+    if not setup.fused:
+        return
+    holders: list[weakref.ref[torch.Tensor]] = []
+    records = {
+        (id(owner), name): _MainGradBuffer(managed, group, holders)
+        for unit in state.modules.values()
+        for managed, group in _fsdp2.fsdp_params_of(unit)
+        for owner, name in fsdp2_units.owners_of(managed)
+    }
+    for module in setup.fused:
+        buffers = {name: records[id(module), name] for name in _fused_weights(module)}
+        module.register_forward_pre_hook(
+            _torch.disable_compile(functools.partial(_attach_main_grad_buffers, buffers))
+        )
+
+
+def _attach_main_grad_buffers(buffers: dict[str, _MainGradBuffer], module: nn.Module, args: Any) -> None:
+    """Attach the gradient buffers to the local tensors that TE will read. Runs after FSDP2's all-gather."""
+    for name, buffer in buffers.items():
+        local: Any = _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
+        if not hasattr(local, "__fsdp_param__"):
+            local.__fsdp_param__, local.overwrite_main_grad = True, buffer
+            local.get_main_grad = functools.partial(buffer.tensor, weakref.ref(local))
+
+
+class _MainGradBuffer:
+    """The tensor in which FSDP2 expects one parameter's gradient. True while TE must overwrite its values."""
+
+    def __init__(self, managed: Any, group: Any, holders: list[weakref.ref[torch.Tensor]]) -> None:
+        self.managed, self.group = weakref.ref(managed), weakref.ref(group)
+        self._is_new = self._was_asked = False
+        self._holders = holders  # the weight of the model that keeps a buffer as an attribute
+
+    def __bool__(self) -> bool:
+        if _torch.backward_id() < 0:
+            return False  # unknown in forward: TE must add to zeros
+        self._was_asked = True
+        return self._is_new
+
+    def tensor(self, weight: weakref.ref[torch.Tensor]) -> torch.Tensor:
+        """Return the local buffer for TE, which overwrites it if nothing was accumulated. Local operation.
+
+        TE keeps it as an attribute of the weight. This call drops the attribute of the previous weight.
+        """
+        for earlier in self._holders:
+            held = earlier()
+            if held is not None:
+                held.__dict__.pop("main_grad", None)
+        self._holders[:] = [weight]
+        managed, group = self.managed(), self.group()
+        assert managed is not None and group is not None
+        self._is_new = _fsdp2.unreduced_gradient(managed) is None
+        found = _fsdp2.find_unreduced_gradient(managed, group)
+        if self._is_new and not self._was_asked:
+            found.zero_()  # a TE version that does not evaluate the object adds to the buffer
+        return found

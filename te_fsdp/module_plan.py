@@ -1,0 +1,68 @@
+"""``ModulePlan``: how a module will be bound to its meshes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from te_fsdp.layout import ExpertRange, ParameterRule
+from te_fsdp.quantized.alignment import Grid
+from te_fsdp.records import OwnDTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class ModuleMeshes:
+    """The meshes that a module is bound to, each 1-D. ``ep_mesh`` is for experts only.
+
+    Attributes:
+        weight_mesh: Mesh of the ranks that have shards of one weight.
+        replicas: Number of copies of the model on these ranks, where it is known.
+        experts_mesh: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
+    """
+
+    tp_mesh: DeviceMesh | None = None
+    weight_mesh: DeviceMesh | None = None
+    ep_mesh: DeviceMesh | None = None
+    replicas: int = 1
+    experts_mesh: DeviceMesh | None = None
+    single: DeviceMesh | None = None  #: Mesh of this rank alone, for a user's DTensor on axes of size 1
+
+    @property
+    def grid(self) -> Grid:
+        """Return the sizes of the axes that shard a weight. The weight mesh has the ranks if the user calls FSDP2."""
+        tp = self.tp_mesh.size() if self.tp_mesh is not None else 1
+        return Grid(self.replicas, self.weight_mesh.size() // tp if self.weight_mesh is not None else 1, tp)
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """How one module of the tree will be bound. ``name`` is its name in the tree, ``""`` for the root.
+
+    Attributes:
+        kind: TE kind, or ``None`` for modules that are not TE's.
+        rules: Rule of each own parameter.
+        experts: Experts of a module that expert parallelism distributes.
+        cuts: Dim that FSDP2 shards of each own weight that is quantized or has all experts, by the name of the weight
+            in the bound module.
+    """
+
+    name: str
+    module: Any
+    kind: str | None
+    rules: dict[str, ParameterRule]
+    experts: ExpertRange | None = None
+    meshes: ModuleMeshes = ModuleMeshes()
+    cuts: Mapping[str, int] = field(default_factory=dict)
+    #: The user's own DTensors among the parameters, by name.
+    distributed: Mapping[str, OwnDTensor] = field(default_factory=dict)
+
+    def registered(self, name: str) -> str:
+        """Return the name of an own parameter in the bound module: that of all experts if it becomes part of it."""
+        single = name.rstrip("0123456789")
+        if name not in self.rules and single in self.rules:
+            return single
+        return name if self.experts is None else self.experts.registered_name(name)

@@ -1,0 +1,3 @@
+"""The version of te_fsdp."""
+
+VERSION = "0.1.0"
