@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import harness
@@ -17,40 +18,53 @@ KINDS = (
     "LayerNormMLP",
     "GroupedLinear",
     "TransformerLayer",
+    "RMSNorm",
+    "ops",
     "quantized",
+    "mxfp8",
     "nn.Linear",
 )
+#: Kinds with quantized weights.
+QUANTIZED = ("quantized", "mxfp8")
 
 
 class _Grouped(nn.Module):
-    """Two experts, each of which gets half of the rows."""
+    """Two experts, each of which gets half of the rows. With ``ep`` a rank has one of them."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, experts: int, options: dict[str, Any]) -> None:
         import transformer_engine.pytorch as te
 
         super().__init__()
-        self.experts = te.GroupedLinear(2, 16, 16, **options)
+        self.experts = te.GroupedLinear(experts, 16, 16, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.experts(x, [x.shape[0] // 2] * 2)
+        count = self.experts.num_gemms
+        return self.experts(x, [x.shape[0] // count] * count)
 
 
-def _layer(kind: str) -> nn.Module:
+def _layer(kind: str, meshes: Any) -> nn.Module:
     import transformer_engine.pytorch as te
-    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.common.recipe import Float8CurrentScaling, MXFP8BlockScaling
 
     options: dict[str, Any] = {"device": harness.device(), "params_dtype": torch.bfloat16}
+    if meshes.size("tp") > 1:
+        options |= {"set_parallel_mode": True, **meshes.te_kwargs()}
     if kind == "nn.Linear":
         return nn.Linear(16, 16, device=harness.device(), dtype=torch.bfloat16)
     if kind == "GroupedLinear":
-        return _Grouped(options)
+        return _Grouped(2 // meshes.size("ep"), options)
     if kind == "LayerNormMLP":
         return te.LayerNormMLP(16, 32, **options)
     if kind == "TransformerLayer":
         return te.TransformerLayer(16, 32, 2, hidden_dropout=0.0, attention_dropout=0.0, **options)
-    if kind == "quantized":
-        with te.quantized_model_init(recipe=Float8CurrentScaling()):
-            return te.Linear(16, 16, **options)
+    if kind == "RMSNorm":
+        return te.RMSNorm(16, device=harness.device(), dtype=torch.bfloat16)
+    if kind == "ops":
+        return te.ops.Sequential(te.ops.Linear(16, 16, device=harness.device(), dtype=torch.bfloat16))
+    if kind in QUANTIZED:
+        recipe = Float8CurrentScaling() if kind == "quantized" else MXFP8BlockScaling()
+        with te.quantized_model_init(recipe=recipe):
+            return te.Linear(64, 64, **options)
     return getattr(te, kind)(16, 16, **options)
 
 
@@ -59,15 +73,16 @@ def _live_and_die(meshes: Any, kind: str, strategy: Any, outer: str) -> weakref.
     import te_fsdp
 
     torch.manual_seed(0)
-    model = nn.Sequential(_layer(kind), _layer(kind))
+    model = nn.Sequential(_layer(kind, meshes), _layer(kind, meshes))
     options: dict[str, Any] = {"strategy": strategy, "outer_strategy": outer, "check_inputs": False}
     te_fsdp.fully_shard(model, meshes, units=("0", "1"), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if outer == "optim":
         te_fsdp.shard_optimizer(optimizer)
-    elif kind == "quantized":
+    elif kind in QUANTIZED:
         te_fsdp.main_weights(model, optimizer)
-    x = torch.randn(16, 1, 16) if kind == "TransformerLayer" else torch.randn(16, 16)
+    width = 64 if kind in QUANTIZED else 16
+    x = torch.randn(32, 1, width) if kind == "TransformerLayer" else torch.randn(32, width)
     x = x.to(harness.device(), torch.bfloat16)
     with te_fsdp.no_sync(model):
         model(x).float().square().mean().backward()
@@ -94,30 +109,37 @@ def _counts() -> dict[str, int]:
 
 
 def dropped(
-    strategy: Any, models: int, dp_replicate: int = 1, outer: str = "no_shard", leak: bool = False
+    strategy: Any,
+    models: int,
+    outer: str = "no_shard",
+    kinds: Sequence[str] = KINDS,
+    leak: bool = False,
+    **axes: int,
 ) -> dict[str, int]:
     """Return the growth of each count over ``models`` models of all kinds, after a warm-up with each kind.
 
     Args:
         strategy: The strategy.
         models: The number of models.
-        dp_replicate: Size of the mesh axis.
         outer: The outer strategy.
+        kinds: The kinds of modules.
         leak: Keep a model in each round: the negative control.
+        **axes: Of the mesh.
     """
     import te_fsdp
 
-    meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, device_type=harness.device_type())
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
     # Shared groups and caches of torch and TE are created once and stay.
-    for kind in (*KINDS, *KINDS):
+    for kind in (*kinds, *kinds):
         _live_and_die(meshes, kind, strategy, outer)
     before, kept = _counts(), []
     for number in range(models):
-        model = _live_and_die(meshes, KINDS[number % len(KINDS)], strategy, outer)
+        kind = kinds[number % len(kinds)]
+        model = _live_and_die(meshes, kind, strategy, outer)
         if leak:
             kept.append(model())
         gc.collect()
-        assert leak or model() is None, KINDS[number % len(KINDS)]
+        assert leak or model() is None, kind
     after = _counts()
     del kept
     return {name: after[name] - before[name] for name in before}
