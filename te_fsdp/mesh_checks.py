@@ -97,7 +97,12 @@ def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
     if mesh is None:
         return
     if not hasattr(mesh, "mesh_dim_names") or not hasattr(mesh, "ndim"):
-        raise MeshError(f"{where}: {argument}", expected="a 1-D DeviceMesh or None", got=type(mesh).__name__)
+        raise MeshError(
+            f"{where}: {argument}",
+            expected="a 1-D DeviceMesh or None",
+            got=type(mesh).__name__,
+            fix="pass one axis, such as meshes.tp of meshes = te_fsdp.Meshes.build(...)",
+        )
     if mesh.ndim != 1:
         raise MeshError(
             f"{where}: {argument}",

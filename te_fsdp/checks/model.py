@@ -1,7 +1,7 @@
 """Checks of a model: the same on all ranks, with values before its first forward, and not taken apart later.
 
 before it is sharded    names, shapes and values that all ranks must have
-after it is sharded     deepcopy and pickle are refused
+after it is sharded     deepcopy, pickle and make_graphed_callables are refused
 before a forward        parameters that came after ``fully_shard`` or were removed, gradient hooks that never run,
 memory that ``to_empty`` left as it was
 first trained forward   writes to a weight, which would change only its gathered copy
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ from te_fsdp.upstream import (
     te as _te,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.graphed_callables import before_graphed_callables
 
 if TYPE_CHECKING:
     from torch import nn
@@ -167,14 +169,16 @@ def _differing(held: list[_Sum], mesh: DeviceMesh) -> list[str]:
 
 
 def watch_model(state: ShardedModel) -> None:
-    """Refuse copies, removed parameters and second derivatives of a sharded model from now on. Local operation."""
+    """Refuse copies, graphs, removed parameters and second derivatives of a model from now on. Local operation."""
     model = state.model
     for place in iter_param_owners(model, remove_duplicate=False):
         state.checked.places.setdefault(
             (id(place.owner), place.name), (place.owner._parameters, place.name, place.label)
         )
     for name, unit in {"": model, **state.modules}.items():
-        _refuse_copies(unit, name or type(model).__name__.removeprefix("FSDP"))
+        label = name or type(model).__name__.removeprefix("FSDP")
+        _refuse_copies(unit, label)
+        before_graphed_callables(unit, functools.partial(_refuse_graphs, label))
     for name, unit in state.modules.items():
         _fsdp2_outputs.before_backward(unit, functools.partial(refuse_second_derivatives, name))
 
@@ -188,10 +192,11 @@ def _refuse_copies(module: nn.Module, label: str) -> None:
 def _refuse_copy(label: str, how: str, *_: Any) -> Any:
     if how == "pickle":
         raise OrderError(
-            f"{label}: pickle of a model after fully_shard, as torch.save(model) makes it",
+            f"{label}: pickle of a model after fully_shard, as torch.save(model) or copy.copy(model) makes it",
             expected="a state dict or a checkpoint",
             got="modules with process groups and hooks",
-            fix="te_fsdp.checkpoint.save(path, model, optimizer) on all ranks",
+            fix="call te_fsdp.checkpoint.save(path, model, optimizer) on all ranks; for a second model, "
+            "build and shard one more",
         )
     raise OrderError(
         f"{label}: deepcopy of a model after fully_shard, as torch.optim.swa_utils.AveragedModel makes it",
@@ -202,16 +207,27 @@ def _refuse_copy(label: str, how: str, *_: Any) -> Any:
     )
 
 
+def _refuse_graphs(label: str) -> None:
+    """Raise in ``make_graphed_callables`` of a unit. Local operation."""
+    raise OrderError(
+        f"{label}: make_graphed_callables of a module after fully_shard",
+        expected="a module that is not sharded",
+        got="a unit of FSDP2, whose hooks all-gather its weights and reduce its gradients",
+        why="A graph of forward and backward alone would have neither",
+        fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward)",
+    )
+
+
 def refuse_removed_parameters(state: ShardedModel) -> None:
     """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
     columns = list(zip(*state.checked.places.values(), strict=True))
-    if not columns or all(map(operator.contains, columns[0], columns[1])):
+    if not columns or all(map(operator.is_not, map(dict.get, columns[0], columns[1]), repeat(None))):
         return
     owners = {id(module._parameters) for module in state.model.modules()}
     gone = [
         label
         for held, name, label in state.checked.places.values()
-        if name not in held and id(held) in owners
+        if held.get(name) is None and id(held) in owners
     ]
     if gone:
         raise OrderError(

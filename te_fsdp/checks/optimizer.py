@@ -275,7 +275,7 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
             if (
                 isinstance(parameter, DTensor)
                 and not isinstance(value, DTensor)
-                and _has_unsharded_shape(shape, parameter)
+                and _is_unsharded(shape, parameter, step.optimizer)
             ):
                 raise CheckpointError(
                     f"{step.where}: {name} of {step.names[id(parameter)]}",
@@ -295,6 +295,11 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
             )
 
 
-def _has_unsharded_shape(shape: Any, parameter: DTensor) -> bool:
-    """Return whether a plain state tensor has the shape of an unsharded parameter, which is not that of the shard."""
-    return tuple(shape) == tuple(parameter.shape) and tuple(shape) != tuple(_torch.local_of(parameter).shape)
+def _is_unsharded(shape: Any, parameter: DTensor, optimizer: Optimizer) -> bool:
+    """Return whether a plain state tensor is that of the unsharded parameter.
+
+    Other optimizers may store plain shards. These have the shape of the unsharded parameter on one rank.
+    """
+    of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    is_shard = tuple(shape) == tuple(_torch.local_of(parameter).shape) and not of_torch
+    return bool(shape) and tuple(shape) == tuple(parameter.shape) and not is_shard

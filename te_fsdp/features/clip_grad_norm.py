@@ -149,15 +149,21 @@ def _check_parameter_list(given: nn.Module | torch.Tensor | Iterable[torch.Tenso
         listed = [shard_of(parameter) for parameter in given]
     except (AttributeError, TypeError):  # names beside parameters, or no list at all
         listed = None
-    if listed is None or (
-        listed
-        and not any(t.requires_grad or t.grad is not None or isinstance(t, nn.Parameter) for t in listed)
+    if (
+        listed is None
+        or not all(isinstance(t, torch.Tensor) for t in listed)
+        or (
+            listed
+            and not any(t.requires_grad or t.grad is not None or isinstance(t, nn.Parameter) for t in listed)
+        )
     ):
         raise PlacementError(
             "clip_grad_norm_: parameters",
             expected="a model, or its parameters",
-            got=got if listed is None else f"a {got} of tensors that are no parameters, such as gradients",
-            fix="te_fsdp.clip_grad_norm_(model, max_norm)",
+            got=got
+            if listed is None
+            else f"a {got} without parameters, such as one of gradients or of models",
+            fix="te_fsdp.clip_grad_norm_(model, max_norm); for several models torch.nn.ModuleList([a, b])",
         )
     return listed
 

@@ -65,6 +65,12 @@ FSDP2 = (
         "test_unsupported.py::test_errors",
     ),
     Patch(
+        "model, unit",
+        "_backward_hooks",
+        "refuses `make_graphed_callables`",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
         "`FSDPParamGroup`",
         "_init_mp_dtypes",
         "sharded gradients may have their own dtype",

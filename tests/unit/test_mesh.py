@@ -409,7 +409,9 @@ def test_check_1d(fake_world):
     )
     with pytest.raises(MeshError) as caught:
         check_1d(grid.get_group("tp"), "weight_mesh", "here")
-    assert str(caught.value) == "here: weight_mesh: expected a 1-D DeviceMesh or None, got ProcessGroup."
+    assert "here: weight_mesh: expected a 1-D DeviceMesh or None, got ProcessGroup. Fix: pass one" in str(
+        caught.value
+    )
 
 
 # ------------------------------------------------------------------------------------------------ one process

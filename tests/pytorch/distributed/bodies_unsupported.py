@@ -105,6 +105,25 @@ def a_pickle_of_a_model() -> None:
     pickle.dumps(make_sharded())
 
 
+def a_shallow_copy() -> None:
+    copy.copy(make_sharded())
+
+
+def graphed_callables() -> None:
+    torch.cuda.make_graphed_callables(make_sharded(), (draw_batch(),))
+
+
+def graphed_callables_of_te() -> None:
+    import transformer_engine.pytorch as te
+
+    model = make_sharded("optim")
+    try:
+        te.make_graphed_callables(model, (draw_batch(),))
+    finally:  # TE has replaced __call__ of the class by then
+        if "__call__" in vars(type(model)):
+            del type(model).__call__
+
+
 def torch_save_of_replicated_weights() -> None:
     torch.save(make_sharded("no_shard"), io.BytesIO())
 
@@ -158,6 +177,50 @@ def a_gradient_penalty_of_kept_weights() -> None:
 
 def a_gradient_penalty_through_te() -> None:
     _penalty(make_sharded("no_shard")).backward()
+
+
+def a_weight_set_to_none() -> None:
+    model = make_sharded()
+    model.head.weight = None
+    model(draw_batch())
+
+
+def a_replicated_weight_set_to_none() -> None:
+    model = make_sharded("no_shard")
+    model.head.weight = None
+    model(draw_batch())
+
+
+def a_weight_assigned_before_the_first_forward() -> None:
+    model = make_sharded()
+    model.head.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH, device=harness.device()))
+    model(draw_batch())
+
+
+def a_norm_of_two_models() -> None:
+    import te_fsdp
+
+    one, other = make_sharded(), make_sharded()
+    other(one(draw_batch())).sum().backward()
+    te_fsdp.clip_grad_norm_([one, other], 1.0)  # type: ignore[arg-type]
+
+
+def meshes_in_place_of_an_axis() -> None:
+    import te_fsdp
+
+    meshes = make_meshes()
+    te_fsdp.set_device_mesh(Model(meshes), meshes)  # type: ignore[arg-type]
+
+
+def a_full_momentum() -> None:
+    plain = nn.Linear(WIDTH, WIDTH, device=harness.device())
+    one = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    plain(draw_batch(0)).sum().backward()
+    one.step()
+    model = make_of_torch(nn.Linear(WIDTH, WIDTH, device="meta"), [], "optim_grads_params")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sgd.load_state_dict(one.state_dict())
+    take_step(model, sgd)
 
 
 def a_full_optimizer_state() -> None:
@@ -221,12 +284,21 @@ MISTAKES: list[Callable[..., None]] = [
     a_deep_copy_of_replicated_weights,
     an_averaged_model,
     a_pickle_of_a_model,
+    a_shallow_copy,
+    graphed_callables,
+    graphed_callables_of_te,
     torch_save_of_replicated_weights,
     a_parametrization_before_the_first_forward,
     a_parametrization_of_a_te_module,
     a_parametrization_of_replicated_weights,
     weights_pruned_after_sharding,
     a_deleted_bias,
+    a_weight_set_to_none,
+    a_replicated_weight_set_to_none,
+    a_weight_assigned_before_the_first_forward,
+    a_norm_of_two_models,
+    meshes_in_place_of_an_axis,
+    a_full_momentum,
     a_gradient_penalty,
     a_gradient_penalty_of_kept_weights,
     a_gradient_penalty_through_te,
