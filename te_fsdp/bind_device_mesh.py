@@ -32,6 +32,7 @@ from te_fsdp.initialize import (
     initialize_te_parameters,
     refuse_equal_shards,
 )
+from te_fsdp.inline_init import record_writes
 from te_fsdp.lifecycle import (
     StepFunctions,
     register_step_functions,
@@ -285,6 +286,7 @@ def _check_shards_differ(
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     """Carry a plan out. Collective over the weight meshes of quantized weights on the device that have one scale."""
     warn_if_untested()
+    record_writes(model)
     register_step_functions(BEFORE_STEP, AFTER_STEP)
     adopted: dict[int, tuple[Any, Any]] = {}
     for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters

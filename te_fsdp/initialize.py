@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.collectives.agreement import are_equal, bits_of, digest, gather, row_checksums
 from te_fsdp.collectives.rendezvous import collective_call, is_simulated
 from te_fsdp.errors import InitError, OrderError, shorten
+from te_fsdp.inline_init import count_rewrites
 from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
 from te_fsdp.quantized.components import keep_rowwise_only
@@ -149,10 +150,12 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     before = {name: p for name, p in module._parameters.items() if p is not None}
     infos = {name: shard_info(module, name, p) for name, p in before.items()}
     whole: dict[int, torch.nn.Parameter] = {}  # one for each parameter: it may have several names here
+    versions: dict[int, int] = {}
     for name, parameter in before.items():
         if id(parameter) not in whole:
             full = sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
             whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
+            versions[id(parameter)] = _torch.version_of(whole[id(parameter)])
             copy_param_attrs(parameter, whole[id(parameter)], leave_out=(FACTS,))
         module._parameters[name] = whole[id(parameter)]
     # Buffers that lie on the device already are as their maker wants them, NaN included.
@@ -162,6 +165,10 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     try:
         reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
+        for name, parameter in {id(p): (name, p) for name, p in before.items()}.values():
+            same = module._parameters[name] is whole[id(parameter)]
+            own = _torch.version_of(whole[id(parameter)]) - versions[id(parameter)]
+            count_rewrites(parameter, own if same else None)
     finally:
         module._parameters.update(before)
     unset = []

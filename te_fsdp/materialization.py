@@ -25,6 +25,7 @@ from te_fsdp.initialize import (
     initialize_by_reset,
     target_device,
 )
+from te_fsdp.inline_init import record_writes, refuse_lost_writes
 from te_fsdp.lifecycle import track_replaced_parameters
 from te_fsdp.model_init import attributes_on_meta, find_initializers
 from te_fsdp.modules.mixin import ForeignModule
@@ -74,8 +75,9 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     module that owns them.
 
     Then the model's own initialization runs, if it has one: ``init_weights()``, else ``initialize_weights()``, else
-    ``_init_weights``, applied to every module. It sees unsharded tensors, and every rank keeps its parts. Code that a
-    constructor runs inline cannot run again.
+    ``_init_weights``, applied to every module. It sees unsharded tensors, and every rank keeps its parts. So does a
+    ``reset_parameters`` of a module with children that its constructor calls. Code that a constructor runs inline
+    cannot run again: in-place writes to parameters on meta that nothing repeats are an error.
 
     Collective over the mesh of the parameters: call on all ranks. Needs memory for one original-size parameter,
     with an initialization of the model's own for those of one module.
@@ -86,8 +88,8 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             (and advance) the current default generator, which must then be equal on all ranks.
 
     Raises:
-        InitError: Parameters or buffers that nothing initialises, all by name; ranks with different random states; or
-            an initialization of the model's own that cannot be called.
+        InitError: Parameters or buffers that nothing initialises, all by name; parameters that a constructor has
+            initialized on meta; ranks with different random states; or an initialization that cannot be called.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "materialize(model)")
@@ -125,18 +127,24 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
 
 def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str]:
     """Initialize the modules, then run the model's own initialization; return the names of tensors left unset."""
+    record_writes(model)
     initializers = find_initializers(model)
+    resets = {id(item.module) for item in initializers if item.is_reset}
+    alone = [(name, module) for name, module in pending if id(module) not in resets]
     left, done = set(), 0
     for initializer in initializers:  # as constructors do, each when its modules have the values of their own
         inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
         end = max((done, *(i + 1 for i in inside)))
-        left |= set(_initialize_all(model, pending[done:end]))
+        left |= set(_initialize_all(model, [item for item in pending[done:end] if item in alone]))
         initializer.run([pending[i][1] for i in inside])
         done = end
-    left |= set(_initialize_all(model, pending[done:]))
+    left |= set(_initialize_all(model, [item for item in pending[done:] if item in alone]))
     left = {name for name in left if has_sentinel(_tensor_at(model, name))}
     left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
-    return left | set(attributes_on_meta(model))
+    left |= set(attributes_on_meta(model))
+    if not left:
+        refuse_lost_writes(model, [item.contains for item in initializers if not item.is_reset])
+    return left
 
 
 def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:

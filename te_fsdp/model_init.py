@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -34,6 +34,7 @@ from te_fsdp.initialize import (
     take_part,
     target_device,
 )
+from te_fsdp.inline_init import STOCK, count_rewrites
 from te_fsdp.records import BINDING, KEY as FACTS, binding_of, param_attrs_to_copy, shard_info
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 #: Names of methods that initialize a model, in the order in which one of them is chosen.
 METHODS = ("init_weights", "initialize_weights", "_init_weights")
-#: Packages whose modules are initialized by ``reset_parameters``.
-_STOCK = ("torch", "transformer_engine", "te_fsdp")
+#: Names of methods that initialize a module with its children, where its constructor calls one of them.
+_RESETS = ("reset_parameters", "_reset_parameters")
 #: Hugging Face's mark on modules and parameters that have their values.
 _DONE = "_is_hf_initialized"
 
@@ -55,6 +56,7 @@ class Initializer:
     name: str  #: Name of the module in the model
     module: nn.Module
     call: Callable[[], object]
+    is_reset: bool = False  #: Whether it is ``reset_parameters`` of a module with children
 
     def contains(self, name: str) -> bool:
         """Return whether the module of a name is this one, or is in it."""
@@ -92,8 +94,11 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     for name, module in model.named_modules():
         if not any(t.is_meta for t in (*module.parameters(), *module.buffers())):
             continue
-        is_inner = any(outer.contains(name) for outer in found)
-        if is_inner and not _runs_in_constructor(type(module)):
+        reset = _reset_with_children(module)
+        if reset is not None:
+            found.append(Initializer(name, module, reset, is_reset=True))
+        is_inner = any(outer.contains(name) for outer in found if not outer.is_reset)
+        if is_inner and not _runs_in_constructor(type(module), (*METHODS, "post_init")):
             continue
         call = _initializer(name, module)
         if call is not None:
@@ -105,14 +110,26 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     return sorted(found, key=lambda item: (last[item.name], -order[item.name]))
 
 
-def _runs_in_constructor(cls: type) -> bool:
-    """Return whether a constructor of the class names its initialization, or Hugging Face's ``post_init``."""
+def _reset_with_children(module: nn.Module) -> Callable[[], object] | None:
+    """Return a ``reset_parameters`` that a constructor calls after it has made children, ``None`` if there is none.
+
+    It may write to parameters of the children, as those of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
+    """
+    own = sum(1 for _ in module.parameters(recurse=False))
+    if _te.kind_of(module) is not None or own == sum(1 for _ in module.parameters()):
+        return None
+    word = next((word for word in _RESETS if callable(getattr(type(module), word, None))), "")
+    return getattr(module, word) if word and _runs_in_constructor(type(module), (word,)) else None
+
+
+def _runs_in_constructor(cls: type, words: Iterable[str]) -> bool:
+    """Return whether a constructor of the class names one of these methods."""
     codes = [
         vars(base)["__init__"].__code__
         for base in cls.__mro__
         if hasattr(vars(base).get("__init__"), "__code__")
     ]
-    return any(word in code.co_names for code in codes for word in (*METHODS, "post_init"))
+    return any(word in code.co_names for code in codes for word in words)
 
 
 def _forget_marks(root: nn.Module) -> None:
@@ -130,7 +147,7 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
     refused = []
     for word in METHODS:
         owner = next((cls for cls in type(module).__mro__ if word in vars(cls)), None)
-        if owner is None or owner.__module__.partition(".")[0] in _STOCK:
+        if owner is None or owner.__module__.partition(".")[0] in STOCK:
             continue
         method = getattr(module, word)
         required = [
@@ -159,7 +176,7 @@ class _Entry:
 
     def __init__(self, module: nn.Module, name: str, held: torch.Tensor, full: torch.Tensor) -> None:
         self.module, self.name, self.held, self.full = module, name, held, full
-        self.before = _fingerprint(full)
+        self.before, self.version = _fingerprint(full), _torch.version_of(full)
         self.views: list[weakref.ref[torch.Tensor]] = []
 
     def is_referenced(self) -> bool:
@@ -255,6 +272,8 @@ class _Unsharded(TorchFunctionMode):
 
     def _store(self, key: int) -> None:
         entry = self.live.pop(key)
+        if _torch.version_of(entry.full) != entry.version or _fingerprint(entry.full) != entry.before:
+            count_rewrites(entry.held, None)
         if _fingerprint(entry.full) == entry.before or id(entry.held) not in self.pending:
             return
         if has_sentinel(entry.full):

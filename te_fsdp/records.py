@@ -89,6 +89,8 @@ class ParameterRecord:
     #: ``.data`` was
     #: assigned.
     memory: tuple[int, int] | None = None
+    writes: int = 0  #: In-place writes to it on meta (:mod:`te_fsdp.inline_init`)
+    rewrites: tuple[int, ...] = ()  #: Those that ``materialize`` has repeated, by owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterRecord:
         """Meshes are shared by the copy: process groups cannot be copied."""

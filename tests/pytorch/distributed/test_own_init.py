@@ -16,6 +16,8 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
         ("Named", {"dp_shard": 2}, "optim_grads_params", "sharded"),
         ("Renamed", {"dp_shard": 2}, "optim_grads_params", "sharded"),
         ("Inner", {"dp_shard": 2}, "optim_grads_params", "sharded"),
+        *(("Stock", {"dp_shard": 2}, strategy, "sharded") for strategy in STRATEGIES),
+        ("Stock", {"dp_shard": 2}, "optim_grads_params", "bound"),
         ("Applied", {"dp_shard": 1, "tp": 2}, "no_shard", "sharded"),
         ("Named", {"dp_shard": 1, "tp": 2}, "optim_grads_params", "bound"),
     ],
@@ -64,3 +66,40 @@ def test_what_cannot_run_raises_on_all_ranks(pool, kind, text):
     for error in pool.run_expect_error(bodies.cannot_run, 2, kind=kind):
         assert error.type_name == "InitError"
         assert text in error.message
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("route", ["sharded", "bound", "alone"])
+@pytest.mark.parametrize(
+    ("through", "names"),
+    [("init", ("blocks.1.fc1_weight", "norm.weight")), ("helper", ("column.weight", "embedding.weight"))],
+    ids=["init", "helper"],
+)
+def test_inline_initialization_on_meta_is_an_error_that_names_the_parameters(pool, through, names, route):
+    """Kind: values that a constructor gives on meta, which nothing can repeat."""
+    for error in pool.run_expect_error(bodies.inline, 2, through=through, route=route):
+        assert error.type_name == "InitError"
+        assert "initialized by code that ran on meta" in error.message
+        assert all(name in error.message for name in names)
+        assert "positions" not in error.message
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inline_initialization_is_an_error_under_every_strategy(pool, strategy):
+    for error in pool.run_expect_error(bodies.inline, 2, through="init", route="sharded", strategy=strategy):
+        assert error.type_name == "InitError"
+
+
+@pytest.mark.ranks(2)
+def test_writes_to_data_in_a_constructor_are_a_warning(pool):
+    """Kind: the same, where torch counts no writes: the constructor's code is all there is to see."""
+    for warnings in pool.run(bodies.inline, 2, through="data", route="sharded"):
+        assert ["Inline" in text and "normal_" in text for text in warnings] == [True]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("route", ["sharded", "bound", "alone"])
+def test_a_constructor_that_repeats_reset_parameters_is_no_error(pool, route):
+    """Negative control: writes that `materialize` repeats."""
+    pool.run(bodies.inline, 2, through="none", route=route)

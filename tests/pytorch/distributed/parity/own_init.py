@@ -91,7 +91,84 @@ class Inner(nn.Module):
         self.extra = nn.Linear(32, 32, device=how.device)
 
 
-MODELS = {cls.__name__: cls for cls in (Applied, Named, Renamed, Inner)}
+class Stock(nn.Module):
+    """Torch's modules whose `_reset_parameters` writes to their children, and a user's module that does so."""
+
+    def __init__(self, how: Build) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(32, 2, device=how.device)
+        self.transformer = nn.Transformer(32, 2, 1, 1, 64, device=how.device)
+        self.heads = Heads(how)
+
+
+class Heads(nn.Module):
+    """Projections that `reset_parameters` initializes again, as fairseq's attention does."""
+
+    def __init__(self, how: Build) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(32, device=how.device))
+        self.first, self.second = (nn.Linear(32, 32, device=how.device) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.xavier_uniform_(self.first.weight)
+        nn.init.normal_(self.scale)
+        self.second.reset_parameters()
+
+
+MODELS = {cls.__name__: cls for cls in (Applied, Named, Renamed, Inner, Stock)}
+
+
+class Inline(Base):
+    """A constructor that initializes inline: in place, or through `.data`, which torch does not count."""
+
+    def __init__(self, how: Build, through: str = "init") -> None:
+        super().__init__(how)
+        nn.init.normal_(self.positions)
+        if through == "init":
+            nn.init.normal_(self.blocks[1].fc1_weight, std=0.02)
+            nn.init.zeros_(self.norm.weight)
+        elif through == "helper":
+            _small(self)
+        elif through == "data":
+            self.column.weight.data.normal_(0.0, 0.02)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.positions)
+
+
+def _small(model: Inline) -> None:
+    for layer in (model.column, model.embedding):
+        nn.init.normal_(layer.weight, std=0.02)
+
+
+def inline(through: str, route: str, strategy: str = "optim_grads_params") -> list[str]:
+    """Body: materialize a model whose constructor initializes inline. Return warnings.
+
+    Args:
+        through: of `Inline`; "none": its constructor does no more than its `reset_parameters`.
+        route: as in `equals_one_process`, or "alone" without meshes.
+        strategy: of `fully_shard`.
+    """
+    import logging
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
+    model = Inline(Build("meta"), through)
+    if route == "bound":
+        te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
+    elif route == "sharded":
+        te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("te_fsdp").addHandler(handler)
+    try:
+        te_fsdp.materialize(model, seed=SEED)
+    finally:
+        logging.getLogger("te_fsdp").removeHandler(handler)
+    return warnings
 
 
 def equals_one_process(
@@ -118,7 +195,7 @@ def equals_one_process(
     te_fsdp.fully_shard(model, meshes, strategy=strategy)
     if route == "sharded":
         te_fsdp.materialize(model)
-    if kind != "Inner":
+    if hasattr(model, "embedding"):
         assert model.head.weight is model.embedding.weight
     return check_bits(model, reference)
 

@@ -1,0 +1,150 @@
+"""Detection of initialization that constructors ran inline on meta, where it had no effect.
+
+``nn.init.normal_(self.proj.weight)`` in ``__init__`` writes nothing on meta, and nothing records the call. Torch
+counts in-place writes to each tensor there too. ``materialize`` counts the writes that it repeats: those of each
+``reset_parameters``, and of the model's own initialization. A parameter with other writes than these would get values
+that differ from the constructor's.
+
+Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.errors import InitError, shorten
+from te_fsdp.records import binding_of, get_or_create_record, get_record, iter_param_owners
+from te_fsdp.upstream import torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_log = logging.getLogger("te_fsdp")
+
+#: Packages whose modules are initialized by ``reset_parameters``.
+STOCK = ("torch", "transformer_engine", "te_fsdp")
+#: Methods of tensors that end like in-place operations but write no values.
+_NO_VALUES = ("requires_grad_", "share_memory_", "rename_", "detach_", "resize_")
+#: Calls that are followed from a constructor.
+_DEPTH = 4
+_FIX = (
+    "move the code to init_weights(self) of the model or reset_parameters(self) of the module, and call that in the "
+    "constructor: materialize runs both. Or load a checkpoint in place of materialize"
+)
+
+
+def record_writes(model: nn.Module) -> None:
+    """Record how often each parameter on meta was written to, before parameters are replaced. Local operation."""
+    for place in iter_param_owners(model):
+        parameter = place.parameter
+        if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(place.owner) is not None:
+            continue
+        if version := _torch.version_of(parameter):
+            facts = get_or_create_record(parameter)
+            facts.writes = max(facts.writes, version)
+
+
+def count_rewrites(parameter: torch.Tensor, writes: int | None) -> None:
+    """Add writes that ``materialize`` has repeated on a parameter; ``None`` if all values are set by other means."""
+    facts = get_record(parameter)
+    if facts is not None and writes is None:
+        facts.writes = 0
+    elif facts is not None and writes is not None:
+        facts.rewrites += (writes,)
+
+
+def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
+    """Raise InitError if a constructor's writes were not repeated. Local operation; clears the counts.
+
+    Args:
+        model: The model, all of whose parameters have values.
+        own: For each initialization of the model's own, whether it contains the module of a name.
+    """
+    lost = []
+    for place in iter_param_owners(model):
+        facts = get_record(place.parameter)
+        if facts is None or not facts.writes:
+            continue
+        writes, repeated = facts.writes, facts.rewrites  # of a tied parameter: one count for each owner
+        facts.writes, facts.rewrites = 0, ()
+        # reset_parameters that was called several times draws again, which changes no distribution.
+        again = any(count and writes % count == 0 for count in repeated)
+        if writes not in repeated and not (again and not _has_inline_code(model, place.path)):
+            lost.append(place.label)
+    if lost:
+        raise InitError(
+            f"materialize: {shorten(lost, 3)}: initialized by code that ran on meta, in a constructor or after it",
+            expected="initialization in reset_parameters or init_weights, which materialize can run",
+            got=f"{len(lost)} parameter(s) with in-place writes that had no effect",
+            why="They would keep the values of their modules' reset_parameters: those of another model",
+            fix=_FIX,
+        )
+    _warn_of_data(model, own)
+
+
+def _has_inline_code(model: nn.Module, path: str) -> bool:
+    """Return whether the constructor of a module, or of one around it, writes to tensors in place."""
+    parts = path.split(".") if path else []
+    around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
+    return any(_in_place_calls(type(module)) for module in around)
+
+
+def _warn_of_data(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
+    own = list(own)
+    found = {}
+    for name, module in model.named_modules():
+        if type(module) not in found and not any(contains(name) for contains in own):
+            calls = _in_place_calls(type(module))
+            found[type(module)] = calls if "data" in calls else set()
+    for cls, calls in found.items():
+        if calls:
+            _log.warning(
+                "materialize: the constructor of %s may have written to .data of parameters on meta (%s), which had no "
+                "effect. To keep these values, %s.",
+                cls.__name__.removeprefix("FSDP"),
+                ", ".join(sorted(calls - {"data"})),
+                _FIX,
+            )
+
+
+def _in_place_calls(cls: type) -> set[str]:
+    """Return names of in-place operations in the constructors of a class, and "data" if they use that."""
+    names = set()
+    for base in cls.__mro__:
+        constructor = vars(base).get("__init__")
+        if isinstance(constructor, FunctionType) and base.__module__.partition(".")[0] not in STOCK:
+            names |= {name for code in _reached(cls, constructor, set()) for name in code.co_names}
+    calls = {name for name in names if _writes_in_place(name)}
+    return calls | ({"data"} & names) if calls else set()
+
+
+def _writes_in_place(name: str) -> bool:
+    if not name.endswith("_") or name.startswith("_") or name in _NO_VALUES:
+        return False
+    return hasattr(torch.nn.init, name) or hasattr(torch.Tensor, name)
+
+
+def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:
+    """Yield the code of a function, of functions in it, and of those of the user's that it names.
+
+    ``reset_parameters`` and what it calls is left out: ``materialize`` runs it.
+    """
+    pending = [function.__code__]
+    while pending:
+        code = pending.pop()
+        if code in seen:
+            continue
+        seen.add(code)
+        yield code
+        pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        for name in code.co_names if depth < _DEPTH else ():
+            called = getattr(cls, name, None) or function.__globals__.get(name)
+            is_own = isinstance(called, FunctionType) and called.__module__.partition(".")[0] not in STOCK
+            if is_own and name not in ("reset_parameters", "_reset_parameters"):
+                yield from _reached(cls, called, seen, depth + 1)
