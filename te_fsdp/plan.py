@@ -128,9 +128,12 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         check_order(model)
         _check_policies(request)
         units = _plan_units(model, meshes, request)
-        widened = request.precision is not None and request.precision.main_params_dtype is not None
+        policy = request.precision
+        # A policy with both dtypes stores, gathers and reduces all parameters of a unit alike.
+        uniform = policy is not None and None not in (policy.main_params_dtype, policy.param_dtype)
         apart = dense_beside_own(model, meshes, units, request.experts)
-        placed = plan_storage(model, units, one_dtype=not widened, apart=apart)
+        by_model = policy is not None and policy.param_dtype is None
+        placed = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=apart)
         refuse_quantized_ops(model, lambda module, name: placed[id(module), name].storage.is_whole)
         whole = _whole(model, placed)
         kept = {
@@ -195,14 +198,20 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
 
 
 def plan_storage(
-    model: nn.Module, units: Mapping[str, Storage], *, one_dtype: bool = False, apart: Collection[int] = ()
+    model: nn.Module,
+    units: Mapping[str, Storage],
+    *,
+    one_dtype: bool = False,
+    with_frozen: bool = False,
+    apart: Collection[int] = (),
 ) -> dict[Key, ParameterPlan]:
     """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
 
     Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
     by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
-    ``units`` (name -> storage, ``""`` for the root). With ``one_dtype`` trained parameters of another dtype than the
-    rest of their unit stay whole; empty parameters, and those with an id in ``apart``, always do.
+    ``units`` (name -> storage, ``""`` for the root). With ``one_dtype`` trained parameters, and ``with_frozen`` the
+    frozen ones too, stay whole if their dtype differs from most of their unit. Empty parameters, and those with an id
+    in ``apart``, always do.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
@@ -216,7 +225,7 @@ def plan_storage(
     for place in iter_param_owners(model):
         if not units[inside[place.path]].is_whole and id(place.owner) not in marked:
             sharded.setdefault(inside[place.path], []).append(place)
-    odd = find_odd(sharded, one_dtype=one_dtype).union(apart)
+    odd = find_odd(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
     for place in iter_param_owners(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]

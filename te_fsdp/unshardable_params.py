@@ -38,10 +38,12 @@ def refuse_quantized_ops(model: nn.Module, is_whole: Callable[[nn.Module, str], 
             )
 
 
-def find_odd(units: Mapping[str, list[ParamOwner]], *, one_dtype: bool) -> set[int]:
+def find_odd(
+    units: Mapping[str, list[ParamOwner]], *, one_dtype: bool, with_frozen: bool = False
+) -> set[int]:
     """Return the ``id`` of each parameter to replicate, of the sharded units' places. Local operation.
 
-    With ``one_dtype`` the trained parameters of a unit must have one dtype.
+    With ``one_dtype`` the trained parameters of a unit must have one dtype, ``with_frozen`` the frozen ones too.
 
     Raises:
         PlacementError: Parameters of another dtype than the rest of their unit are too large to replicate.
@@ -50,17 +52,18 @@ def find_odd(units: Mapping[str, list[ParamOwner]], *, one_dtype: bool) -> set[i
     for unit, places in units.items():
         odd.update(id(place.parameter) for place in places if not place.parameter.numel())
         if one_dtype:
-            odd.update(_of_other_dtypes(unit, places))
+            odd.update(_of_other_dtypes(unit, places, with_frozen))
     # Tied parameters of several units are an error of their own.
     homes = Counter(key for places in units.values() for key in {id(place.parameter) for place in places})
     return {key for key in odd if homes[key] == 1}
 
 
-def _of_other_dtypes(unit: str, places: list[ParamOwner]) -> set[int]:
+def _of_other_dtypes(unit: str, places: list[ParamOwner], with_frozen: bool) -> set[int]:
     trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
     for place in places:
         parameter = place.parameter
-        if parameter.requires_grad and parameter.numel() and not is_replicated(place.owner, place.name):
+        counts = parameter.requires_grad or (with_frozen and parameter.is_floating_point())
+        if counts and parameter.numel() and not is_replicated(place.owner, place.name):
             trained.setdefault(parameter.dtype, {})[id(parameter)] = place
     if len(trained) < 2:
         return set()
@@ -76,6 +79,6 @@ def _of_other_dtypes(unit: str, places: list[ParamOwner]) -> set[int]:
             got=f"{elements:,} elements",
             why="FSDP2 gathers and reduces a unit in one dtype",
             fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
-            "precision=te_fsdp.MixedPrecisionPolicy(main_params_dtype=torch.float32)",
+            "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
         )
     return {id(place.parameter) for place in others}

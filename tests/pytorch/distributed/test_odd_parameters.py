@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from matrix import search
+from matrix.configurations import Configuration
 from strategies import odd as bodies
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -21,6 +23,17 @@ def test_they_train_as_in_one_process(pool, kind, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_learnable_softmax_offset_trains_in_a_bf16_model(pool, strategy):
     pool.run(bodies.learnable_softmax, 2, strategy=strategy)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("frozen", ["", "blocks.0"], ids=["trained", "frozen"])
+def test_an_fp32_vector_trains_under_a_policy(pool, frozen, strategy):
+    """Kind: the same under a precision policy, which has one dtype of compute for a unit."""
+    drawn = Configuration(
+        modules=("linear", "linear"), precision="default", vector=True, frozen=frozen, strategy=strategy
+    )
+    assert max(pool.run(search.trial, 2, drawn=drawn)[0].values()) <= 1
 
 
 @pytest.mark.ranks(2)

@@ -2,18 +2,74 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from matrix import search
-from matrix.configurations import Configuration, draw
+from matrix.configurations import SCHEDULES, STRATEGIES, Configuration, draw
 
 SEED = 0
-#: Small draws of seed 0 whose factors differ.
-DRAWS = (2, 3, 7, 21)
+#: Configurations whose factors differ; the last two are small draws of seed 1.
+VARIED = (
+    Configuration(
+        recipe="current",
+        weights="quantized",
+        modules=("layernorm_linear",),
+        mesh="tp4",
+        strategy="no_shard",
+        schedule="microbatch",
+        microbatches=2,
+    ),
+    Configuration(
+        arch="9.0",
+        modules=("experts", "linear"),
+        mesh="ep2xtp2",
+        units=("blocks.0", "blocks.1"),
+        schedule="start",
+        microbatches=2,
+        optimizer="adamw",
+        route="some",
+        clips=True,
+    ),
+    Configuration(
+        recipe="current",
+        modules=("grouped",),
+        mesh="replicate2",
+        strategy="optim_grads",
+        outer="optim",
+        microbatches=2,
+        optimizer="sgd",
+    ),
+    Configuration(
+        weights="fp32", precision="bf16 compute", optimizer="sgd", schedule="auto sync", microbatches=2
+    ),
+    draw(1, 20),
+    draw(1, 37),
+)
 #: Configurations that deviated once, each with its cause mended since.
 FOUND = (
     Configuration(side="never", units=("blocks.0", "side"), weights="quantized", recipe="mxfp8"),
     # MXFP8 weights that are replicated, several microbatches.
-    draw(SEED, 44),
+    Configuration(
+        recipe="mxfp8",
+        weights="quantized",
+        modules=("transformer",),
+        exempt=("blocks.0",),
+        schedule="by hand",
+        microbatches=2,
+        side="never",
+        evaluates=True,
+    ),
+    # A policy, and an fp32 vector in a bf16 unit.
+    Configuration(precision="fp32 sum", vector=True, strategy="optim_grads", optimizer="sgd"),
+    Configuration(
+        precision="default",
+        vector=True,
+        mesh="tp2",
+        sequence_parallel=True,
+        frozen="blocks.0",
+        modules=("linear", "mlp_gelu"),
+    ),
     Configuration(
         recipe="mxfp8",
         weights="quantized",
@@ -35,12 +91,54 @@ def test_a_number_is_one_configuration():
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("drawn", [*(draw(SEED, number) for number in DRAWS), *FOUND], ids=str)
+@pytest.mark.parametrize("drawn", [*VARIED, *FOUND], ids=str)
 def test_drawn(pool, drawn):
     """The kind: any supported configuration trains as stock TE does in one process."""
     pool.arch = drawn.arch
     shares = pool.run(search.trial, drawn.ranks, drawn=drawn)[0]
     assert shares and max(shares.values()) <= 1
+
+
+#: Devices and recipes of quantized weights, strategies, forms of microbatches, and what is not sharded.
+PRODUCT = {
+    "form": [
+        ("10.0", "mxfp8"),
+        ("10.0", "nvfp4"),
+        ("10.0", "current"),
+        ("10.0", "hybrid"),
+        ("9.0", "delayed"),
+        ("9.0", "block"),
+    ],
+    "strategy": STRATEGIES,
+    "schedule": SCHEDULES,
+    "exempt": [(), ("blocks.1",), ("blocks.0:0", "blocks.1:1")],
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.covering(strength=1)
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        Configuration(
+            arch=arch,
+            recipe=recipe,
+            weights="quantized",
+            modules=("linear", "linear"),
+            units=("blocks.0", "blocks.1"),
+            microbatches=3,
+            strategy=strategy,
+            schedule=schedule,
+            exempt=exempt,
+        )
+        for (arch, recipe), strategy, schedule, exempt in itertools.product(*PRODUCT.values())
+    ],
+    ids=str,
+)
+def test_columnwise_data_of_quantized_weights(pool, drawn):
+    """The kind: which data of a weight backward needs, by format, strategy, form of microbatches and `no_shard`."""
+    pool.arch = drawn.arch
+    assert max(pool.run(search.trial, 2, drawn=drawn)[0].values()) <= 1
 
 
 @pytest.mark.ranks(2)

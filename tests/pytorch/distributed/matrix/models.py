@@ -174,6 +174,7 @@ def build(
     *,
     checkpointing: str = "off",
     group: Any = None,
+    hidden: int = 0,
     **kwargs: Any,
 ) -> Trunk:
     """A trunk around one module kind.
@@ -185,11 +186,12 @@ def build(
         device: of the parameters, "meta" included.
         checkpointing: "off", "te", "torch", or "own": what the module itself can run again.
         group: for the reduction of delayed scaling's amaxes; None is the world.
+        hidden: size; by default `width_of`.
         **kwargs: tp_group, tp_size, sequence_parallel.
     """
     import transformer_engine.pytorch as te
 
-    recipe, hidden = recipe_of(recipe_name), width_of(recipe_name, weights)
+    recipe, hidden = recipe_of(recipe_name), hidden or width_of(recipe_name, weights)
     kwargs["params_dtype"] = torch.float32 if weights == "fp32" else torch.bfloat16
     quantized = weights == "quantized"
     with te.quantized_model_init(enabled=True, recipe=recipe) if quantized else nullcontext():

@@ -1,53 +1,60 @@
 """Body of the random search: train one drawn configuration for three steps and compare with stock TE in one process.
 
-The oracle is that of `matrix.bodies`: rank 0 trains the unsharded model on the whole batch. Outputs, gradients by value
-and the updates of main weights are compared, within the bounds of `matrix.tolerances`.
+The oracle is that of `matrix.bodies`: rank 0 trains the unsharded model on the whole batch. Outputs, gradients by
+value, their norm and the updates of main weights are compared, within the bounds of `matrix.tolerances`. HFSDP has no
+gradients over all replicas that one could read: there, norms and updates are.
 """
 
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 from typing import Any
 
 import harness
 import torch
 import torch.distributed as dist
+from experts.model import Mixture
 from parity.runs import shards
 from torch import nn
 
-from matrix.bodies import EPSILON, LEARNING_RATE, SEED, Check, Cut, Seen, _dense, _main, batch
-from matrix.configurations import MESHES, Configuration
-from matrix.models import build, recipe_of, width_of
+from matrix.bodies import SEED, Check, Cut, Seen, _dense, batch
+from matrix.configurations import MESHES, POLICIES, Configuration
+from matrix.search_models import Stack
+from matrix.search_oracle import CLIP, STEPS, Oracle, evaluate, optimizer_of, run, trained, uses_side, width
 
-STEPS = 3
 
+class SearchCheck(Check):
+    """The comparisons of one configuration. Experts without tokens have gradients and updates of zeros, to the bit."""
 
-class Stack(nn.Module):
-    """Residual blocks of several module kinds; `side` is computed, and in the loss only where a step uses it."""
+    path: dict[str, float]
 
-    def __init__(self, drawn: Configuration, device: Any, group: Any = None, **kwargs: Any) -> None:
-        super().__init__()
-        options = {"group": group, **kwargs}
-        kinds = [*drawn.modules, *(["linear"] if drawn.side != "none" else [])]
-        built = [
-            build(kind, drawn.recipe, drawn.weights, device, checkpointing=drawn.checkpointing, **options)
-            for kind in kinds
-        ]
-        if drawn.recipe == "nvfp4":  # stock TE rounds gradients at random: two runs of it differ
-            recipe = recipe_of("nvfp4")
-            recipe.disable_stochastic_rounding = True
-            for trunk in built:
-                trunk.recipe = recipe
-        side = built.pop() if drawn.side != "none" else None
-        self.blocks, self.side = nn.ModuleList(built), side  # in the order in which they were drawn
+    def shard(self, what: str, name: str, actual: torch.Tensor, info: Any) -> None:
+        """Compare a parameter's gradient or update, box by box.
 
-    def forward(self, x: torch.Tensor, use_side: bool = False) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        if self.side is None:
-            return x
-        side = self.side(x)
-        return x + side if use_side else x
+        The error of an update is relative to the path, since steps in opposite directions cancel, their errors do not.
+        """
+        expected = self.expected[f"{what} {name}"]
+        if not expected.any():
+            if left := float(_dense(actual).abs().sum()):
+                self.findings.failures.append(f"{what} {name}: {left} where one process has zeros")
+        elif what != "update":
+            super().shard(what, name, actual, info)
+        else:
+            for box in info.boxes:
+                self.update(name, _dense(actual)[box.local_slices()], expected[box.original_slices()])
+
+    def update(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare a part of an update. Each step rounds the fp32 weight once, in both runs."""
+        scale = self.path[name]
+        rounding = 2 * self.steps * float(self.originals[name].abs().max()) * 2.0**-24 / scale
+        self._close(f"update {name}", actual, expected, self.gradient_bound + rounding, scale)
+
+    def norm(self, step: int, actual: torch.Tensor) -> None:
+        """Compare the norm of all gradients, which is as close as they are."""
+        expected = float(self.expected[f"norm {step}"])
+        self._share(f"norm {step}", abs(float(actual) - expected) / expected, self.gradient_bound)
 
 
 def trial(drawn: Configuration, *, spoil: bool = False) -> dict[str, float]:
@@ -57,17 +64,23 @@ def trial(drawn: Configuration, *, spoil: bool = False) -> dict[str, float]:
         drawn: The configuration.
         spoil: Negative control: the last rank's tokens are others in the second step.
     """
-    expected, originals, missing = reference(drawn)
+    import te_fsdp
+
+    alone = Oracle(drawn)
     meshes, model = sharded(drawn)
-    check = Check(drawn.recipe, drawn.weights, "linear", expected, originals, gemms=drawn.gemms)
-    check.steps = STEPS
+    alone.start_from(*_initial_dtypes(model))
+    expected = Seen(alone.train())
+    expected.send()
+    weights = drawn.computes_in if drawn.weights == "fp32" else drawn.weights
+    check = SearchCheck(drawn.recipe, weights, "linear", expected, alone.initial, gemms=drawn.gemms)
+    check.steps, check.path = STEPS, alone.path
     check.initial(model)
     cut = Cut(meshes, drawn.sequence_parallel)
     before = {name: _dense(parameter).clone() for name, parameter, _ in shards(model)}
-    optimizer = optimizer_of(drawn, model, is_sharded=True)
+    optimizer = _sharded_optimizer(drawn, model)
     for step in range(STEPS):
         if drawn.evaluates:
-            evaluate(model, cut.take(batch(width(drawn), "evaluation")[0]))
+            evaluate(drawn, model, cut.take(batch(width(drawn), "evaluation")[0]))
         if drawn.abandons:
             abandon(drawn, model, cut)
         for micro in range(drawn.microbatches):
@@ -76,27 +89,41 @@ def trial(drawn: Configuration, *, spoil: bool = False) -> dict[str, float]:
             if spoil and step == 1 and dist.get_rank() == dist.get_world_size() - 1:
                 x = -x
             with context_of(drawn, model, is_last=micro == drawn.microbatches - 1):
-                output = run(model, x, target, drawn.microbatches * cut.tp_parts, uses_side(drawn, step))
+                output = run(
+                    drawn, model, x, target, drawn.microbatches * cut.tp_parts, uses_side(drawn, step)
+                )
             check.values(f"output {place}", output, cut.take(expected.tensors[f"output {place}"]))
         finish(drawn, model)
-        compare_gradients(drawn, model, check, step, missing[step])
+        if drawn.outer != "optim":
+            compare_gradients(model, check, step, alone.missing[step])
+        if drawn.clips:
+            check.norm(step, te_fsdp.clip_grad_norm_(model, CLIP))
         optimizer.step()
         model.zero_grad()
-    if drawn.optimizer.startswith("fused") and drawn.outer == "no_shard":
-        for name, parameter, info in shards(model):
-            if name in missing["never"]:
-                continue
-            check.shard("update", name, _main(optimizer, parameter) - before[name], info)
+    compare_updates(drawn, model, optimizer, check, before, alone)
     return check.settle(drawn.ranks)["shares"]
 
 
-def compare_gradients(
-    drawn: Configuration, model: nn.Module, check: Check, step: int, missing: set[str]
-) -> None:
-    """Compare gradients by value; under HFSDP they belong to each replica until the optimizer's step."""
+def _initial_dtypes(model: nn.Module) -> tuple[set[str], set[str]]:
+    """Return names of unquantized parameters in fp32, and of parameters that are not sharded. Collective."""
+    from te_fsdp.records import plan_of
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+    wide, whole = set(), set()
+    for name, parameter, _ in shards(model):
+        local, plan = _torch.local_of(parameter), plan_of(parameter)
+        if local.dtype == torch.float32 and not _te.is_quantized(local):
+            wide.add(name)
+        if plan is not None and plan.storage.is_whole:
+            whole.add(name)
+    several: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(several, (wide, whole))
+    return set().union(*(part[0] for part in several)), set().union(*(part[1] for part in several))
+
+
+def compare_gradients(model: nn.Module, check: SearchCheck, step: int, missing: set[str]) -> None:
+    """Compare gradients by value."""
     for name, parameter, info in shards(model):
-        if drawn.outer == "optim":
-            continue
         if name in missing:
             check.absent(f"gradient {step} {name}", parameter.grad)
         elif parameter.grad is None:
@@ -105,31 +132,52 @@ def compare_gradients(
             check.shard(f"gradient {step}", name, parameter.grad, info)
 
 
-def width(drawn: Configuration) -> int:
-    """Hidden size in which every format finds whole blocks."""
-    return width_of(drawn.recipe, drawn.weights)
+def compare_updates(
+    drawn: Configuration,
+    model: nn.Module,
+    optimizer: Any,
+    check: SearchCheck,
+    before: dict[str, torch.Tensor],
+    alone: Oracle,
+) -> None:
+    """Compare what the steps have added to main weights."""
+    from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+    if drawn.outer == "optim":
+        hybrid = drawn.recipe == "hybrid" and drawn.weights == "quantized"  # checkpoints do not store these
+        for name, main in saved_mains(model, optimizer).items() if not hybrid else ():
+            if f"update {name}" in check.expected:
+                update, expected = main - alone.initial[name].cpu(), check.expected[f"update {name}"].cpu()
+                check.update(name, update, expected)
+        return
+    for name, parameter, info in shards(model):
+        if f"update {name}" in check.expected:
+            low = _te.is_quantized(_torch.local_of(parameter)) or parameter.dtype != torch.float32
+            main = optimizer.state[parameter]["master_param"] if low else parameter
+            check.shard("update", name, _dense(main) - before[name], info)
 
 
-def uses_side(drawn: Configuration, step: int) -> bool:
-    """Whether the side branch is in the loss of a step."""
-    return drawn.side == "in the second step" and step == 1
+def saved_mains(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Return unsharded main weights by name, as a checkpoint has them. Collective."""
+    from pathlib import Path
 
+    import te_fsdp
+    from te_fsdp.checkpoint.reader import open_checkpoint_contents
 
-def run(model: nn.Module, x: torch.Tensor, target: torch.Tensor, divisor: int, side: bool) -> torch.Tensor:
-    """Forward and backward of a loss per token. Return the output."""
-    x = x.detach().to(next(model.parameters()).dtype).requires_grad_()  # for te.checkpoint
-    output = model(x, side)
-    loss = (output.float() - target.float()).square().mean() * output.shape[-1]
-    (loss / divisor).backward()
-    return output.detach()
-
-
-def evaluate(model: nn.Module, x: torch.Tensor) -> None:
-    """Run a forward without gradients, as a validation between steps does."""
-    model.eval()
-    with torch.no_grad():
-        model(x.to(next(model.parameters()).dtype))
-    model.train()
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder, 0)
+    path = Path(folder[0], "saved")
+    te_fsdp.checkpoint.save(path, model, optimizer)
+    contents = open_checkpoint_contents(path)
+    found = {}
+    for name, described in contents.manifest.parameters.items():
+        value, origin = contents.best_value(name, "auto")
+        if origin == "main" or value.dtype == torch.float32:
+            found[name] = value.whole().float().view(described["shape"])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    return found
 
 
 def abandon(drawn: Configuration, model: nn.Module, cut: Cut) -> None:
@@ -138,118 +186,80 @@ def abandon(drawn: Configuration, model: nn.Module, cut: Cut) -> None:
 
     x, target = (cut.take(tensor) for tensor in batch(width(drawn), "abandoned"))
     with te_fsdp.no_sync(model):
-        run(model, x, target, 1, False)
+        run(drawn, model, x, target, 1, False)
     model.zero_grad()
 
 
 def context_of(
     drawn: Configuration, model: nn.Module, *, is_last: bool
 ) -> contextlib.AbstractContextManager[None]:
-    """The context of one microbatch in the drawn schedule."""
+    """Return the context of one microbatch in the drawn schedule."""
     import te_fsdp
 
     if drawn.schedule == "microbatch":
         return te_fsdp.microbatch(model, is_last=is_last)
-    if drawn.schedule == "by hand":
-        te_fsdp.set_auto_sync(model, False)
+    if drawn.schedule == "sync":
+        return te_fsdp.sync(model)
+    if drawn.schedule in ("by hand", "auto sync"):
+        te_fsdp.set_auto_sync(model, is_last and drawn.schedule == "auto sync")
     if drawn.schedule == "setter" and hasattr(model, "set_requires_gradient_sync"):  # not with no_shard
         model.set_requires_gradient_sync(is_last)
-    return te_fsdp.no_sync(model) if drawn.schedule == "no_sync" and not is_last else contextlib.nullcontext()
+    waits = drawn.schedule == "start" or (drawn.schedule == "no_sync" and not is_last)
+    return te_fsdp.no_sync(model) if waits else contextlib.nullcontext()
 
 
 def finish(drawn: Configuration, model: nn.Module) -> None:
     """Reduce what waits, where the schedule does so by hand."""
     import te_fsdp
 
-    if drawn.schedule == "by hand":
+    if drawn.schedule == "start":
+        te_fsdp.start_grad_reduce(model)
+    if drawn.schedule in ("by hand", "start"):
         te_fsdp.finish_grad_reduce(model)
+    if drawn.schedule == "by hand":
         te_fsdp.set_auto_sync(model, True)
         te_fsdp.release_params(model)
 
 
 def sharded(drawn: Configuration) -> tuple[Any, nn.Module]:
-    """Meshes and the sharded, initialized model."""
+    """Return the meshes and the sharded, initialized model."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
+
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**MESHES[drawn.mesh], device_type=harness.device_type())
-    kwargs = {**meshes.te_kwargs(), "sequence_parallel": drawn.sequence_parallel}
-    model = Stack(drawn, "meta", **kwargs)
+    model = Stack(drawn, "meta", meshes)
     for name in drawn.exempt:
-        owner, _, own = name.rpartition(".")
-        found = getattr(model.get_submodule(owner), own, None)
-        if found is not None:
-            te_fsdp.fsdp_no_shard(found)
+        module, _, number = name.partition(":")
+        found = model.get_submodule(module)
+        te_fsdp.fsdp_no_shard(list(found.parameters())[int(number)] if number else found)
     options: dict[str, Any] = {
-        "strategy": drawn.strategy,
+        "strategy": {"": drawn.strategy, "blocks.0": drawn.first} if drawn.first else drawn.strategy,
         "outer_strategy": drawn.outer,
         "check_inputs": False,
     }
     if drawn.units:
         options["units"] = list(drawn.units)
+    if drawn.precision.startswith("FSDP2"):
+        options["mp_policy"] = Fsdp2Policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    elif drawn.precision != "none":
+        words = POLICIES[drawn.precision]
+        dtypes = {field: word and getattr(torch, word) for field, word in words.items()}
+        options["precision"] = te_fsdp.MixedPrecisionPolicy(**dtypes)
+    if meshes.ep is not None:
+        options["experts"] = [Mixture]
     te_fsdp.fully_shard(model, meshes, zero_copy_gradients=drawn.zero_copy, **options)
     te_fsdp.materialize(model, seed=SEED)
     return meshes, model
 
 
-def optimizer_of(drawn: Configuration, model: nn.Module, *, is_sharded: bool) -> Any:
-    """The drawn optimizer. Its steps are proportional to gradients, so that the gradients' bounds hold for them."""
-    from transformer_engine.pytorch.optimizers import FusedAdam
-
+def _sharded_optimizer(drawn: Configuration, model: nn.Module) -> Any:
+    """Return the drawn optimizer as te_fsdp has it."""
     import te_fsdp
 
-    if drawn.optimizer == "sgd":
-        return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE / EPSILON)
-    if drawn.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, weight_decay=1e-3)
-    options: dict[str, Any] = {"master_weights": True, "master_weight_dtype": torch.float32}
-    optimizer = FusedAdam(model.parameters(), lr=LEARNING_RATE, eps=EPSILON, **options)
-    if is_sharded and drawn.outer == "optim":
+    optimizer = optimizer_of(drawn, trained(model))
+    if drawn.outer == "optim":
         return te_fsdp.shard_optimizer(optimizer)
-    if is_sharded and drawn.optimizer == "fused, main weights":
+    if drawn.optimizer == "fused, main weights":
         te_fsdp.main_weights(model, optimizer)
     return optimizer
-
-
-def reference(drawn: Configuration) -> tuple[Seen, dict[str, torch.Tensor], dict[Any, set[str]]]:
-    """What one process sees, the initial parameters, and which have no gradient by step. Collective."""
-    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
-
-    from te_fsdp.upstream import te as _te
-
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    torch.manual_seed(SEED)
-    model = Stack(drawn, harness.device(), group=alone)
-    before = {name: _dense(parameter).clone() for name, parameter in model.named_parameters()}
-    seen: dict[str, torch.Tensor] = {}
-    missing: dict[Any, set[str]] = {}
-    optimizer, trains = optimizer_of(drawn, model, is_sharded=False), dist.get_rank() == 0
-    for step in range(STEPS):
-        if trains and drawn.evaluates:
-            evaluate(model, batch(width(drawn), "evaluation")[0])
-        if trains and drawn.abandons:
-            run(model, *batch(width(drawn), "abandoned"), 1, False)
-            model.zero_grad()
-        for micro in range(drawn.microbatches):
-            place = f"{step}.{micro}"
-            x, target = batch(width(drawn), place)
-            seen[f"output {place}"] = x
-            if trains:
-                seen[f"output {place}"] = run(model, x, target, drawn.microbatches, uses_side(drawn, step))
-        missing[step] = {name for name, p in model.named_parameters() if p.grad is None}
-        for name, parameter in model.named_parameters():
-            seen[f"gradient {step} {name}"] = before[name] if parameter.grad is None else parameter.grad
-        if trains:
-            optimizer.step()
-            optimizer.zero_grad()
-            for parameter in model.parameters():
-                _te.drop_transpose(parameter)  # FusedAdam leaves a stale one on Hopper (docs/upstream.md)
-    missing["never"] = missing[0] & missing[1] & missing[2]
-    for name, parameter in model.named_parameters():
-        has_main = trains and drawn.optimizer.startswith("fused") and name not in missing["never"]
-        seen[f"update {name}"] = _main(optimizer, parameter) - before[name] if has_main else before[name]
-    found = Seen({name: tensor.detach().float().clone() for name, tensor in seen.items()})
-    found.send()
-    sent = [missing]
-    dist.broadcast_object_list(sent, 0)
-    FP8GlobalStateManager.reset()  # else each of the two models would roll the other's amax histories
-    return found, before, sent[0]
