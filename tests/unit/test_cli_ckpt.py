@@ -323,3 +323,28 @@ def test_an_option_without_effect_is_2(tmp_path: Path, capsys: pytest.CaptureFix
 )
 def test_units_of_sizes(text: str, count: int) -> None:
     assert ckpt._bytes(text) == count
+
+
+# ------------------------------------------------------------------------------------- folders of checkpoints
+
+
+def test_a_folder_above_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kind: the folder of a run, which has its checkpoints some levels down next to other files."""
+    run = tmp_path / "run"
+    for step in (5, 15):
+        make(run / f"ckpt/step-{step}", step=step)
+    (run / "metrics.jsonl").write_text("{}\n")
+    (run / "plots/old").mkdir(parents=True)
+    for path in (run, run / "ckpt", tmp_path):
+        assert run_json(["inspect", str(path)], capsys)["path"] == str(run / "ckpt/step-15"), path
+        assert run_json(["verify", str(path)], capsys)["path"] == str(run / "ckpt/step-15"), path
+    assert run_json(["diff", str(run), str(run / "ckpt/step-15")], capsys)["same"]
+    assert main(["ckpt", "convert", str(run), str(tmp_path / "out.safetensors")]) == 0
+    assert main(["ckpt", "export", str(run), str(tmp_path / "out")]) == 0
+    # Two folders of checkpoints: which one is meant is not a guess.
+    make(run / "best/step-3", step=3)
+    error = run_json(["inspect", str(run)], capsys, code=1)["error"]
+    assert "several folders with checkpoints" in error and f"{run}/best, {run}/ckpt" in error, error
+    assert run_json(["inspect", str(run / "best")], capsys)["step"] == 3
+    # No checkpoint anywhere: the error of a path without one.
+    assert "no such checkpoint" in run_json(["inspect", str(run / "plots")], capsys, code=1)["error"]
