@@ -104,8 +104,12 @@ class Report:
             table.add_row(words, *[""] * 4, f"{size:,}")
         out = io.StringIO()
         width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 1000
-        # Names may contain brackets or colons, which rich would read as markup and emoji.
-        Console(file=out, width=max(width, 80), color_system=None, markup=False, emoji=False).print(table)
+        # Names may contain brackets or colons, which rich would read as markup and emoji. In a notebook rich would
+        # display the table instead of writing it to the file.
+        console = Console(
+            file=out, width=max(width, 80), color_system=None, markup=False, emoji=False, force_jupyter=False
+        )
+        console.print(table)
         lines = [line.rstrip() for line in out.getvalue().splitlines()]
         lines += [text for mark, text in _LEGEND.items() if any(mark in _sharding(row) for row in self.rows)]
         lines += [_describe_several("gathers", "units", units, words) for words, units in self.transports]

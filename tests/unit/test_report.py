@@ -215,6 +215,13 @@ def test_names_that_look_like_markup():
     assert all(f" {name}.weight " in lines for name in names)
 
 
+def test_the_table_in_a_notebook(monkeypatch):
+    """Kind: text that depends on the program that prints it. In a notebook rich displays tables itself."""
+    expected = str(te_fsdp.report(nn.Linear(4, 4)))
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert str(te_fsdp.report(nn.Linear(4, 4))) == expected and "local shape" in expected
+
+
 def test_before_anything_is_sharded(world):
     """A plain model, a scalar among its parameters, one parameter registered twice, one named after no axis."""
     model = nn.Sequential(nn.Linear(3, 2, device="meta"), nn.BatchNorm1d(2))
