@@ -11,7 +11,7 @@ The class overrides what leaves the local tensor:
 - ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
 - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
 
-See "Alternatives considered" in docs/internals.md.
+See "Stacked layouts" in docs/internals.md for the alternatives.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ _COMMANDS = {
     "ckpt": ("ckpt:COMMANDS", "checkpoints in one process: inspect, verify, diff, convert, export"),
     "env": ("env:show", "this environment: versions, GPUs, patches in force, faults and their cures"),
     "plan": ("plan:show_plan", "a job on any number of GPUs: memory, traffic, meshes that fit; needs no GPU"),
-    "report": ("plan:show_report", "what a plan or a checkpoint holds, parameter by parameter"),
+    "report": ("plan:show_report", "show a saved plan, parameter by parameter"),
 }
 
 

@@ -1,4 +1,4 @@
-"""``te-fsdp plan`` and ``te-fsdp report``: what ranks of a job will hold and send; what a plan or checkpoint holds."""
+"""The commands ``te-fsdp plan``, which plans a job, and ``te-fsdp report``, which shows a saved plan."""
 
 from __future__ import annotations
 
@@ -319,20 +319,22 @@ def _as_json(one: Candidate, machine: Machine | None) -> dict[str, Any]:
 
 
 def show_report(path: Positional[Path], /, *, as_json: _Json = False) -> int:
-    """Show what a plan (a file of te-fsdp plan --json) or a checkpoint holds, parameter by parameter.
+    """Show a saved plan (a file of te-fsdp plan --json), parameter by parameter.
 
-    Of a running job call te_fsdp.report(model). Checkpoints: as te-fsdp ckpt inspect, which has more options.
+    For a running job, call te_fsdp.report(model). For a checkpoint, run te-fsdp ckpt inspect.
     """
-    if path.is_file() and path.suffix == ".json":
-        try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            fix = "a file of te-fsdp plan --json, or a checkpoint"
-            raise CheckpointError(f"{path}: no JSON ({error})", fix=fix) from error
-        if isinstance(value, dict) and "te_fsdp_plan" in value:
-            found = Plan.from_json(value, str(path))
-            print_json(found.as_json()) if as_json else _show(found, None)
-            return 0
-    from te_fsdp.cli import ckpt
-
-    return ckpt.inspect(path, as_json=as_json)
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path}: not a plan",
+            expected="a file of te-fsdp plan --json",
+            got="a directory",
+            fix=f"te-fsdp ckpt inspect {path}",
+        )
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        fix = "a file of te-fsdp plan --json"
+        raise CheckpointError(f"{path}: not valid JSON ({error})", fix=fix) from error
+    found = Plan.from_json(value if isinstance(value, dict) else {}, str(path))
+    print_json(found.as_json()) if as_json else _show(found, None)
+    return 0

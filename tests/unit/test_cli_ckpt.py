@@ -348,3 +348,11 @@ def test_a_folder_above_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert run_json(["inspect", str(run / "best")], capsys)["step"] == 3
     # No checkpoint anywhere: the error of a path without one.
     assert "no such checkpoint" in run_json(["inspect", str(run / "plots")], capsys, code=1)["error"]
+
+
+def test_report_is_for_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kind: two commands that print the same. ``report`` prints plans, and names ``ckpt inspect`` for a checkpoint."""
+    make(tmp_path / "step-15")
+    for path in (tmp_path, tmp_path / "step-15"):
+        assert main(["report", str(path)]) == 1
+        assert f"Fix: te-fsdp ckpt inspect {path}" in capsys.readouterr().err

@@ -440,7 +440,9 @@ def test_what_is_no_plan(te, folder, capsys):
     assert "not a plan: expected te_fsdp_plan: 1, got 99" in json.loads(capsys.readouterr().out)["error"]
     (folder / "broken.json").write_text("{")
     assert main(["report", str(folder / "broken.json")]) == 1
-    assert "no JSON" in (said := capsys.readouterr().err) and "Fix: a file of te-fsdp plan --json" in said
+    assert (
+        "not valid JSON" in (said := capsys.readouterr().err) and "Fix: a file of te-fsdp plan --json" in said
+    )
     with pytest.raises(CheckpointError, match="not a plan"):
         Plan.from_json({"te_fsdp_plan": 1})
 
