@@ -37,10 +37,12 @@ HIDDEN = 1024
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=0.5, help="weights and optimizer state together, GiB")
-    parser.add_argument("--tensors", type=int, default=0, help="so many parameters of 64 elements instead")
+    parser.add_argument(
+        "--tensors", type=int, default=0, help="this number of parameters of 64 elements instead"
+    )
     parser.add_argument("--replicate", type=int, default=1, help="HSDP replicas")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--directory", help="where checkpoints go (default: a temporary directory)")
@@ -51,7 +53,7 @@ def arguments() -> argparse.Namespace:
 def build(
     gib: float, tensors: int, replicate: int, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A sharded model with AdamW state, about so large in fp32, or of so many tensors: three, and a step, for each."""
+    """Return three sharded models with AdamW state after one step, of about this fp32 size or number of tensors."""
     layers = max(1, round(gib * 2**30 / (3 * 4 * HIDDEN * HIDDEN)))
     torch.manual_seed(0)
     if tensors:
@@ -103,7 +105,7 @@ def flush() -> None:
 
 
 def small_step(device: torch.device) -> float:
-    """Seconds of many small operations, as in a step that Python sets the pace of."""
+    """Return the seconds of many small operations, as in a step limited by Python."""
     values, began = torch.ones(256, 256, device=device), time.perf_counter()
     for _ in range(300):
         values = values * 0.5 + 0.5
@@ -114,7 +116,7 @@ def small_step(device: torch.device) -> float:
 def one_round(
     model: nn.Module, optimizer: torch.optim.Optimizer, where: Path, device: torch.device, number: int
 ) -> dict[str, float]:
-    """Seconds of each operation. What was written is removed."""
+    """Return the seconds of each operation. Remove the written files."""
 
     def plain_state() -> dict[str, Any]:
         weights, state = get_state_dict(model, optimizer)
@@ -171,7 +173,7 @@ def one_round(
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians over rounds, and ratios."""
+    """Return the medians over rounds, and ratios."""
 
     def ratio(above: str, below: str) -> dict[str, float]:
         found = {"of medians": median(above) / median(below)}
@@ -196,7 +198,7 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and write the results."""
     options = arguments()
     device = join()
     box = [

@@ -3,7 +3,7 @@
     PYTHONPATH=. torchrun --nproc-per-node 4 benchmarks/checkpoint_read.py --replicate 2 --gib 0.5 --rate 200
 
 The slow storage is local files behind one wire that all ranks share: a transfer begins when the one before has ended,
-at so many MB a second. Ways take turns; medians of the slowest rank's seconds, and CPU seconds of the busiest one.
+at this rate in MB/s. Ways take turns; medians of the slowest rank's seconds, and CPU seconds of the busiest rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.unit import remote_storage
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=0.5, help="weights and optimizer state together, GiB")
     parser.add_argument("--replicate", type=int, default=2, help="HSDP replicas")
@@ -37,7 +37,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write down."""
+    """Measure, print and write the results."""
     options, device = arguments(), join()
     box: list[Any] = [tempfile.mkdtemp(prefix="te_fsdp-benchmark-") if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box)

@@ -1,4 +1,4 @@
-"""What a checkpoint of a very large job costs beside its data, from shapes alone: one process, no data, no ranks.
+"""Overhead of a checkpoint of a very large job, from shapes only: one process, no data, no ranks.
 
     python benchmarks/checkpoint_scale.py --model dense --measured 8 --ranks 1024 16384
     python benchmarks/checkpoint_scale.py --model moe --measured 64 --ranks 1024 16384
@@ -38,7 +38,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 
 def dense() -> Shapes:
-    """Of every parameter of Llama 3.1 405B, by name."""
+    """Return the shape of every parameter of Llama 3.1 405B, by name."""
     hidden, ffn, kv, vocabulary = 16384, 53248, 2048, 128256
     layer = {
         "self_attention.layernorm_qkv.layer_norm_weight": (hidden,),
@@ -60,7 +60,7 @@ def dense() -> Shapes:
 
 
 def moe() -> Shapes:
-    """The same of DeepSeek-V3: three dense layers, then 58 with experts."""
+    """Return the shapes of DeepSeek-V3: three dense layers, then 58 with experts."""
     hidden, ffn, expert, vocabulary = 7168, 18432, 2048, 129280
     attention = {
         "norm.weight": (hidden,),
@@ -92,7 +92,7 @@ def moe() -> Shapes:
 
 
 def places(shape: tuple[int, ...], rank: int, ranks: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Where the pieces that a rank holds begin, and their shapes."""
+    """Return offsets and shapes of a rank's shards."""
     lead: list[tuple[int, ...]] = [()]
     if len(shape) == 3:
         own = shape[0] // EXPERT_RANKS
@@ -113,7 +113,7 @@ def places(shape: tuple[int, ...], rank: int, ranks: int) -> list[tuple[tuple[in
 
 
 def entries(shapes: Shapes, rank: int, ranks: int) -> dict[str, Entry]:
-    """What one rank holds: rows of weights and moments, and every step."""
+    """Return the entries of one rank: rows of weights and moments, and every step."""
     found = {}
     for name, shape in shapes.items():
         boxes = places(shape, rank, ranks)
@@ -126,7 +126,7 @@ def entries(shapes: Shapes, rank: int, ranks: int) -> dict[str, Entry]:
 
 
 def pieces_of(shape: tuple[int, ...], ranks: int) -> int:
-    """How many pieces a tensor is stored in."""
+    """Return the number of stored shards of a tensor."""
     if len(shape) == 3:
         return shape[0] * pieces_of(shape[1:], ranks // EXPERT_RANKS)
     return -(-shape[0] // -(-shape[0] // ranks))
@@ -137,14 +137,14 @@ MODELS, MARK, FRAME = {"dense": dense, "moe": moe}, f"te_fsdp-{'0' * 32}-{'0' * 
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """CPU seconds, and the result."""
+    """Return the CPU seconds, and the result."""
     began = time.process_time()
     result = call()
     return time.process_time() - began, result
 
 
 def manifest_bytes(shapes: Shapes) -> int:
-    """Of the two large parts of the manifest; the same for any number of ranks."""
+    """Return the bytes of the manifest's two large parts, which do not depend on the number of ranks."""
     tensor = {name: {"shape": list(shape), "dtype": "float32"} for name, shape in shapes.items()}
     weights = {name: {**one, "layout": "plain", "format": None} for name, one in tensor.items()}
     state = {
@@ -155,7 +155,7 @@ def manifest_bytes(shapes: Shapes) -> int:
 
 
 def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
-    """Numbers of all ranks, from some."""
+    """Extrapolate the numbers of all ranks from some of them."""
     shapes = MODELS[model]()
     messages, seconds, places = [], 0.0, []
     for rank in range(measured):
@@ -201,7 +201,7 @@ def measure(model: str, measured: int, all_ranks: list[int]) -> dict[str, Any]:
 
 
 def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...], index.Rows]]:
-    """Rows of the index of each tensor, as a save of so many ranks has them."""
+    """Return the rows of the index of each tensor, as in a save of ``ranks`` ranks."""
     ends, everyone = np.zeros(ranks, dtype=np.int64), np.arange(ranks)
     for name, shape in shapes.items():
         last = shape[1:] if len(shape) == 3 else shape
@@ -232,7 +232,7 @@ def all_pieces(shapes: Shapes, ranks: int) -> Iterator[tuple[str, tuple[int, ...
 
 
 def measure_index(model: str, ranks: int) -> dict[str, Any]:
-    """Bytes of the index of all ranks, and what it takes to read it."""
+    """Return the size of the index of all ranks, and the cost of reading it."""
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         files = [planner.file_of(rank) for rank in range(ranks)]
@@ -264,7 +264,7 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
 
 
 def read(model: str, directory: Path, ranks: int) -> list[float]:
-    """Find what a rank in the middle of so many loads; CPU seconds, MiB more at the peak, pieces."""
+    """Measure the load plan of a middle rank among this number of ranks: CPU seconds, peak MiB, pieces."""
     manifest, rank = pickle.loads((directory / "manifest").read_bytes()), ranks // 2 + 1
     own = entries(MODELS[model](), rank, ranks)
     wanted = [reading.rectangle(key, piece) for key, entry in own.items() for piece in entry.pieces]
@@ -277,7 +277,7 @@ def read(model: str, directory: Path, ranks: int) -> list[float]:
 
 
 def memory() -> int:
-    """KiB that this process has had at most since this was last asked for; Linux counts anew."""
+    """Return the peak KiB of this process since the previous call, and reset Linux's counter."""
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
     Path("/proc/self/clear_refs").write_text("5")
     return int(peak.split()[1])
@@ -289,7 +289,9 @@ def main() -> None:
     parser.add_argument("--model", choices=(*MODELS,), default="dense")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384])
     parser.add_argument("--measured", type=int, default=64, help="ranks that are really planned (3 MiB each)")
-    parser.add_argument("--read", type=Path, help="read the index in this directory, as one of so many ranks")
+    parser.add_argument(
+        "--read", type=Path, help="read the index in this directory, as one of the given ranks"
+    )
     options = parser.parse_args()
     if options.read is not None:
         print(json.dumps(read(options.model, options.read, *options.ranks)))

@@ -1,4 +1,4 @@
-"""What stands beside every number of a benchmark."""
+"""Machine, versions and commit that every benchmark result records."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def join() -> torch.device:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What a benchmark ran on: commit, command, versions and hardware. Local operation."""
+    """Return commit, command, versions and hardware of a benchmark. Local operation."""
     root = Path(__file__).resolve().parents[1]
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False
@@ -41,7 +41,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     )
     ranks = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = f"torchrun --nproc-per-node {ranks}" if ranks else "python"
-    words = " ".join(Path(word).name for word in sys.argv)  # whose folders these were is nobody's business
+    words = " ".join(Path(word).name for word in sys.argv)  # without the user's folders
     return {
         "commit": (commit.stdout.strip() or archived(root))
         + (" (changed)" if changed.stdout.strip() else ""),
@@ -56,6 +56,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def archived(root: Path) -> str:
-    """The commit that `git archive` wrote down, where there is no repository."""
+    """Return the commit recorded by `git archive`, if there is no repository."""
     words = (root / ".git_archival.txt").read_text(encoding="utf-8").split()
     return words[-1] if "$" not in words[-1] else ""

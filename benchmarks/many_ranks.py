@@ -4,7 +4,7 @@
 
 CPU only, gloo, TransformerEngine emulated, a tiny model. One process imports everything and forks the ranks, which
 share its memory. Where there are fewer cores than ranks, a phase lasts as long as the cores need for all of them: CPU
-seconds of a rank tell what it costs, wall seconds that nobody waits for nothing. `torch` is what init_process_group
+seconds of a rank are its own cost, wall seconds that of waiting as well. `torch` is what init_process_group
 takes, which te_fsdp has no part in.
 """
 
@@ -39,7 +39,7 @@ from transformer_engine.common import recipe as te_recipe  # noqa: E402
 
 import te_fsdp  # noqa: E402
 
-# Imported when they are first used, which no rank shall do for itself.
+# Imported before the fork, so that ranks do not import them separately.
 SHARED = te_fsdp.checkpoint, te_fsdp.fully_shard, te_fsdp.materialize, te_fsdp.main_weights
 
 HIDDEN, HEADS, TOKENS = 128, 4, 32
@@ -47,7 +47,7 @@ PHASES = ("torch", "meshes", "fully_shard", "materialize", "step 1", "steps 2, 3
 
 
 def meshes_of(ranks: int) -> dict[str, dict[str, int]]:
-    """The meshes that are tried, by what the table calls them."""
+    """Return the tested meshes by their names in the table."""
     rows = {1 << k: 1 << (ranks.bit_length() - 1 - k) for k in range(ranks.bit_length())}
     outer = max(copies for copies, shards in rows.items() if copies <= shards and copies * shards == ranks)
     return {
@@ -76,7 +76,7 @@ class Phases:
 
 
 def build(meshes: te_fsdp.Meshes, phases: Phases, quantized: bool) -> tuple[torch.nn.Module, Any]:
-    """Two layers, sharded and initialised, and their optimizer."""
+    """Return two layers, sharded and initialized, and their optimizer."""
     recipe = te_recipe.Float8CurrentScaling()
     with te.quantized_model_init(quantized, recipe, preserve_high_precision_init_val=True):
         layers = [
@@ -103,7 +103,7 @@ def build(meshes: te_fsdp.Meshes, phases: Phases, quantized: bool) -> tuple[torc
 
 
 def rank_of(axes: dict[str, int], quantized: bool, folder: Path, load: bool) -> dict[str, Any]:
-    """One rank's work."""
+    """Run the work of one rank."""
     torch.set_num_threads(1)
     phases = Phases()
     began = time.perf_counter(), time.process_time()
@@ -150,7 +150,7 @@ def rank_of(axes: dict[str, int], quantized: bool, folder: Path, load: bool) -> 
 
 
 def fork(ranks: int, work: Callable[[], dict[str, Any]], folder: Path) -> list[dict[str, Any]]:
-    """Do it on so many processes; what each found out."""
+    """Run it in this number of processes; return the result of each."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -178,7 +178,7 @@ def fork(ranks: int, work: Callable[[], dict[str, Any]], folder: Path) -> list[d
 
 
 def measure(ranks: int, name: str, axes: dict[str, int], loading: int) -> dict[str, Any]:
-    """A row: the ranks train and save, then fewer load."""
+    """Return a row: the ranks train and save, then fewer load."""
     quantized = "FP8" in name
     with tempfile.TemporaryDirectory(prefix="te_fsdp_ranks_") as text:
         folder = Path(text)
@@ -207,7 +207,7 @@ def measure(ranks: int, name: str, axes: dict[str, int], loading: int) -> dict[s
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Wall seconds, and CPU seconds of a rank, of each phase."""
+    """Return the wall seconds, and CPU seconds of a rank, of each phase."""
     from rich.console import Console
     from rich.table import Table
 
@@ -233,7 +233,7 @@ def main() -> None:
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")  # TE's advice, of each rank
     gc.collect()
-    gc.freeze()  # the collector of the ranks shall not touch, and so copy, what they share
+    gc.freeze()  # garbage collection of the ranks must not write to shared pages, because this would copy them
     rows = []
     for ranks in options.ranks:
         for index, (name, axes) in enumerate(meshes_of(ranks).items()):

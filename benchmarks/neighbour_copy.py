@@ -1,9 +1,9 @@
-"""What a copy of each rank's state in the memory of a neighbour would cost, beside a save to disk. None is kept.
+"""Cost of a copy of each rank's state in a neighbor's memory, compared with a save to disk. No copy is kept.
 
-    torchrun --nproc-per-node 2 benchmarks/neighbour_copy.py --mib 256 --out RESULTS.json
+    torchrun --nproc-per-node 2 benchmarks/neighbor_copy.py --mib 256 --out RESULTS.json
 
 Each rank has so much state (weights, main weights, moments) and gives the next rank a copy of it: first into memory of
-its own, which holds training up, then to the neighbour by a thread over a gloo group of its own, while steps go on.
+its own, which holds training up, then to the neighbor by a thread over a gloo group of its own, while steps go on.
 CPU only: what a GPU's copy engine and a network card would do without the host's cores, these cores do here.
 """
 
@@ -28,7 +28,7 @@ import te_fsdp
 
 
 class State(torch.nn.Module):
-    """So many MiB on each rank, in matrices of 4 MiB."""
+    """Return this number of MiB on each rank, in matrices of 4 MiB."""
 
     def __init__(self, mib: int) -> None:
         super().__init__()
@@ -40,12 +40,12 @@ class State(torch.nn.Module):
             )
 
     def locals(self) -> list[torch.Tensor]:
-        """This rank's parts."""
+        """Return this rank's parts."""
         return [parameter.to_local().detach() for parameter in self.parameters()]
 
 
 def step() -> float:
-    """Seconds of some computation, as a stand-in for a training step."""
+    """Return the seconds of some computation, which simulates a training step."""
     began = time.perf_counter()
     x = torch.ones(256, 256)
     for _ in range(60):
@@ -62,7 +62,7 @@ def exchange(group: Any, mine: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def measure(mib: int, rounds: int) -> dict[str, Any]:
-    """Medians of seconds, the slowest rank's."""
+    """Return median seconds of the slowest rank."""
     state, group = State(mib), dist.new_group(backend="gloo")
     flat = torch.empty(mib << 18)
     theirs = torch.empty_like(flat)

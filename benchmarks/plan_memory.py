@@ -1,11 +1,11 @@
-"""Memory of a training step on GPUs beside what ``te_fsdp.planning.plan`` says of it, without them.
+"""Memory of a training step on GPUs, compared with the estimate of ``te_fsdp.planning.plan``.
 
     python benchmarks/plan_memory.py --ranks 2 --out benchmarks/results/plan-h200x2.json
 
 Plans are made first, in this process; then ranks of a torchrun train each configuration for a few steps. ``held`` is
-what lies in memory between two steps, ``peak`` is ``torch.cuda.max_memory_allocated`` over a settled step, both of
+the bytes between two steps, ``peak`` is ``torch.cuda.max_memory_allocated`` over a later step, both of
 rank 0 and over what was there before the model; ``report`` is what ``te_fsdp.report`` says. ``difference`` is the
-plan's number over the measured one, minus 1. ``--measured FILE`` takes what an earlier run measured, and plans anew:
+plan's number over the measured one, minus 1. ``--measured FILE`` plans again for an earlier run's results:
 that needs no GPU. Under emulation the script runs as a check of itself.
 """
 
@@ -61,7 +61,7 @@ ROWS: list[tuple[str, str, str, dict[str, Any]]] = [
 
 
 def job_of(row: tuple[str, str, str, dict[str, Any]], large: bool) -> tuple[Job, argparse.Namespace]:
-    """The job of a row, and the shape of its model."""
+    """Return the job of a row, and the shape of its model."""
     weights, strategy, optimizer, other = row
     other = (
         dict(other)
@@ -89,7 +89,7 @@ def job_of(row: tuple[str, str, str, dict[str, Any]], large: bool) -> tuple[Job,
 
 
 def build(options: argparse.Namespace, meshes: te_fsdp.Meshes) -> nn.Module:
-    """The model on meta."""
+    """Return the model on meta."""
     return Model(options, "meta")
 
 
@@ -97,7 +97,7 @@ class Recomputed(Model):
     """The model with activation checkpointing of each layer."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss of activations."""
+        """Return the loss of activations."""
         for layer in self.layers:
             x = te.checkpoint(layer, x, use_reentrant=False)
         return x.float().square().mean()
@@ -107,7 +107,7 @@ class Recomputed(Model):
 
 
 def train(job: Job, options: argparse.Namespace, device: torch.device, trace: Path | None) -> dict[str, int]:
-    """Bytes of a settled step of a job on this rank."""
+    """Return the memory of a steady-state step of a job on this rank."""
     before = allocated(device)
     with te.quantized_model_init(enabled=job.quantized_weights, recipe=Float8CurrentScaling()):
         model: Any = (Recomputed if job.recompute else Model)(options, "meta")
@@ -159,7 +159,7 @@ def train(job: Job, options: argparse.Namespace, device: torch.device, trace: Pa
 
 
 def allocated(device: torch.device) -> int:
-    """Bytes of live tensors on this rank's GPU."""
+    """Return the bytes of live tensors on this rank's GPU."""
     return torch.cuda.memory_allocated() if device.type == "cuda" else 0
 
 
@@ -245,7 +245,7 @@ def write(
     measured: dict[int, dict[str, Any]],
     about: dict[str, Any],
 ) -> None:
-    """The results, to the file and in short to the terminal."""
+    """Write the results to the file, and a summary to the terminal."""
     rows = [compare(number, plans[number], measured.get(number, {})) for number in options.rows]
     options.out.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     for row in rows:
@@ -253,7 +253,7 @@ def write(
 
 
 def compare(number: int, planned: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    """A row of the results."""
+    """Return a row of the results."""
     weights, strategy, optimizer, other = ROWS[number]
     row: dict[str, Any] = {"weights": weights, "strategy": strategy, "optimizer": optimizer, **other}
     numbers = {

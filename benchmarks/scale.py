@@ -1,4 +1,4 @@
-"""What te_fsdp itself costs a rank as ranks grow: one process, torch's fake process group, no GPU.
+"""Cost of te_fsdp on one rank for growing numbers of ranks: one process, torch's fake process group, no GPU.
 
     python benchmarks/scale.py --out benchmarks/results/scale-cpu.json --plot benchmarks/scale.png
     python benchmarks/scale.py --plot-of benchmarks/results/scale-cpu.json --plot benchmarks/scale.png   (only plots)
@@ -30,7 +30,7 @@ WORKER = Path(__file__).with_name("scale_worker.py")
 
 
 def run(model: str, ranks: int, library: str = "te_fsdp") -> dict[str, Any]:
-    """What a process of its own measures."""
+    """Measure in a separate process."""
     command = [sys.executable, str(WORKER), model, str(ranks), library]
     environment = {"TE_FSDP_EMULATION": "9.0", "OMP_NUM_THREADS": "1", **os.environ}
     ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -41,7 +41,7 @@ def run(model: str, ranks: int, library: str = "te_fsdp") -> dict[str, Any]:
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    """Seconds and memory of set-up, and a step's own calls, over ranks."""
+    """Plot seconds and memory of set-up, and a step's own calls, over ranks."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -77,7 +77,7 @@ def digest(rows: list[dict[str, Any]]) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> None:
-    """What is seen at a glance."""
+    """Print the summary table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""What one process of scale.py measures: scale_worker.py MODEL RANKS {te_fsdp,materialize,fsdp2}."""
+"""Measurement of one process of scale.py: scale_worker.py MODEL RANKS {te_fsdp,materialize,fsdp2}."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Traffic(TorchDispatchMode):
         return result
 
     def rows(self, meshes: te_fsdp.Meshes) -> list[dict[str, Any]]:
-        """By group: how often, and how much."""
+        """Return the number of calls and the bytes per process group."""
         names = {dist.group.WORLD.group_name: "world"}
         for mesh in filter(None, (meshes.expert_mesh, meshes.device_mesh)):
             for axis in mesh.mesh_dim_names or ():
@@ -69,7 +69,7 @@ def _bytes(value: Any) -> int:
 
 
 def peak_gib() -> float:
-    """Of this process, since its start."""
+    """Return the peak memory of this process since its start."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -97,12 +97,12 @@ class ExpertLayer(nn.Module):
         self.fc2 = te.GroupedLinear(mine, ffn, hidden, **common)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Never called: shapes alone are measured."""
+        """Raise: only shapes are measured."""
         raise AssertionError
 
 
 def dense(meshes: te_fsdp.Meshes, layers: int, hidden: int, ffn: int, heads: int) -> nn.Sequential:
-    """Decoder layers, cut for tensor parallelism."""
+    """Return decoder layers, sharded for tensor parallelism."""
     options: dict[str, Any] = {
         "num_gqa_groups": 8,
         "normalization": "RMSNorm",
@@ -121,7 +121,7 @@ def dense(meshes: te_fsdp.Meshes, layers: int, hidden: int, ffn: int, heads: int
 
 
 def build(model: str, meshes: te_fsdp.Meshes, *, narrow: bool = False) -> tuple[nn.Module, Any]:
-    """The model on meta, and the class of its units; narrow: a sixty-fourth of its width, with all its layers."""
+    """Return the meta model and the class of its units. ``narrow``: 1/64 of its width, with all its layers."""
     width = 64 if narrow else 1
     if model == "405b":
         return dense(
@@ -131,7 +131,7 @@ def build(model: str, meshes: te_fsdp.Meshes, *, narrow: bool = False) -> tuple[
 
 
 def start(ranks: int, model: str) -> te_fsdp.Meshes:
-    """torch.distributed with so many ranks, of which this process is the first, and the model's mesh."""
+    """Initialize torch.distributed with ``ranks`` simulated ranks, and return the model's mesh."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
@@ -141,7 +141,7 @@ def start(ranks: int, model: str) -> te_fsdp.Meshes:
 
 
 def measure_set_up(model: str, ranks: int) -> dict[str, Any]:
-    """Meshes, modules on meta, and fully_shard (with set_device_mesh)."""
+    """Measure meshes, meta modules, and fully_shard (with set_device_mesh)."""
     row: dict[str, Any] = {"model": model, "ranks": ranks, "seconds": {}, "peak_gib": {}, "traffic": {}}
 
     def phase(name: str, call: Callable[[], Any]) -> Any:
@@ -166,12 +166,12 @@ def measure_set_up(model: str, ranks: int) -> dict[str, Any]:
 
 
 def local(parameter: nn.Parameter) -> torch.Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def measure_materialize(model: str, ranks: int) -> dict[str, Any]:
-    """Host seconds and collectives of materialize."""
+    """Measure host seconds and collectives of materialize."""
     meshes = start(ranks, model)
     whole, units = build(model, meshes, narrow=True)
     te_fsdp.fully_shard(whole, meshes, units=units)
@@ -182,7 +182,7 @@ def measure_materialize(model: str, ranks: int) -> dict[str, Any]:
 
 
 def measure_fsdp2(model: str, ranks: int) -> dict[str, Any]:
-    """Seconds of plain FSDP2 on the same modules, experts and tp parts included as they are on a rank."""
+    """Return the seconds of plain FSDP2 on the same modules, with a rank's experts and tp shards."""
     meshes = start(ranks, model)
     whole, _ = build(model, meshes)
     mesh, began = meshes.fsdp_with_size_one, time.process_time()
@@ -193,7 +193,7 @@ def measure_fsdp2(model: str, ranks: int) -> dict[str, Any]:
 
 
 def own_work(step: Callable[[], None]) -> tuple[int, float]:
-    """Calls of te_fsdp's functions in a step, and CPU seconds in them alone, without what they call; profiled."""
+    """Return the calls of te_fsdp's functions in a step, and the CPU seconds in them without callees (profiled)."""
     profile = cProfile.Profile(time.process_time)
     profile.runcall(step)
     own = [
@@ -207,7 +207,7 @@ def own_work(step: Callable[[], None]) -> tuple[int, float]:
 
 
 def measure_step(ranks: int, steps: int) -> dict[str, Any]:
-    """Steps of a small model: te_fsdp's own calls, CPU time, and traffic of one step."""
+    """Measure steps of a small model: te_fsdp's own calls, CPU time, and traffic of one step."""
     meshes = start(ranks, "step")
     model = dense(meshes, 4, 256, 512, 8)
     set_up = Traffic()
@@ -246,7 +246,7 @@ def measure_step(ranks: int, steps: int) -> dict[str, Any]:
 
 
 def one(model: str, ranks: int, library: str) -> dict[str, Any]:
-    """What a process measures."""
+    """Run the measurement of one process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     if model == "step":

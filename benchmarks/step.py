@@ -1,4 +1,4 @@
-"""A training step of te_fsdp, eager and recorded, beside plain FSDP2, megatron-fsdp and the limit, turn by turn.
+"""Training steps of te_fsdp (eager and recorded), FSDP2, megatron-fsdp and a lower bound, measured in turn.
 
     python benchmarks/step.py --out benchmarks/results/step-MACHINE.json --plot step.png
     python benchmarks/step.py --settings zero3 hsdp hfsdp "hfsdp no overlap" tp --ranks 4
@@ -58,9 +58,9 @@ class Setting:
         strategy: te_fsdp's.
         outer: Its outer strategy; ``None``: one data-parallel axis.
         tp: Ranks that weights are cut over.
-        ep: Ranks that experts are dealt out over.
+        ep: Number of ranks over which experts are distributed.
         transport: Of gathers.
-        zero_copy: Whether gradients are reduced from where they lie.
+        zero_copy: Whether gradients are reduced without a copy.
         overlaps: Whether HFSDP hides its reductions.
     """
 
@@ -74,7 +74,7 @@ class Setting:
 
 
 def _settings() -> dict[str, Setting]:
-    """By name: what all libraries have, then in te_fsdp's own ways."""
+    """Return the settings by name: those of all libraries, then te_fsdp's own."""
     plain = {
         "zero3": Setting(),
         "no_shard": Setting("no_shard"),
@@ -152,17 +152,17 @@ class Variant:
 
     @property
     def asked(self) -> Setting:
-        """What the setting's name stands for."""
+        """Return the setting of this name."""
         return SETTINGS[self.setting]
 
     def row(self) -> dict[str, str]:
-        """What the results call it."""
+        """Return the name used in the results."""
         library, _, graph = self.library.partition(" ")
         return {"library": library, "weights": self.weights, "setting": f"{self.setting} {graph}".strip()}
 
 
 def variants(libraries: list[str], weights: list[str], settings: list[str]) -> list[Variant]:
-    """Rows, those to be compared one after the other; without what a library does not have."""
+    """Return the rows, grouped for comparison, without settings that a library does not support."""
     ours = {name for name in SETTINGS if " " in name}
     missing = {"FSDP2": {"optim", "hfsdp", *ours}, "megatron-fsdp": ours, "limit": ours}
     return [
@@ -175,7 +175,7 @@ def variants(libraries: list[str], weights: list[str], settings: list[str]) -> l
 
 
 def arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """The command line; sizes of the model are those of --model unless they are given."""
+    """Parse the command line; sizes of the model are those of --model unless they are given."""
     large = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), default="layers8" if large else "tiny")
@@ -214,7 +214,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def flops_per_token(options: argparse.Namespace) -> float:
-    """Of forward and backward: products with weights, causal attention."""
+    """Return the FLOPs of forward and backward: GEMMs with weights, and causal attention."""
     narrow = options.hidden // options.heads * options.groups
     attention = 2 * options.hidden**2 + 2 * options.hidden * narrow
     mlps = TOP_K if options.experts else 1
@@ -226,7 +226,7 @@ def flops_per_token(options: argparse.Namespace) -> float:
 def summary(
     row: dict[str, str], found: list[dict[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any] | None:
-    """A row of the results, of its rounds so far."""
+    """Return a row of the results, of its rounds so far."""
     measured = [one for one in found if "reason" not in one]
     if not measured:
         return {**row, "reason": found[0]["reason"]} if found else None
@@ -263,7 +263,7 @@ class Run:
             self.machine["emulated"] = "a check of the script: its times say nothing"
 
     def results(self) -> list[dict[str, Any]]:
-        """Rows so far, those without a measurement by what stood in the way."""
+        """Return the rows so far. Rows without a measurement contain the reason."""
         rows = []
         for variant, found in zip(self.rows, self.found, strict=True):
             row = variant.row()
@@ -271,14 +271,14 @@ class Run:
         return rows
 
     def write(self) -> None:
-        """The results as JSON."""
+        """Write the results as JSON."""
         if self.options.out:
             given = {k: v for k, v in vars(self.options).items() if k not in ("out", "plot")}
             whole = {"machine": self.machine, "options": given, "rows": self.results()}
             self.options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
     def measure(self) -> None:
-        """All rounds, group by group; processes that hang or die are begun again after the row at fault."""
+        """Return all rounds, group by group; processes that hang or die are begun again after the row at fault."""
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=Console(stderr=True)) as progress:
             task = progress.add_task("steps", total=len(self.rows) * self.options.rounds)
@@ -298,7 +298,7 @@ class Run:
                         break
 
     def deadline(self, group: tuple[str, ...]) -> float:
-        """When a group's rows end to begin: the first leaves the others the share that is theirs."""
+        """Time after which a group starts no rows. Earlier groups leave time for later ones."""
         share = 1.0
         if group is GROUPS[0]:
             share = sum(v.library in group for v in self.rows) / len(self.rows)
@@ -308,7 +308,7 @@ class Run:
         return any("reason" in one for one in self.found[place])
 
     def _part(self, queue: list[tuple[int, int]], deadline: float, progress: Progress, task: Any) -> int:
-        """Measure rows in new processes; returns how many are behind us."""
+        """Measure rows in new processes. Return the number of finished rows."""
         rows = [(r, self.rows[n].library, self.rows[n].weights, self.rows[n].setting) for n, r in queue]
         given = {k: v for k, v in vars(self.options).items() if k not in ("out", "plot")}
         given |= {"rows": rows, "deadline": deadline}
@@ -363,7 +363,7 @@ class Run:
 
 
 def table(rows: list[dict[str, Any]], kind: str) -> Table:
-    """One kind of weights; ratios to FSDP2 and to the limit of the same setting."""
+    """Return the table of one kind of weights, with ratios to FSDP2 and to the limit of the same setting."""
     shown = Table(title=f"{kind} weights" if kind != "fp8-compute" else "bf16 weights, FP8 compute")
     headers = (
         "setting",
@@ -406,7 +406,7 @@ def table(rows: list[dict[str, Any]], kind: str) -> Table:
 
 
 def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Bars of milliseconds, one panel for each kind of weights; a dashed line at the limit of the first setting."""
+    """Plot milliseconds, one panel per kind of weights, with a dashed line at the first setting's limit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -437,7 +437,7 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, print, write down, draw."""
+    """Measure, print, write and plot the results."""
     run = Run(arguments())
     run.measure()
     run.write()

@@ -1,4 +1,4 @@
-"""Layers of benchmarks/step.py whose MLP is experts: attention, a router, and te.GroupedLinears dealt out over ep."""
+"""Layers of benchmarks/step.py with experts as MLP: attention, a router, and te.GroupedLinears sharded over ep."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Experts(nn.Module):
         self.down = te.GroupedLinear(own, options.ffn, options.hidden, **common)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """(experts here, rows of each, hidden) -> the same."""
+        """Map (experts here, rows per expert, hidden) to the same shape."""
         splits = [rows.shape[1]] * rows.shape[0]
         gate, y = self.up(rows.flatten(0, 1), splits).chunk(2, -1)
         return self.down(F.silu(gate) * y, splits).view_as(rows)
 
 
 class Layer(nn.Module):
-    """Attention, then experts, each behind its norm and beside a residual.
+    """Attention, then experts, each with a norm before it and a residual connection.
 
     Every expert gets the same number of tokens, whatever the router finds: a step is then the same work in each run
     and on each mesh, of shapes that are known beforehand, which CUDA graphs need. The router's probabilities weigh the
@@ -39,7 +39,7 @@ class Layer(nn.Module):
 
     Args:
         options: The command line.
-        group: Over which the experts are dealt out; ``None``: every rank has them all.
+        group: Group over which the experts are distributed; ``None``: every rank has all experts.
         kwargs: Of TE's modules.
     """
 
@@ -66,7 +66,7 @@ class Layer(nn.Module):
         self.experts = Experts(options, options.experts // self.ranks, **kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(sequence, batch, hidden) -> the same."""
+        """Map (sequence, batch, hidden) to the same shape."""
         x = x + self.attention(x)
         tokens = self.norm(x).flatten(0, 1)
         weights = self.router(tokens).float().softmax(-1)
@@ -82,18 +82,18 @@ class Layer(nn.Module):
         return x + mixed.view_as(x)
 
     def _by_expert(self, tokens: torch.Tensor) -> torch.Tensor:
-        """(tokens, hidden) -> (experts, tokens of each, hidden): every token to its place modulo the experts."""
+        """Map (tokens, hidden) to (experts, tokens per expert, hidden): token index modulo the experts."""
         return tokens.unflatten(0, (-1, self.experts_in_all)).transpose(0, 1)
 
     def _there(self, rows: torch.Tensor) -> torch.Tensor:
-        """(all experts, n, hidden) -> (own experts, n * ranks, hidden): those of all ranks."""
+        """Exchange (all experts, n, hidden) for (own experts, n * ranks, hidden) from all ranks."""
         if self.group is None:
             return rows
         arrived = all_to_all_single(torch.empty_like(rows), rows.contiguous(), group=self.group)
         return arrived.unflatten(0, (self.ranks, -1)).transpose(0, 1).flatten(1, 2)
 
     def _back(self, rows: torch.Tensor) -> torch.Tensor:
-        """The way back."""
+        """Return the rows to their ranks."""
         if self.group is None:
             return rows
         parts = rows.unflatten(1, (self.ranks, -1)).transpose(0, 1).flatten(0, 1).contiguous()

@@ -1,4 +1,4 @@
-"""What benchmarks/step.py measures: the same decoder layers, with MLPs or experts, sharded by each library."""
+"""Models of benchmarks/step.py: the same decoder layers, with MLPs or experts, sharded by each library."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Model(nn.Module):
             self.head = nn.Linear(options.hidden, options.vocabulary, bias=False, **dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss of tokens (sequence x batch), or of activations (sequence x batch x hidden)."""
+        """Return the loss of tokens (sequence x batch), or of activations (sequence x batch x hidden)."""
         tokens = x
         if self.embedding is not None:
             x = self.embedding(tokens)
@@ -52,7 +52,7 @@ class Model(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1).float(), tokens.flatten())
 
     def units(self) -> Iterator[nn.Module]:
-        """What is gathered as one."""
+        """Yield the FSDP2 units."""
         yield from self.layers
         if self.head is not None:
             yield self.head
@@ -85,14 +85,14 @@ class Trained:
 
 
 def _model(variant: Variant, options: argparse.Namespace, device: Any, **kwargs: Any) -> Any:
-    """With FP8 weights, where the row has them."""
+    """Build the model, with FP8 weights if the row has them."""
     keeps = {"preserve_high_precision_init_val": True} if kwargs.pop("keeps_values", False) else {}
     with te.quantized_model_init(enabled=variant.weights == "fp8", recipe=Float8CurrentScaling(), **keeps):
         return Model(options, device, **kwargs)
 
 
 def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
-    """te_fsdp's."""
+    """Build with te_fsdp."""
     asked = variant.asked
     outer = asked.outer
     sizes = {"dp_replicate": REPLICAS if outer else 1, "tp": asked.tp, "ep": asked.ep}
@@ -128,24 +128,24 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
 
 
 def _cut(tp: dict[str, Any]) -> dict[str, Any]:
-    """What TE's layers are told of tp."""
+    """Return the tp options of TE's layers."""
     return {**tp, "set_parallel_mode": True, "sequence_parallel": True}
 
 
 def _plain_mesh(variant: Variant, device: torch.device) -> Any:
-    """Data parallelism and tp of libraries that are not te_fsdp: a mesh with the axes "dp" and "tp"."""
+    """Return the mesh of other libraries, with the axes "dp" and "tp"."""
     tp = variant.asked.tp
     return dist.init_device_mesh(device.type, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
 def _with_tp(variant: Variant, mesh: Any) -> dict[str, Any]:
-    """Options of TE's layers that are cut over the mesh's tp."""
+    """Return the options of TE's layers sharded over the mesh's tp."""
     tp = variant.asked.tp
     return _cut({"tp_group": mesh["tp"].get_group(), "tp_size": tp}) if tp > 1 else {}
 
 
 def build_fsdp2(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
-    """Torch's own: FSDP2 with the closest setting, DDP where nothing is sharded."""
+    """Build with torch: FSDP2 with the closest setting, DDP if nothing is sharded."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -180,7 +180,7 @@ def build_fsdp2(variant: Variant, options: argparse.Namespace, device: torch.dev
 
 
 def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
-    """megatron-fsdp's, which keeps the main weights itself."""
+    """Build with megatron-fsdp, which keeps the main weights itself."""
     from megatron_fsdp import MixedPrecisionPolicy, fully_shard
 
     asked, ranks = variant.asked, dist.get_world_size()
@@ -225,7 +225,7 @@ def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.
 
 
 def build_limit(variant: Variant, options: argparse.Namespace, device: torch.device) -> Trained:
-    """The same compute, and the update of one rank's share of the parameters; tp and ep send what they send."""
+    """Build the limit: the same compute, and the update of one rank's share. Only tp and ep communicate."""
     asked, ranks = variant.asked, dist.get_world_size()
     shards = 1 if asked.strategy == "no_shard" else ranks // asked.tp
     if asked.outer == "no_shard":

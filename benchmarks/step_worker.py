@@ -51,7 +51,7 @@ def loop_of(variant: Variant, trained: Trained) -> Callable[..., torch.Tensor]:
 
 
 def batches_of(variant: Variant, options: argparse.Namespace, device: torch.device) -> list[torch.Tensor]:
-    """Microbatches of this rank: tokens where there is a vocabulary, else activations (sequence first)."""
+    """Return this rank's microbatches: tokens with a vocabulary, else activations (sequence first)."""
     tp = variant.asked.tp
     torch.manual_seed(dist.get_rank())  # over tp, too, each has its part of the tokens
     length = options.sequence // tp  # sequence parallel
@@ -66,7 +66,7 @@ def batches_of(variant: Variant, options: argparse.Namespace, device: torch.devi
 def step_of(
     variant: Variant, trained: Trained, batches: list[torch.Tensor]
 ) -> tuple[Callable[[], Any], te_fsdp.GraphedStep | None]:
-    """A step, and what records it."""
+    """Return a step, and what records it."""
     loop = loop_of(variant, trained)
     if variant.library == "te_fsdp graph":
         recorded = te_fsdp.graphed_step(trained.model, trained.optimizer, loop, warmup=2)
@@ -85,7 +85,7 @@ def step_of(
 
 
 def measure(variant: Variant, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """Of the slowest rank: milliseconds of steps, of issuing one, and GiB at the peak. Collective over the world.
+    """Return the slowest rank's step times, host times and peak GiB. Collective over the world.
 
     Python's garbage collector does not run in timed steps: it would stop one rank, for which all others wait.
     """
@@ -119,7 +119,7 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
 
 
 def timed(step: Callable[[], Any], count: int, device: torch.device) -> list[float]:
-    """Milliseconds from the end of one step to the end of the next, on the device.
+    """Return the milliseconds from the end of one step to the end of the next, on the device.
 
     Nothing waits for the device in between: what a step leaves to do while the next one begins is in that one's time.
     Collective over the world.
@@ -142,7 +142,7 @@ def timed(step: Callable[[], Any], count: int, device: torch.device) -> list[flo
 
 
 def issued(step: Callable[[], Any], device: torch.device) -> list[float]:
-    """Milliseconds that Python needs to issue a step, from an idle device. Collective over the world."""
+    """Return the milliseconds that Python needs to issue a step, from an idle device. Collective over the world."""
     found = []
     for _ in range(3):
         synchronize(device)
@@ -161,7 +161,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def attempt(variant: Variant, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """A measurement, or a reason on which all ranks agree."""
+    """Return a measurement, or a reason on which all ranks agree."""
     try:
         found = measure(variant, options, device)
     except Exception as error:

@@ -112,7 +112,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """Return the folder of the checkpoints."""
         return self.options.out / "checkpoints"
 
     def add_node(self) -> None:
@@ -149,7 +149,7 @@ class Job:
                 del self.agents[name]
 
     def processes(self, node: str) -> tuple[list[int], list[int]]:
-        """Processes of a node: all, and those that are ranks."""
+        """Return the processes of a node: all, and its ranks."""
         everyone, ranks = [], []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -163,7 +163,7 @@ class Job:
         return everyone, ranks
 
     def hit(self, draw: random.Random, kind: str) -> str | None:
-        """Kill a node, or a rank, or freeze one; says what, or nothing where nobody is there yet."""
+        """Kill or freeze a node or a rank; return a description, empty if no process runs yet."""
         node = draw.choice(sorted(self.agents))
         everyone, ranks = self.processes(node)
         if kind == "node" and len(self.agents) > 1:
@@ -176,22 +176,22 @@ class Job:
         return "rank frozen" if kind == "freeze" else "rank"
 
     def starts(self) -> list[dict]:
-        """What each start has noted."""
+        """Return the records of all starts."""
         path = self.folder / "starts.jsonl"
         return [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
 
     def trained(self) -> int:
-        """Bytes of the rows of steps."""
+        """Return the bytes of the rows of steps."""
         path = self.options.out / "run/metrics.jsonl"
         return path.stat().st_size if path.exists() else 0
 
     def saved(self) -> int:
-        """Number of the last start that has saved."""
+        """Return the number of the last start that has saved a checkpoint."""
         names = os.listdir(self.folder) if self.folder.is_dir() else []
         return max((int(name.split("-")[1]) for name in names if name.startswith("start-")), default=0)
 
     def saving(self) -> bool:
-        """Whether a checkpoint is being written, beside a whole one."""
+        """Return whether a checkpoint is being written while a complete one exists."""
         return self.saved() > 0 and any(".te_fsdp-saving." in name for name in os.listdir(self.folder))
 
     def end(self) -> None:
@@ -209,7 +209,7 @@ def send(number: signal.Signals, pids: list[int]) -> None:
 
 
 def example_options(options: Options, steps: int) -> list[str]:
-    """What the run and those by hand share."""
+    """Return the options shared with the runs by hand."""
     words = [*TINY.split(), "--recipe", options.recipe, "--tp", str(options.tp), "--steps", str(steps)]
     return [*words, "--save-every", str(options.save_every), "--patience", str(options.patience)]
 
@@ -265,7 +265,7 @@ class Killer:
         return self.wait("a save", self.job.saving) and self.sleep(self.draw.uniform(0.0, 0.05))
 
     def run(self) -> None:
-        """All kills, and the job to its end."""
+        """Return all kills, and the job to its end."""
         options, known, rows = self.job.options, 0, -1
         kinds = ["rank", "node"] + ["freeze"] * options.freeze
         everyone = options.nodes * options.per_node
@@ -301,7 +301,7 @@ class Killer:
             self.wait("the end", lambda: False, most=4 * options.hangs)
 
     def note(self, known: int) -> None:
-        """What came after the last kill, if it is not yet known."""
+        """Record the effect of the last kill, unless recorded already."""
         starts = self.job.starts()
         if self.kills and not self.kills[-1].after and len(starts) > known:
             last, row = self.kills[-1], starts[known]
@@ -310,7 +310,7 @@ class Killer:
 
 
 def lineage(starts: list[dict], last: str) -> list[tuple[int, int]]:
-    """Ranks and last step of each start that a checkpoint stems from, the first one first."""
+    """Return (ranks, last step) of each start that led to a checkpoint, in order."""
     found: list[tuple[int, int]] = []
     name: str | None = last
     while name is not None:
@@ -322,7 +322,7 @@ def lineage(starts: list[dict], last: str) -> list[tuple[int, int]]:
 
 
 def by_hand(options: Options, parts: list[tuple[int, int]]) -> Path:
-    """One plain torchrun after the other; the last one's checkpoint."""
+    """Run one plain torchrun after the other and return the last checkpoint."""
     before: Path | None = None
     for number, (ranks, step) in enumerate(parts):
         folder = options.out / f"by-hand/{number}"
@@ -345,7 +345,7 @@ def by_hand(options: Options, parts: list[tuple[int, int]]) -> Path:
 
 
 def report(killer: Killer, parts: list[tuple[int, int]], verdict: str) -> None:
-    """The table."""
+    """Return the table."""
     table = Table(
         title=f"seed {killer.job.options.seed}: {len(killer.kills)} kills, {len(killer.job.starts())} starts"
     )

@@ -31,7 +31,7 @@ def read(runs: Path) -> dict[str, dict[int, dict[str, Any]]]:
 
 
 def label(name: str, rows: dict[int, dict[str, Any]]) -> str:
-    """What a run is called in the plot: its mesh, and whether it began with a checkpoint."""
+    """Return a run's label in the plot: its mesh, and whether it was resumed."""
     mesh = next(iter(rows.values()))["mesh"].removeprefix("dp_replicate=1 x ")
     return NAMES[name] + ("one process" if mesh == "dp_shard=1 x tp=1" else mesh)
 
@@ -47,7 +47,7 @@ def apart(runs: dict[str, dict[int, dict[str, Any]]]) -> dict[str, float]:
 
 
 def draw(runs: dict[str, dict[int, dict[str, Any]]], path: Path) -> None:
-    """Losses above, their differences from the reference below."""
+    """Plot the losses, and their differences from the reference below."""
     figure = Figure(figsize=(7, 6), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     about = next(iter(runs[REFERENCE].values()))

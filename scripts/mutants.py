@@ -84,7 +84,7 @@ class Mutant:
     needs: str = ""
 
     def problem(self, root: Path = ROOT) -> str:
-        """What is wrong with the row itself; empty if nothing is. Local operation."""
+        """Return the problem of the row itself; empty if there is none. Local operation."""
         path = root / self.file
         if not path.is_file():
             return f"no file {self.file}"
@@ -101,14 +101,14 @@ class Mutant:
         return f"no test {', '.join(missing)}" if missing else "" if self.tests else "no tests"
 
     def line(self, root: Path = ROOT) -> int:
-        """Where the fault is, from 1."""
+        """Return the line number of the fault, starting at 1."""
         text = (root / self.file).read_text(encoding="utf-8")
         return text[: text.index(self.old)].count("\n") + 1
 
 
 @dataclass
 class Result:
-    """What became of a row."""
+    """Result of a row."""
 
     mutant: Mutant
     verdict: str
@@ -117,7 +117,7 @@ class Result:
 
 
 def _exists(test: str, root: Path) -> bool:
-    """Whether a node id's file and function exist; its parameters are pytest's to judge. A file is all its tests."""
+    """Return whether a node id's file and function exist. pytest checks the parameters."""
     name, _, rest = test.partition("::")
     path = root / name
     if not rest:
@@ -130,7 +130,7 @@ def _exists(test: str, root: Path) -> bool:
 
 
 def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
-    """All rows, or those of some rooms, in the order of the tables.
+    """Return all rows, or those of some tables, in the order of the tables.
 
     Raises:
         SystemExit: There is no such table, or a row has other keys than the ones above.
@@ -151,7 +151,7 @@ def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
 
 
 def without_absent(mutants: Sequence[Mutant]) -> tuple[list[Mutant], list[str]]:
-    """The rows whose tests can run here, and what the others need."""
+    """Return the rows whose tests can run here, and what the others need."""
     absent = {m.needs for m in mutants if m.needs and not _is_here(Requirement(m.needs))}
     return [m for m in mutants if m.needs not in absent], sorted(absent)
 
@@ -170,7 +170,7 @@ def _rooms(folder: Path) -> list[str]:
 
 
 def run_tests(tree: Path, tests: Sequence[str], *more: str) -> tuple[int, str]:
-    """Pytest's exit status over some tests of a tree, and the end of what it printed."""
+    """Return the pytest's exit status over some tests of a tree, and the end of what it printed."""
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *more]
     if any("pytorch/distributed" in test for test in tests):
         words += ["--matrix", "full", "--pool-durations", "0"]  # the row names the cases
@@ -227,7 +227,7 @@ class Forked:
         )
 
     def run(self, tree: Path, tests: Sequence[str]) -> tuple[int, str]:
-        """As :func:`run_tests`, until the first failure."""
+        """Run as :func:`run_tests`, until the first failure."""
         assert self.process.stdin is not None and self.process.stdout is not None
         output = tree / "output.txt"
         output.unlink(missing_ok=True)
@@ -247,7 +247,7 @@ class Forked:
 
 
 def copy_tree(to: Path) -> Path:
-    """A copy of what tests read, with the changes that are not committed."""
+    """Return a copy of what tests read, with the changes that are not committed."""
     for name in COPIED:
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, to / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
@@ -283,7 +283,7 @@ def judge(mutant: Mutant, tree: Path, forked: Forked | None = None) -> Result:
 
 
 def _reason(output: str) -> str:
-    """The line of pytest's output that says why a test failed, to see that it did for the fault's sake."""
+    """Return the line of pytest's output that says why a test failed, to see that it did for the fault's sake."""
     lines = [line.strip() for line in output.splitlines()]
     return next(
         (line for line in lines if line.startswith(("FAILED ", "ERROR "))), lines[-1] if lines else ""
@@ -336,7 +336,7 @@ def main(options: Options) -> int:
 
 
 def _pass_as_it_is(chosen: Sequence[Mutant], console: Console) -> bool:
-    """Whether every row's tests pass on the tree as it is: a test that fails anyhow guards nothing."""
+    """Return whether every row's tests pass on the tree as it is: a test that fails anyhow guards nothing."""
     tests = sorted({test for mutant in chosen if not mutant.problem() for test in mutant.tests})
     console.print(f"mutants: {len(tests)} tests of {len(chosen)} rows, on the tree as it is")
     status, output = run_tests(ROOT, tests) if tests else (PASSED, "")
@@ -347,7 +347,7 @@ def _pass_as_it_is(chosen: Sequence[Mutant], console: Console) -> bool:
 
 
 def _run(chosen: Sequence[Mutant], jobs: int, console: Console) -> list[Result]:
-    """All rows, so many at a time, each in one of as many copies of the tree."""
+    """Run all rows, several at a time, each in its own copy of the tree; return the results."""
     trees: SimpleQueue[tuple[Path, Forked]] = SimpleQueue()
     servers = [Forked() for _ in range(jobs)]
     with (

@@ -119,7 +119,7 @@ AREAS = (
 
 
 def page() -> str:
-    """The whole text of docs/support.md."""
+    """Return the whole text of docs/support.md."""
     notes: dict[Refusal, int] = {}
     rows = [_row(recipe, weights, notes) for recipe, weights in FORMATS]
     header = ["recipe", "weights", "devices", *TITLES.values()]
@@ -132,7 +132,7 @@ def page() -> str:
 
 
 def _tested() -> list[str]:
-    """Lines of the table of tested machines, from the ledger and from what earlier versions passed."""
+    """Return the lines of the table of tested machines, from the ledger and from what earlier versions passed."""
     with LEDGER.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     counts: dict[tuple[str, int, str], Counter[str]] = {}
@@ -174,7 +174,7 @@ def _row(recipe: str, weights: str, notes: dict[Refusal, int]) -> list[str]:
 
 
 def _cell(recipe: str, weights: str, module: str, archs: list[str], notes: dict[Refusal, int]) -> str:
-    """On which kinds of mesh a module trains, with the numbers of the notes that hold for some of its options."""
+    """Return the kinds of mesh on which a module trains, with the numbers of its notes."""
     cases = [case for case in _options(recipe, weights, module) if case.arch in archs]
     kinds = {
         kind: any(refusal(case) is None for case in cases if (MESHES[case.mesh].tp > 1) == (kind == "tp"))

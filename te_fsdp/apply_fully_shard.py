@@ -247,8 +247,8 @@ def prepare_units(setup: Setup) -> None:
         _fsdp2_patches.record_shard_meshes(unit)
         _fsdp2_patches.alias_single_rank_shards(unit)
         for group in fsdp2_units.fsdp_parameter_groups(unit):
-            _fsdp2_settled.swap_at_once(group, pair_of, FACTS)
-            _fsdp2_settled.ask_once(group)
+            _fsdp2_settled.swap_in_one_loop(group, pair_of, FACTS)
+            _fsdp2_settled.shorten_fsdp_calls(group)
             if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
                 sum_at_once(group)
     for binding in filter(None, map(binding_of, state.model.modules())):

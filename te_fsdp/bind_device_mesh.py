@@ -1,14 +1,14 @@
 """``set_device_mesh``: plan, check, then bind every module of a tree to its meshes.
 
-A bound module has one of te_fsdp's classes, made when first asked for (TE is not imported before):
+A bound module has a te_fsdp class, created on first use (TE is not imported before):
 
     te_fsdp.Linear  =  MeshModule  +  te.Linear  +  ShardedInit  +  TransformerEngineBaseModule
 
-``ShardedInit`` stands between TE's class and TE's base class, so that TE's own ``reset_parameters`` of the
-class runs, and only the generic part, which knows neither shards nor foreign axis names, is replaced.
+``ShardedInit`` is between TE's class and TE's base class. So the ``reset_parameters`` of TE's class runs, and only the
+generic part, which does not support shards, is replaced.
 
-``load_state_dict(assign=True)`` of a bound model copies what is loaded into the parameters that are there. Assigned
-tensors would take their places: FSDP2, optimizers and te_fsdp's own notes hold the old ones.
+``load_state_dict(assign=True)`` of a bound model copies the loaded values into the existing parameters. Assigned
+tensors would replace parameters to which FSDP2, optimizers and te_fsdp's records refer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
-from te_fsdp.quantized.boxed_loading import patch_loading, take_waiting
+from te_fsdp.quantized.boxed_loading import patch_loading, quantize_pending
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.records import (
@@ -83,14 +83,14 @@ _log = logging.getLogger("te_fsdp")
 
 @functools.cache
 def _sharded_init_class() -> type:
-    """``TransformerEngineBaseModule`` whose generic ``reset_parameters`` is shard-aware."""
+    """Return ``TransformerEngineBaseModule`` with a generic ``reset_parameters`` for shards."""
     base = _te.base_module_class()
 
     class ShardedInit(base):  # type: ignore[misc, valid-type]
         """Replaces the generic part of TE's ``reset_parameters`` for bound modules."""
 
         def reset_parameters(self: Any, defer_init: bool | None = False) -> None:
-            """Initialise this rank's shards; see :meth:`MeshModule.reset_parameters`."""
+            """Initialize this rank's shards; see :meth:`MeshModule.reset_parameters`."""
             if binding_of(self) is None:
                 super().reset_parameters(defer_init=defer_init)  # type: ignore[not-callable]
             elif not defer_init:
@@ -101,7 +101,7 @@ def _sharded_init_class() -> type:
 
 @functools.cache
 def mesh_class(kind: str) -> type[torch.nn.Module]:
-    """te_fsdp's class of a module kind, for example ``te_fsdp.Linear``."""
+    """Return te_fsdp's class of a module kind, for example ``te_fsdp.Linear``."""
     stock = _te.module_class(kind)
 
     def __init__(
@@ -149,9 +149,9 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
 @functools.cache
 def bound_class(cls: type) -> type:
-    """The class of a bound instance of ``cls``: TE's own become te_fsdp's (``te.Linear`` -> ``te_fsdp.Linear``).
+    """Return the class of a bound instance of ``cls`` (``te.Linear`` -> ``te_fsdp.Linear``).
 
-    A user's subclass, and a module that TE does not know, keep their code and name behind the mixin.
+    A user's subclass, and a module outside of TE, keep their code and name behind the mixin.
     """
     if issubclass(cls, MeshModule):
         return cls
@@ -175,7 +175,7 @@ def _set_own_mesh(
 
 
 def _bases(cls: type) -> tuple[type, ...]:
-    """Bases of a bound class over ``cls``."""
+    """Return the bases of a bound class over ``cls``."""
     if _te.is_loaded() and issubclass(cls, _te.base_module_class()):
         grouped = issubclass(cls, _te.module_class("GroupedLinear"))
         return (GroupedModule if grouped else ResettableModule, cls, _sharded_init_class())
@@ -185,7 +185,7 @@ def _bases(cls: type) -> tuple[type, ...]:
     return (ForeignModule if hasattr(cls, "reset_parameters") and not from_te else MeshModule, cls)
 
 
-#: Around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
+#: Run around every step of an optimizer of bound models, in this order (:mod:`te_fsdp.lifecycle`).
 BEFORE_STEP: StepFunctions = (
     restore_optimizer_params,
     run_checks,
@@ -204,43 +204,43 @@ def set_device_mesh(
     experts: Selection = None,
     check_inputs: bool = True,
 ) -> None:
-    """Bind a tree of TE modules to meshes, in place: parameters become DTensors, rightly placed over tp.
+    """Bind a tree of TE modules to meshes, in place: parameters become DTensors with the right placement over tp.
 
-    Call it once, before FSDP2's ``fully_shard``, on parameters made on the device or on meta. Each module's
-    class becomes te_fsdp's subclass of its TE class, so that ``isinstance``, names and ``state_dict`` keys stay.
-    Modules that TE does not know are replicated over tp; mark a parameter ``sequence_parallel = True`` if each tp rank
-    computes only its part of that parameter's gradient. Calling again with the same meshes changes nothing.
+    Call it once, before FSDP2's ``fully_shard``, on parameters on the device or on meta. Each module's class becomes
+    te_fsdp's subclass of its TE class, so ``isinstance``, FQNs and ``state_dict`` keys do not change. Modules outside
+    of TE are replicated over tp. Set ``sequence_parallel = True`` on a parameter if each tp rank computes only its
+    term of that parameter's gradient. A repeated call with the same meshes has no effect.
 
-    Local for parameters on meta. With parameters on the device it is collective over ``tp_mesh`` and ``weight_mesh``:
-    a few bytes per parameter tell whether ranks of tp hold equal parts, and quantized weights with one scale per tensor
-    are requantized with the scale of the whole weight. With an ``ep_mesh`` it is collective over that too: the ranks
-    tell each other how many experts they hold.
+    Local operation for parameters on meta. With parameters on the device it is collective over ``tp_mesh`` and
+    ``weight_mesh``: ranks of tp compare a few bytes per parameter, and quantized weights with one scale per tensor are
+    requantized with the scale of the unsharded weight. With an ``ep_mesh`` it is collective over it, too: the ranks
+    exchange their numbers of experts.
 
     Args:
-        model: A TE module, or any tree that contains some.
+        model: A TE module, or any module tree that contains some.
         tp_mesh: 1-D tensor-parallel mesh, or ``None`` for no tensor parallelism. A parameter of local shape
             ``(out / tp, in)`` becomes a DTensor of global shape ``(out, in)``, and so on.
-        weight_mesh: 1-D mesh of all ranks that hold pieces of one weight: FSDP shard x tp, flattened, without
-            replicas. Needed for weights with one scale per tensor under tensor parallelism.
-        ep_mesh: 1-D expert-parallel mesh, or ``None``. The ``GroupedLinear`` modules of each of its ranks then hold
-            other experts (``num_gemms`` of them), and their parameters are registered under global indices
+        weight_mesh: 1-D mesh of all ranks that shard one weight: FSDP shard x tp, flattened, without replicas.
+            Required for weights with one scale per tensor under tensor parallelism.
+        ep_mesh: 1-D expert-parallel mesh, or ``None``. The ``GroupedLinear`` modules on each of its ranks contain
+            different experts (``num_gemms`` of them). Their parameters are registered under global indices
             (``weight2``, ``weight3`` on the second of two ranks with two experts each).
         expert_weight_mesh: As ``weight_mesh``, for expert modules: without ``ep``.
-        experts: Names or classes of the grouped modules to deal out, or of modules that hold some; by default all.
-        check_inputs: Compare over tp what enters ``model`` in new shapes, unless it is a TE module itself, which may be
-            part of another; and gradients of what each rank holds whole, in the first two steps.
+        experts: Names or classes of the grouped modules to distribute, or of modules that contain some. Default: all.
+        check_inputs: Compare inputs of ``model`` with new shapes over tp (unless it is a TE module itself, which may
+            be part of a larger model), and gradients of replicated parameters in the first two steps.
 
     Raises:
-        MeshError: A mesh is not 1-D, or not in ascending order, contradicts a module's ``tp_size`` or
-            ``tp_group``, or the meshes do not fit together; or experts that are not dealt out over ``ep_mesh`` as
-            ``torch.chunk`` cuts.
-        OrderError: Parameters are sharded by FSDP2 already, or bound to other meshes.
-        PlacementError: A module or option for which there is no right placement, or a quantized weight of which no
-            cut consists of whole blocks of its format.
-        InitError: Ranks of tp hold equal parts of a weight, or ranks of ep equal experts, as equal seeds draw them.
-        CollectiveError: Where it communicates: some ranks did not make the call.
+        MeshError: A mesh is not 1-D or not in ascending order, it contradicts a module's ``tp_size`` or ``tp_group``,
+            the meshes do not match each other, or experts are not distributed over ``ep_mesh`` as ``torch.chunk``
+            does.
+        OrderError: Parameters are already sharded by FSDP2, or bound to different meshes.
+        PlacementError: A module or option has no correct placement, or no sharding of a quantized weight gives full
+            blocks of its format.
+        InitError: Ranks of tp have equal shards of a weight, or ranks of ep equal experts, because of equal seeds.
+        CollectiveError: The call communicates, and some ranks did not make it.
 
-    Source: semantics of TransformerEngine PR #2713, signature included.
+    Source: semantics and signature of TransformerEngine PR #2713.
     """
     require_flags("set_device_mesh", check_inputs=check_inputs)
     mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
@@ -277,19 +277,22 @@ def remove_bound_checks(model: nn.Module) -> None:
 def _check_shards_differ(
     planned: Collection[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> None:
-    """Refuse equal parts of what ranks should hold parts of. Collective over both, if anything is on the device."""
+    """Raise InitError if shards are equal on ranks where they must differ.
+
+    Collective over both meshes on the device.
+    """
     if has_device_parameters(planned):
         with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
             refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
 
 
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
-    """Carry a plan out. Collective over the weight meshes of quantized weights on the device that have one scale."""
+    """Apply a plan. Collective over the weight meshes of quantized weights on the device with one scale."""
     warn_if_untested()
     record_writes(model)
     register_step_functions(BEFORE_STEP, AFTER_STEP)
     adopted: dict[int, tuple[Any, Any]] = {}
-    for item in planned:  # all before the first is replaced: ``replaced`` goes by ids of living parameters
+    for item in planned:  # plan all before the first replacement: ``replaced`` uses ids of living parameters
         if item.kind == "GroupedLinear" and binding_of(item.module) is None:
             adopt_single(item.module, adopted)
     replaced: dict[int, torch.nn.Parameter] = {}
@@ -321,14 +324,14 @@ def _meshings(
 
 
 def _split(tp_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return a tensor-parallel mesh of several ranks, or ``None``: one rank is no tensor parallelism."""
+    """Return a tensor-parallel mesh, or ``None`` for a mesh of one rank."""
     return None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
 
 
 def _communicates_over(
     model: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> DeviceMesh | None:
-    """The ranks that must come first, if the call communicates; ``None`` if it is local. Local operation."""
+    """Return the mesh of the ranks that must make the call, or ``None`` if it is local. Local operation."""
     require_model(model, "set_device_mesh(model, tp_mesh, weight_mesh)")
     for mesh, argument in ((tp_mesh, "tp_mesh"), (weight_mesh, "weight_mesh"), (ep_mesh, "ep_mesh")):
         check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
@@ -346,7 +349,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     known = binding_of(module)
     if known is not None:
-        # A parent knows more than the module alone (q/k norms, fused projections): its rules replace earlier ones.
+        # A parent has more information than the module alone (q/k norms, fused projections), so its rules replace
+        # earlier ones.
         known.rules.update(item.rules)
         known.weight_mesh = known.weight_mesh or weight_mesh
         known.name = item.name if len(item.name) > len(known.name) else known.name
@@ -389,13 +393,13 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
 
 
 def _as_bound(parameter: DTensor, mesh: DeviceMesh | None) -> OwnDTensor:
-    """Return the placement of TE's own parameter that is a DTensor on the tp mesh already."""
+    """Return the placement of a TE parameter that is already a DTensor on the tp mesh."""
     assert mesh is not None
     return OwnDTensor(mesh, tuple(parameter.placements), False, None)
 
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
-    """Register a module's parameters under global expert indices, in the order that they have. Local operation."""
+    """Register a module's parameters under global expert indices, in their present order. Local operation."""
     own = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
@@ -408,7 +412,10 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
 def _to_dtensor(
     parameter: torch.nn.Parameter, name: str, binding: ModuleBinding, mesh: DeviceMesh
 ) -> torch.nn.Parameter:
-    """The parameter as a DTensor on its mesh (of all experts: on ``ep`` too); data and quantized buffers stay."""
+    """Return the parameter as a DTensor on its mesh (for all experts: also on ``ep``).
+
+    Data and quantized buffers stay.
+    """
     rule, local = binding.rules[name], parameter.detach()
     kept = _te.high_precision_value(parameter)
     if kept is not None:
@@ -424,7 +431,7 @@ def _to_dtensor(
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
 
 
-#: Key in a module's ``__dict__``: what is assigned to it is looked at.
+#: Key in a module's ``__dict__``: its ``load_state_dict`` is checked.
 _WATCHED = "_te_fsdp_assignments"
 _ASSIGN = "assign_to_params_buffers"
 
@@ -432,9 +439,9 @@ _ASSIGN = "assign_to_params_buffers"
 def _before_load(
     module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
 ) -> None:
-    """Runs for the module that is loaded first: all that is below it is checked before anything changes."""
+    """Check all modules below the loaded module before anything changes."""
     assign = bool(metadata.get(_ASSIGN))
-    take_waiting(module, state_dict, prefix)
+    quantize_pending(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
         if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
@@ -447,24 +454,22 @@ def _before_load(
 
 
 def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:
-    """The value must be cut as the parameter is, and be this rank's."""
-    if _torch.is_of_another_rank(value, parameter):
+    """Check that a loaded value has the placement of the parameter and belongs to this rank; raise otherwise."""
+    if _torch.is_shard_of_other_rank(value, parameter):
         raise CheckpointError(
             f"{label}: load_state_dict of a sharded parameter",
-            expected="this rank's part",
-            got="that of another rank, as torch.load of a file that one rank saved gives it",
-            why="torch.save writes of a sharded tensor the part of the rank that calls it",
-            fix="te_fsdp.checkpoint.save and load, on all ranks",
+            expected="this rank's shard",
+            got="the shard of a different rank, as in a file that one rank saved with torch.save",
+            why="torch.save writes only the calling rank's shard of a sharded tensor",
+            fix="use te_fsdp.checkpoint.save and load, on all ranks",
         )
     why = (
-        "It would take the place of this rank's part"
-        if assign
-        else "Of a whole tensor each rank needs its part"
+        "It would replace this rank's shard" if assign else "Each rank needs its shard of an unsharded tensor"
     )
     if not isinstance(value, DTensor):
         got = f"a plain tensor of shape {tuple(value.shape)}"
     elif assign and (value.placements != parameter.placements or value.device_mesh != parameter.device_mesh):
-        got = f"one with {tuple(value.placements)} on {value.device_mesh}"
+        got = f"a DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
     else:
         return
     raise PlacementError(
@@ -472,7 +477,7 @@ def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) ->
         expected=f"a DTensor with placements {tuple(parameter.placements)}",
         got=got,
         why=why,
-        fix="te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
-        "state_dict, options=StateDictOptions(full_state_dict=True)) for whole tensors; or load before "
+        fix="use te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
+        "state_dict, options=StateDictOptions(full_state_dict=True)) for unsharded tensors, or load before "
         "te_fsdp.set_device_mesh and te_fsdp.fully_shard",
     )

@@ -124,7 +124,7 @@ def _choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: 
     around += reversed(state.modules.values())
     for outer in around:
         if outer is not unit and any(inner is unit for inner in outer.modules()):
-            _fsdp2_outputs.choose_root(outer)
+            _fsdp2_outputs.make_root(outer)
             return
 
 

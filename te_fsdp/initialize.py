@@ -1,13 +1,13 @@
-"""Initialisation of sharded parameters, and what ranks must not have drawn alike.
+"""Initialization of sharded parameters, with the check for equal shards.
 
-Each rank draws the whole original tensor from the default generator, one parameter at a time, and keeps its
-own boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one
-process with that state, on any mesh. The price is one original tensor of temporary memory.
+Each rank draws the unsharded original tensor from the default generator, one parameter at a time, and keeps its own
+boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one process with that
+state, on any mesh. The cost is one original tensor of temporary memory.
 
-Modules that are built on the device are drawn before. With equal seeds on all ranks they get the same numbers on every
-rank of ``tp`` (and the same experts on every rank of ``ep``), where each holds another part. Training keeps them equal:
-the model has as many different rows as one rank holds. Constant parts (zeros, ones) are what any initialisation gives,
-and not looked at.
+Modules built on the device are drawn before. With equal seeds on all ranks they get the same numbers on every rank of
+``tp`` (and the same experts on every rank of ``ep``), although each rank has a different shard. Training keeps these
+shards equal, so the model has only as many different rows as one rank. Constant shards (zeros, ones) are ignored,
+because any initialization can produce them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ if TYPE_CHECKING:
 
     from te_fsdp.module_plan import ModulePlan
 
-# TE raises when it finds these on a parameter that it is about to mark
+# TE raises if it finds these attributes on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-#: Attribute that a user sets on a parameter whose parts are meant to be equal.
+#: Attribute that a user sets on a parameter whose shards are intentionally equal.
 MEANT = "equal_shards"
 
 
 def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
-    """Raise ``OrderError`` if a forward is about to run on parameters that have no values yet. Local operation."""
+    """Raise OrderError if a forward would run on parameters without values. Local operation."""
     left = [f"{prefix}.{name}" if prefix else name for name, p in parameters if p is not None and p.is_meta]
     if left:
         raise OrderError(
@@ -68,14 +68,14 @@ def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
 
 
 def initialize_te_parameters(module: nn.Module) -> None:
-    """Initialise the own parameters of a bound TE module from TE's ``init_fn`` of each.
+    """Initialize the own parameters of a bound TE module with TE's ``init_fn`` of each.
 
-    Meta parameters are replaced by parameters on the device, others are filled in place. Weights that TE holds
-    quantized are quantized once, with the scale of the whole weight. Collective over the parameters' mesh (a check of
-    the random state; amax of per-tensor formats).
+    Meta parameters are replaced by parameters on the device, others are filled in place. Quantized weights are
+    quantized once, with the scale of the unsharded weight. Collective over the parameters' mesh (a check of the random
+    state, and the amax of per-tensor formats).
 
     Raises:
-        InitError: The ranks' random states differ, or an initialiser left values unset.
+        InitError: The ranks' random states differ, or an init function left values uninitialized.
     """
     binding = binding_of(module)
     assert binding is not None
@@ -87,10 +87,10 @@ def initialize_te_parameters(module: nn.Module) -> None:
             value = _draw(module, name, parameter, binding.label(name))
         except (
             Exception
-        ) as error:  # raised below: the other ranks need this one in their collectives till then
+        ) as error:  # raised below, because other ranks need this one in their collectives until then
             first_error = first_error or error
         if elsewhere:
-            continue  # and drop it: the random state goes on as in one process
+            continue  # drop the value; the random state advances as in one process
         if value is None:
             local = _torch.local_of(parameter)
             value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
@@ -100,9 +100,10 @@ def initialize_te_parameters(module: nn.Module) -> None:
 
 
 def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Name, parameter, and whether another rank holds it, in the order in which one process initialises them.
+    """Yield (name, parameter, whether it belongs to another rank) in the initialization order of one process.
 
-    For the parameters of another rank's experts those of an own expert stand: same shape, same initialiser.
+    Parameters of another rank's experts are represented by those of an own expert, with the same shape and init
+    function.
     """
     users = binding.distributed  # TE has no initialization for them
     own = {name: p for name, p in module._parameters.items() if p is not None and name not in users}
@@ -115,7 +116,7 @@ def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, 
     for index in range(binding.experts.total):
         for kind in kinds:
             name = f"{kind}{index}"
-            # Looked up anew: initialising replaces parameters on meta.
+            # Read it again, because initialization replaces meta parameters.
             held = module._parameters.get(name)
             template = module._parameters[f"{kind}{first}"]
             assert template is not None
@@ -123,28 +124,29 @@ def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, 
 
 
 def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> torch.Tensor:
-    """This rank's part of a parameter's original tensor, drawn by TE's init method. Local operation."""
+    """Draw a parameter's original tensor with TE's init method and return this rank's shard. Local operation."""
     info = shard_info(module, name, parameter, label=label)
     with torch.no_grad():
         full = sentinel(info.original_shape, parameter.dtype, target_device(parameter))
         fill = _te.init_function(module, name)
-        for part in full if info.rule.layout.is_grouped else (full,):  # expert after expert, as TE draws them
+        for part in full if info.rule.layout.is_grouped else (full,):  # one expert after the other, as in TE
             fill(part)
         if has_sentinel(full):
             raise InitError(
-                f"{label}: never initialised",
-                expected="an init method that fills the whole tensor",
-                got="values left unset",
+                f"{label}: not initialized",
+                expected="an init method that fills the unsharded tensor",
+                got="uninitialized values",
                 fix="pass an init_method to the TE module that fills the tensor in place",
             )
         return take_part(full, info)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:
-    """Initialise a module that TE does not know: its own ``reset`` on original-size tensors.
+    """Initialize a module outside of TE with its own ``reset`` on tensors of original size.
 
     Its parameters may be plain, tp DTensors or FSDP2's shards, on meta or on the device. Collective over their mesh (a
-    check of the random state). Returns the names of own parameters and floating-point buffers that stayed unset.
+    check of the random state). Returns the names of own parameters and floating-point buffers that stayed
+    uninitialized.
     """
     _check_module_random_state(module)
     before = {name: p for name, p in module._parameters.items() if p is not None}
@@ -158,7 +160,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             versions[id(parameter)] = _torch.version_of(whole[id(parameter)])
             copy_param_attrs(parameter, whole[id(parameter)], leave_out=(FACTS,))
         module._parameters[name] = whole[id(parameter)]
-    # Buffers that lie on the device already are as their maker wants them, NaN included.
+    # Buffers already on the device keep their values, including NaN.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
     for name, buffer in pending.items():
         module._buffers[name] = sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
@@ -186,16 +188,16 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
 
 
 def target_device(tensor: torch.Tensor) -> torch.device:
-    """Device that a meta tensor shall be materialised on: its mesh's, else the machine's default one."""
+    """Return the device for a meta tensor: that of its mesh, else the machine's default device."""
     if not tensor.is_meta:
         return tensor.device
     return device_of(tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type())
 
 
 def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:
-    """Raise ``InitError`` on all ranks of ``mesh`` unless all hold the same random state on ``device``.
+    """Check that all ranks of ``mesh`` have the same random state on ``device``; raise InitError otherwise.
 
-    Collective over ``mesh`` (one max all-reduce of two integers per axis).
+    Collective over ``mesh`` (one max all-reduce of two integers per axis). All ranks raise.
     """
     on_cpu = device.type == "cpu"
     state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
@@ -203,18 +205,18 @@ def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> No
         same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
     if not same:
         raise InitError(
-            f"{label}: initialisation with different random states",
+            f"{label}: initialization with different random states",
             expected="equal states on all ranks of the mesh",
             got="differing states",
-            why="Shards of different initialisations, and replicas that disagree, would train silently wrong",
-            fix="call torch.manual_seed with one seed on all ranks before, or pass seed= to te_fsdp.materialize",
+            why="Shards of different initializations, or differing replicas, would silently train incorrectly",
+            fix="call torch.manual_seed with one seed on all ranks first, or pass seed= to te_fsdp.materialize",
         )
 
 
 def _check_module_random_state(module: nn.Module) -> None:
-    """Check once per module, on the mesh of its first DTensor parameter, and among the ranks that hold its experts.
+    """Check once per module, on the mesh of its first DTensor parameter and over the ranks with its experts.
 
-    Plain parameters have no mesh to agree on.
+    Plain parameters have no mesh on which to check.
     """
     binding, label = binding_of(module), name_of(module)
     own = {name: p for name, p in module._parameters.items() if p is not None}
@@ -229,8 +231,8 @@ def _check_module_random_state(module: nn.Module) -> None:
 def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
     """Return a copy of the original (unsharded) value of a module's own parameter, in high precision.
 
-    On meta every value is one that no initialiser produces. Collective over the mesh axes that cut the parameter: one
-    sum all-reduce of the original tensor for each, in which all ranks but one contribute zero.
+    On meta every value is a sentinel that no init function produces. Collective over the mesh axes that shard the
+    parameter: one sum all-reduce of the original tensor per axis, to which all ranks but one contribute zero.
     """
     local, info = _torch.local_of(parameter), shard_info(module, name, parameter)
     if local.is_meta:
@@ -249,7 +251,7 @@ def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tens
 
 
 def take_part(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
-    """This rank's shard of an original tensor, as a tensor of its own."""
+    """Return this rank's shard of an original tensor, as a separate tensor."""
     if info.local_shape == info.original_shape:
         return full.detach()
     value = torch.empty(info.local_shape, dtype=full.dtype, device=full.device)
@@ -261,7 +263,7 @@ def take_part(full: torch.Tensor, info: ShardInfo) -> torch.Tensor:
 def store_part(
     module: nn.Module, name: str, old: torch.Tensor, value: torch.Tensor, binding: ModuleBinding | None
 ) -> None:
-    """Put a shard's value into the tensor that is there, or into a new parameter in place of a meta one."""
+    """Write a shard's value to the existing tensor, or to a new parameter that replaces a meta parameter."""
     local = _torch.local_of(old)
     quantizer = _te.weight_quantizer(module, name) if binding is not None else None
     if not local.is_meta and _te.is_quantized(local) == (quantizer is not None):
@@ -280,19 +282,19 @@ def store_part(
     new = value if binding is None or quantizer is None else quantize_shard(value, quantizer, binding)
     parameter = module._parameters[name] = replace_local_tensor(old, new, leave_out=_TE_MARKS)
     if quantizer is not None and _te.keeps_high_precision_value(module):
-        # On what optimizers look at: a parameter that is no DTensor is another object than ``new``.
+        # Set it on the object that optimizers read: a plain parameter is a different object than ``new``.
         _te.attach_high_precision_value(_torch.local_of(parameter), value.detach().cpu())
     plan = plan_of(old)
     if quantizer is not None and plan is not None and not plan.storage.is_whole:
         keep_rowwise_only(new)
     if quantizer is not None and (
         plan is None or plan.cut_dim is None
-    ):  # else te_fsdp.fully_shard has seen to it
+    ):  # otherwise te_fsdp.fully_shard does it
         _fsdp2_patches.disable_flat_shards(module, new)
 
 
 def sentinel(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor whose values no initialiser produces: NaN, or the dtype's smallest integer."""
+    """Return a tensor of values that no init function produces: NaN, or the dtype's smallest integer."""
     return torch.full(shape, _sentinel_value(dtype), dtype=dtype, device=device)
 
 
@@ -303,10 +305,10 @@ def _sentinel_value(dtype: torch.dtype) -> float | bool:
 
 
 def has_sentinel(tensor: torch.Tensor) -> bool:
-    """Whether values were left unset.
+    """Return whether values were left uninitialized.
 
-    Integers: only when all are, as the smallest may be meant. Bools and unsigned ones, of which every value may be:
-    never.
+    For integers this is true only if all values are unset, because the smallest may be intended. For bool and unsigned
+    dtypes it is never true, because any value may be intended.
     """
     if tensor.numel() == 0:
         return False
@@ -321,7 +323,7 @@ def has_sentinel(tensor: torch.Tensor) -> bool:
 
 
 def has_device_parameters(planned: Iterable[ModulePlan]) -> bool:
-    """Whether modules that are not bound yet have parameters on the device. Local operation."""
+    """Return whether unbound modules have parameters on the device. Local operation."""
     return any(
         parameter is not None and not parameter.is_meta
         for item in planned
@@ -333,11 +335,11 @@ def has_device_parameters(planned: Iterable[ModulePlan]) -> bool:
 def find_equal_shards(
     planned: Iterable[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> list[str]:
-    """Parameters of which two ranks hold equal parts that should differ, with the ranks. Changes nothing.
+    """Return parameters with equal shards on two ranks where they should differ, with the ranks. Changes nothing.
 
-    Over ``tp`` those that it cuts, over ``ep`` those of experts. Collective over the meshes where they have several
-    ranks: one object gather of a checksum per parameter over each, after which all find the same. Parameters on meta,
-    and those of modules that are bound already, are left out.
+    It checks parameters sharded over ``tp``, and parameters of experts over ``ep``. Collective over these meshes: one
+    object all-gather of a checksum per parameter. All ranks return the same. Parameters on meta and of bound modules
+    are skipped.
     """
     if dist.is_initialized() and is_simulated():
         return []
@@ -364,29 +366,30 @@ def _is_expert(item: ModulePlan, label: str) -> bool:
 
 
 def refuse_equal_shards(found: list[str]) -> None:
-    """Raise ``InitError`` if anything was found: it names the parameters, and the ways out."""
+    """Raise InitError if there are equal shards. The error names the parameters and possible fixes."""
     if not found:
         return
     raise InitError(
-        f"{shorten(found, 3, '; ')}: equal values where each rank holds another part",
-        expected="different values on ranks that hold different rows, columns or experts",
-        got="those of one random state, as equal seeds draw them",
-        why="Training would keep them equal, so that the model learns what one rank's part can",
+        f"{shorten(found, 3, '; ')}: equal values on ranks that must have different shards",
+        expected="different values on ranks with different rows, columns or experts",
+        got="equal values, as drawn with equal seeds",
+        why="Training would keep them equal, so the model would have the capacity of one rank's shard",
         fix='build the model with device="meta" and call te_fsdp.materialize, which draws the weights of one '
         "process; or build TE modules with TransformerEngine's RNG tracker (get_rng_state_tracker=), or with "
-        "another seed on each of these ranks, and equal seeds for what they replicate; or load values before. "
-        f"Where equal parts are meant, set parameter.{MEANT} = True",
+        "different seeds on these ranks, but equal seeds for replicated parameters; or load values first. "
+        f"If equal shards are intended, set parameter.{MEANT} = True",
     )
 
 
 def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
-    """Label -> checksum of those whose values are not all the same.
+    """Return label -> checksum of tensors whose values are not all equal.
 
-    With ``copies`` without kinds of which this rank has several, all equal: experts that begin as copies of one layer.
+    With ``copies``, kinds with several equal tensors on this rank are skipped: experts initialized as copies of one
+    layer.
     """
     if not held:
         return {}
-    sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched at once
+    sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched in one transfer
     constant = torch.stack([is_constant(tensor) for tensor in held.values()]).tolist()
     kinds = [label.rstrip("0123456789") for label in held]
     by_kind: dict[str, list[int]] = {}
@@ -401,7 +404,7 @@ def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, 
 
 
 def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
-    """Which of them two ranks of a 1-D mesh have alike."""
+    """Return the names whose shards are identical on two ranks of a 1-D mesh."""
     everyone = gather(mine, mesh)
     found: dict[str, str] = {}
     for (one, first), (other, second) in combinations(enumerate(everyone), 2):
@@ -412,17 +415,20 @@ def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int])
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Position-dependent checksum of a tensor's bytes, int64 on its device, halved: its negative exists too."""
+    """Return a position-dependent checksum of a tensor's bytes.
+
+    It is an int64 scalar on the tensor's device, halved so that it can be negated.
+    """
     return row_checksums(_flat(tensor).unsqueeze(0)).squeeze(0)
 
 
 def is_constant(tensor: torch.Tensor) -> torch.Tensor:
-    """Whether all values of a tensor are the same: a bool on its device."""
+    """Return whether all values of a tensor are equal, as a bool tensor on its device."""
     words = bits_of(_flat(tensor))
     return (words == words[:1]).all()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    # Of quantized tensors the values: padding of their scale buffers is left as the kernel finds it.
+    # Use the values of quantized tensors, because padding of their scale buffers is uninitialized.
     tensor = tensor.dequantize() if _te.is_quantized(tensor) else tensor
     return tensor.detach().contiguous().view(-1)

@@ -1,7 +1,7 @@
-"""Values of parameters: drawn (``materialize``), converted, compared over ranks, made equal (``broadcast_params``).
+"""Initialization, conversion and comparison of a model's parameter values.
 
-``materialize`` takes a model from meta to the device, every shard its part of one well-defined initialisation. What was
-initialised elsewhere must be the same on several ranks: the model itself, and the values of replicas.
+``materialize`` moves a model from meta to the device: every rank gets its shards of the initialization that one
+process would draw. Ranks must build the same model and hold equal replicas, which is checked here.
 """
 
 from __future__ import annotations
@@ -65,27 +65,26 @@ ModelT = TypeVar("ModelT", bound="nn.Module")
 
 
 def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
-    """Move a model from meta to the device and initialise it, each rank its own shards.
+    """Move a model from meta to the device and initialize it; each rank holds only its shards.
 
-    The logical weights do not depend on the mesh: they are those that building the same model in one process on the
-    device draws from the same random state. Modules are initialised in the order of ``model.modules()``: TE modules by
-    their init methods, others by their ``reset_parameters``, or else by a ``_reset_parameters``, as
-    ``nn.MultiheadAttention`` has. Weights under ``quantized_model_init`` are quantized, with one scale per weight.
-    Modules without a tensor on meta are left alone. Tied parameters stay tied, with the initial values of the last
-    module that owns them.
+    The unsharded weights do not depend on the mesh: one process that builds the same model on the device from the same
+    random state draws equal weights. Modules are initialized in the order of ``model.modules()``: TE modules by their
+    init methods, others by ``reset_parameters``, or else by ``_reset_parameters`` (as in ``nn.MultiheadAttention``).
+    Weights under ``quantized_model_init`` are quantized, with one scale per weight. Modules without meta tensors do
+    not change. Tied parameters stay tied, with the initial values of the last module that owns them.
 
     Then the model's own initialization runs, if it has one: ``init_weights()``, else ``initialize_weights()``, else
     ``_init_weights``, applied to every module. It sees unsharded tensors, and every rank keeps its parts. So does a
     ``reset_parameters`` of a module with children that its constructor calls. Code that a constructor runs inline
     cannot run again: in-place writes to parameters on meta that nothing repeats are an error.
 
-    Collective over the mesh of the parameters: call on all ranks. Needs memory for one original-size parameter,
-    with an initialization of the model's own for those of one module.
+    Collective over the mesh of the parameters: call on all ranks. Needs memory for one unsharded parameter; with an
+    initialization of the model's own, for the unsharded parameters of one module.
 
     Args:
         model: The model, before or after :func:`te_fsdp.fully_shard`; returned.
-        seed: Of the initialisation, the same on all ranks, whose random states are put back afterwards. ``None``: use
-            (and advance) the current default generator, which must then be equal on all ranks.
+        seed: Seed of the initialization, the same on all ranks. The ranks' random states are restored afterwards.
+            ``None``: use (and advance) the current default generator, which must then be equal on all ranks.
 
     Raises:
         InitError: Parameters or buffers that nothing initialises, all by name; parameters that a constructor has
@@ -109,10 +108,10 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         left = _draw_all(model, pending)
         if left:
             raise InitError(
-                f"{len(left)} tensor(s) were never initialised: {', '.join(sorted(left))}",
-                expected="an initialiser for each",
-                got="tensors on meta, or values that reset_parameters left unset",
-                why="They would hold whatever the memory held",
+                f"{len(left)} tensor(s) were not initialized: {', '.join(sorted(left))}",
+                expected="an initializer for each",
+                got="meta tensors, or values that reset_parameters left uninitialized",
+                why="They would contain uninitialized memory",
                 fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer",
             )
     state = get_sharded_model(model)
@@ -121,7 +120,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             renew()
         attach_state_to_params(state)
         move_shards_to_shared_memory(state)
-    _log.debug("materialize: initialised %d modules", len(pending))
+    _log.debug("materialize: initialized %d modules", len(pending))
     return model
 
 
@@ -132,7 +131,7 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     resets = {id(item.module) for item in initializers if item.is_reset}
     alone = [(name, module) for name, module in pending if id(module) not in resets]
     left, done = set(), 0
-    for initializer in initializers:  # as constructors do, each when its modules have the values of their own
+    for initializer in initializers:  # in the order of constructors: after the initialization of submodules
         inside = [i for i, (name, _) in enumerate(pending) if initializer.contains(name)]
         end = max((done, *(i + 1 for i in inside)))
         left |= set(_initialize_all(model, [item for item in pending[done:end] if item in alone]))
@@ -153,7 +152,10 @@ def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
-    """Raise where a module computes a weight on meta from others, which its ``reset_parameters`` would not reach."""
+    """Raise InitError if a module computes a weight on meta from other tensors (a parametrization).
+
+    Its ``reset_parameters`` would initialize the computed weight instead of these tensors.
+    """
     found = []
     for name, module in pending:
         if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
@@ -162,21 +164,21 @@ def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
     if found:
         raise InitError(
             f"materialize: {shorten(found, 3)}: a parametrization on meta",
-            expected="weight_norm, spectral_norm, pruning and their like on modules that have values",
+            expected="weight_norm, spectral_norm, pruning and similar on modules with values on the device",
             got=f"{len(found)} weight(s) that are computed from tensors on meta",
-            why="reset_parameters writes to what is computed, and would leave the tensors behind it as they are",
+            why="reset_parameters would write to the computed weight, and leave its source tensors uninitialized",
             fix="build these modules on the device, with equal seeds on all ranks, and parametrize them there, before "
             "te_fsdp.fully_shard; the rest of the model may stay on meta",
         )
 
 
 def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
-    """Initialise module after module, tied parameters together; returns the names that were left unset.
+    """Initialize all modules in order, tied parameters together; return the names of uninitialized tensors.
 
-    An error of one module is raised after the last one: a rank that stopped early would leave the others waiting in
-    the collectives of the modules to come.
+    An error of one module is raised after the last module. Otherwise the other ranks would wait in the collectives of
+    the remaining modules.
     """
-    # With the tensors themselves: an id stays taken as long as its tensor is referenced.
+    # Keep the tensors, because a freed tensor's id could be used again.
     owners: dict[int, list[tuple[dict[str, Any], str, torch.Tensor]]] = {}
     for owner in model.modules():
         for own, tensor in (*owner._parameters.items(), *owner._buffers.items()):
@@ -191,7 +193,7 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
         }
         try:
             unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
-        except Exception as error:  # raised below
+        except Exception as error:  # raised after the loop
             first_error = first_error or error
         for own, old in before.items():
             new = module._parameters.get(own, module._buffers.get(own))
@@ -208,24 +210,24 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
 
 
 def _initialize(module: nn.Module) -> list[str]:
-    """Initialise one module's own tensors; returns the names that were left unset."""
+    """Initialize one module's own tensors; return the names of uninitialized tensors."""
     reset: Any = getattr(module, "reset_parameters", None)
     if isinstance(module, ForeignModule):
-        # Its reset_parameters would raise for this module alone; materialize reports all at once.
+        # Its reset_parameters would raise for this module only, while materialize reports all modules in one error.
         reset = super(ForeignModule, module).reset_parameters  # type: ignore[misc]
     elif reset is not None and _te.kind_of(module) == "unknown" and not _te_modules.holds_quantized(module):
-        return initialize_by_reset(module, reset)  # te.ops: they are not bound, and know no shards
+        return initialize_by_reset(module, reset)  # te.ops modules are not bound and do not support shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
         if not _has_users_dtensors_alone(module):
             reset()
         return []
     reset = reset or getattr(module, "_reset_parameters", None)
-    # What stays on meta is named at the end, together with all else.
+    # materialize reports the tensors that stay on meta, in one error with all others.
     return [] if reset is None else initialize_by_reset(module, reset)  # type: ignore[bad-argument-type]
 
 
 def _has_users_dtensors_alone(module: nn.Module) -> bool:
-    """Return whether the user's DTensors have replaced all parameters of a TE module, whose code would miss them."""
+    """Return whether the user's DTensors have replaced all parameters of a TE module."""
     binding = binding_of(module)
     own = {name for name, p in module._parameters.items() if p is not None}
     return binding is not None and bool(own) and own == binding.distributed.keys()
@@ -233,7 +235,7 @@ def _has_users_dtensors_alone(module: nn.Module) -> bool:
 
 @contextmanager
 def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
-    """Run with a seed of its own and put the random states back; without a seed, run with the current state."""
+    """Run with the given seed and restore the random states afterwards; without a seed, use the current state."""
     if seed is None:
         yield
         return
@@ -245,18 +247,20 @@ def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
         yield
 
 
-# --------------------------------------------------------------------------------------------------------- conversions
+# ---------------------------------------------------------------------------------------------------------
+# conversions
 
 
 def wrap_module_apply(state: ShardedModel) -> None:
-    """Carry on what ``Module._apply`` leaves behind (``to``, ``half``, ``to_empty``), or refuse it. Local operation."""
+    """Make ``Module._apply`` (``to``, ``half``, ``to_empty``) keep te_fsdp's records, or raise. Local operation."""
     _fsdp2_patches.wrap_apply(state.model, functools.partial(_apply_and_carry, state))
 
 
 def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Module._apply``, which swaps DTensors for new ones: Python attributes, te_fsdp's marks too, stay behind.
+    """Run ``Module._apply``, and copy the Python attributes to the DTensors that replace the parameters.
 
-    So does the dtype of their gradients. Gradients of another dtype, which torch refuses then, are set aside meanwhile.
+    The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
+    refuses them.
     """
     _refuse_conversion(state, args[0])
     for prepare in state.components.before_conversion:
@@ -278,9 +282,9 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
             raise
         raise OrderError(
             f"{type(state.model).__name__}: a move to a device before its parameters have values",
-            expected="te_fsdp.materialize(model), which puts them where they belong",
+            expected="te_fsdp.materialize(model), which moves and initializes them",
             got="parameters on meta",
-            fix="call te_fsdp.materialize(model, seed=...) in its place",
+            fix="call te_fsdp.materialize(model, seed=...) instead",
         ) from error
     finally:
         for name, parameter in state.parameters().items():
@@ -295,7 +299,7 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
 
 
 def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
-    """Raise where ``to(dtype)``, ``half()`` and their like would change dtypes after the first forward. Local."""
+    """Raise OrderError if ``to(dtype)``, ``half()`` or similar would change dtypes after the first forward. Local."""
     if not state.roots():
         return
     kinds = {
@@ -306,31 +310,32 @@ def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
         if became != dtype:
             raise OrderError(
                 f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
-                expected="dtypes that stay",
-                why="FSDP2 has allocated what it gathers weights into",
+                expected="unchanged dtypes after the first forward",
+                why="FSDP2 has already allocated all-gather buffers of the first dtype",
                 fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
             )
 
 
-# --------------------------------------------------------------------------------------------------------- made equal
+# -----------------------------------------------------------------------------------------------------------
+# broadcast
 
 
 def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Make all copies of every parameter equal to that of the first rank which holds it, bit for bit.
+    """Broadcast every replicated parameter from the first rank that holds it; all copies are then bitwise equal.
 
-    Mends copies that have drifted apart, over tp, over ``dp_replicate``, or over data parallel where parameters are not
-    sharded: after an optimizer that is not one of torch's (te_fsdp keeps copies equal through torch's optimizer hooks),
-    or after values that were written rank by rank. Gathered weights are released.
+    Use it after values were written on single ranks, or after steps of an optimizer that is not torch's (with torch's
+    optimizer hooks, te_fsdp keeps copies equal). Copies exist over tp, over ``dp_replicate``, and over data parallel
+    for parameters that are not sharded. Unsharded weights are freed.
 
     Collective over every axis along which a parameter is replicated: call on all ranks.
 
     Args:
-        model: The sharded model: that of :func:`te_fsdp.fully_shard`, or of :func:`te_fsdp.set_device_mesh` alone,
-            where nothing is known of data parallelism.
-        optimizer: Also make its states equal: tensors of the shape of their parameter's shard.
+        model: The sharded model, from :func:`te_fsdp.fully_shard`, or from :func:`te_fsdp.set_device_mesh` only. In
+            the second case copies over data parallel are not known.
+        optimizer: Also broadcast its states: tensors with the shape of their parameter's shard.
 
     Raises:
-        OrderError: A call from inside of backward.
+        OrderError: The call is made during backward.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "broadcast_params(model)")
@@ -359,7 +364,7 @@ def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
         states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
         for group in replica_groups_of_dtensor(parameter):
             found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
-        # Data-parallel ranks hold those states alike that are not cut over further axes.
+        # States that are not sharded over further axes are equal on data-parallel ranks.
         axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
         whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
         for group in replica_groups_of_plan(state, place) if state is not None else ():

@@ -1,4 +1,4 @@
-"""The plan of ``fully_shard``: units, strategies, dtypes, where each parameter goes. What follows reads it."""
+"""The plan of ``fully_shard``: units, strategies, dtypes and the storage of each parameter."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.quantized.shards import Key
 
-#: How users name units: classes, or names in the tree.
+#: How users select units: classes, or names in the tree.
 UnitSpec = Iterable[type | str] | type | str
-#: How users name strategies: one, or one for each class or name.
+#: How users select strategies: one, or one for each class or name.
 StrategySpec = str | Mapping[type | str, str]
-#: What a model gets that names no strategy.
+#: The default strategy.
 DEFAULT = "optim_grads_params"
-#: Options of ``fully_shard`` -> their words; of transports see :mod:`te_fsdp.unit_communication`.
+#: Options of ``fully_shard`` -> their values; for transports see :mod:`te_fsdp.unit_communication`.
 WORDS = {
     "strategy": STRATEGIES,
     "outer_strategy": OUTER_STRATEGIES,
@@ -43,7 +43,7 @@ WORDS = {
 }
 _HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
 _HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
-#: What to write here -> words of DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them.
+#: Value in te_fsdp -> values in DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them.
 _ELSEWHERE = {
     "strategy": {
         "no_shard": "0 zero0 stage0 zerostage0 ddp no none false replicate",
@@ -82,36 +82,36 @@ class ShardRequest:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """All that is settled before anything changes."""
+    """All decisions of ``fully_shard`` before anything changes."""
 
     model: nn.Module
     meshes: Meshes
     request: ShardRequest
-    #: Name -> storage of each unit, outer before inner; ``""`` is the root with what its units have left.
+    #: Name -> storage of each unit, outer before inner; ``""`` is the root with the remaining parameters.
     units: dict[str, Storage]
-    #: Names of modules that have parameters, in them or below them, all of which stay whole.
+    #: Names of modules with parameters, in them or in submodules, all of which are replicated.
     whole: frozenset[str]
-    #: Every place of a parameter, by its owner's id and the name that it has there before it is bound.
+    #: Every place of a parameter, by its owner's id and its name there before binding.
     parameters: dict[Key, ParameterPlan]
     modules: list[ModulePlan]  #: How each module is bound
-    #: What the policy means for each unit that FSDP2 cuts; ``None`` without a policy.
+    #: The dtypes of each unit that FSDP2 shards; ``None`` without a policy.
     precision: PrecisionPlan | None
 
     @property
     def replicated(self) -> list[ReplicatedParameter]:
-        """The parameters that stay whole."""
+        """The parameters that are replicated over data parallel."""
         return replicated_parameters(self.model, self.parameters)
 
     @property
     def mp_policy(self) -> Fsdp2Policy:
-        """FSDP2's own policy, of models without ours."""
+        """FSDP2's own policy, for models without a policy of te_fsdp."""
         return self.request.mp_policy or Fsdp2Policy()
 
     def settings(self) -> str:
-        """What was decided beside the parameters' places, in words that are the same on ranks that agree."""
+        """Return the decisions other than parameter storage as text, which is equal on ranks that agree."""
         request = self.request
         units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
-        # Without numbers: ranks may hold different numbers of experts.
+        # without numbers, because ranks may hold different numbers of experts
         replicated = ", ".join(
             dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
         )
@@ -123,13 +123,16 @@ class ModelPlan:
 
 
 def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> ModelPlan:
-    """Check all that can be checked, decide the rest, change nothing. Collective over the world: all raise, or none."""
+    """Check the arguments and decide everything else; change nothing.
+
+    Collective over the world: all ranks raise or none.
+    """
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         check_order(model)
         _check_policies(request)
         units = _plan_units(model, meshes, request)
         policy = request.precision
-        # A policy with both dtypes stores, gathers and reduces all parameters of a unit alike.
+        # A policy with both dtypes stores, gathers and reduces all parameters of a unit equally.
         uniform = policy is not None and None not in (policy.main_params_dtype, policy.param_dtype)
         apart = dense_beside_own(model, meshes, units, request.experts)
         by_model = policy is not None and policy.param_dtype is None
@@ -140,7 +143,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
             id(p.parameter) for p in iter_param_owners(model) if placed[id(p.owner), p.name].storage.is_whole
         }
         refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in kept), sharded=False)
-        # No unit is made of a module that stays whole.
+        # A module with only replicated parameters does not become a unit.
         units = {name: row for name, row in units.items() if not name or row.is_whole or name not in whole}
         check_accepted(model, units, kept)
         cut = {name: row for name, row in units.items() if name not in whole}
@@ -153,24 +156,24 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
                 dtype = precision.gradient_of(place.parameter, placed[key])
                 placed[key] = replace(placed[key], gradient_dtype=dtype)
 
-    def stays_whole(module: nn.Module, name: str) -> bool:
-        """Whether a module's own parameter does, by the name that it has now or when the module is bound."""
+    def stays_replicated(module: nn.Module, name: str) -> bool:
+        """Return whether a module's own parameter is replicated, by its present name or its name after binding."""
         row = placed.get((id(module), name)) or placed.get((id(module), f"{name}0"))
         return row is not None and row.storage.is_whole
 
-    # A context of its own: it gathers over ep, where every rank must arrive.
+    # A separate context, because it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
         replicas = meshes.size("dp_replicate")
         single = meshes.tp if meshes.tp_or_none is None else None
         dense = ModuleMeshes(meshes.tp_or_none, meshes.weight, replicas=replicas, single=single)
         experts = ModuleMeshes(meshes.tp_or_none, meshes.expert_weight, meshes.ep, replicas)
-        modules = plan_modules(model, dense, experts, request.experts, stays_whole=stays_whole)
+        modules = plan_modules(model, dense, experts, request.experts, stays_replicated=stays_replicated)
     parameters = _with_module_rows(placed, modules)
     return ModelPlan(model, meshes, request, units, whole, parameters, modules, precision)
 
 
 def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict[str, Storage]:
-    """The units that are asked for, and those of experts; a rank may fail alone."""
+    """Return the requested units and those of experts; one rank may raise without the others."""
     words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
     outer = check_word("outer_strategy", request.outer_strategy)
     check_word("transport", request.transport)
@@ -190,9 +193,9 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
     if outer == "optim" and all(row.is_whole for row in units.values()):
         raise PlacementError(
             "fully_shard: strategy='no_shard' with outer_strategy='optim'",
-            expected="a strategy that cuts the optimizer's state over dp_shard",
-            got="one that cuts nothing",
-            fix="strategy='optim', or leave outer_strategy out",
+            expected="a strategy that shards the optimizer's state over dp_shard",
+            got="a strategy that shards nothing",
+            fix="use strategy='optim', or leave outer_strategy out",
         )
     return units
 
@@ -205,7 +208,7 @@ def plan_storage(
     with_frozen: bool = False,
     apart: Collection[int] = (),
 ) -> dict[Key, ParameterPlan]:
-    """Settle for each parameter in which unit it is, and whether it stays whole: marked so, or with its unit.
+    """Return for each parameter its unit, and whether it is replicated: marked so, or with its unit.
 
     Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
     by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
@@ -216,9 +219,9 @@ def plan_storage(
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
     named = {id(modules[name]): name for name in units}
-    # The innermost unit around each module; a module of several names has them all.
+    # The innermost unit around each module; a module with several names is in several units.
     inside: dict[str, str] = {}
-    for name, module in modules.items():  # parents come before their children
+    for name, module in modules.items():  # parents before their children
         inside[name] = named.get(id(module), inside[name.rpartition(".")[0]] if name else "")
     tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
     sharded: dict[str, list[ParamOwner]] = {}
@@ -232,7 +235,7 @@ def plan_storage(
         is_exempt = id(place.owner) in marked or is_replicated(place.owner, place.name)
         if not storage.is_whole and (is_exempt or id(place.parameter) in odd):
             storage = STORAGE[REPLICATED, storage.outer]
-        # What is one and the same where a parameter is tied, and where experts will be one parameter.
+        # The key for tied parameters, and for experts that will be one parameter.
         single = place.name.rstrip("0123456789")
         is_single = single != place.name and single in single_names(place.owner)
         tensor = (id(place.owner), single) if is_single else id(place.parameter)
@@ -243,15 +246,15 @@ def plan_storage(
         owners = tuple(place.label for place, _, _ in places)
         for place, unit, storage in places:
             row = ParameterPlan(place.label, place.name, unit, storage, owners)
-            rows.setdefault((id(place.owner), place.name), row)  # a module of several names: the first one
+            # the first name of a module with several names
+            rows.setdefault((id(place.owner), place.name), row)
     return dict(sorted(rows.items(), key=lambda item: item[1].label))
 
 
 def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
-    """All owners of a tied parameter must be gathered together, or be replicated.
+    """Raise PlacementError unless all owners of a tied parameter are in one unit, or all are replicated.
 
-    FSDP2 cuts a parameter for the unit that owns it. Owned by two units it is cut twice: torch 2.11 then trains two
-    parameters in silence, and torch 2.13 raises in the first forward, when the optimizer is built already.
+    FSDP2 would shard it once per unit: torch 2.11 trains two parameters, torch 2.13 raises in the first forward.
     """
     whole = [place.label for place, _, storage in places if storage.is_whole]
     others = {place.label: unit for place, unit, storage in places if not storage.is_whole}
@@ -259,7 +262,7 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
         raise PlacementError(
             f"{whole[0]} is exempt from sharding, but tied to {', '.join(others)}",
             expected="all owners of a tied parameter exempt, or none",
-            why="One tensor cannot be whole for one owner and cut for another",
+            why="One tensor cannot be replicated for one owner and sharded for another",
             fix="pass the parameter itself, or all of its owners, to te_fsdp.fsdp_no_shard",
         )
     if len(set(others.values())) > 1:
@@ -267,14 +270,14 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
             f"{', '.join(others)}: one parameter in several units",
             expected="all owners of a tied parameter in one unit",
             got=", ".join(f"{label} in {unit or 'the root'}" for label, unit in others.items()),
-            why="FSDP2 would cut it once for each, and train them apart",
-            fix="make no unit of these owners, so that the root gathers it, or one unit of a module that "
+            why="FSDP2 would shard it once per unit, and train separate copies",
+            fix="leave these owners out of units, so that the root all-gathers it, or make one unit of a module that "
             "contains them all, or exempt it: te_fsdp.fsdp_no_shard(parameter)",
         )
 
 
 def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
-    """Names of the modules that have parameters in them or below them, all of which stay whole."""
+    """Return the names of modules with parameters, in them or in submodules, all of which are replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
     for place in iter_param_owners(model, remove_duplicate=False):
         own = around[rows[id(place.owner), place.name].storage.is_whole]
@@ -285,7 +288,7 @@ def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str
 def _with_module_rows(
     placed: Mapping[Key, ParameterPlan], modules: Iterable[ModulePlan]
 ) -> dict[Key, ParameterPlan]:
-    """The rows, with what is known of their modules and by the names that they have when those are bound."""
+    """Return the plans with data about their modules, by the names that they have after binding."""
     planned = {id(item.module): item for item in modules}
     rows, labels = {}, {}
     for (owner, name), row in placed.items():
@@ -310,7 +313,7 @@ def _with_module_rows(
 
 
 def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> list[ReplicatedParameter]:
-    """The parameters that stay whole, each once, in the order of the rows: the same on all ranks. Local operation."""
+    """Return the replicated parameters, each once, in an order that is the same on all ranks. Local operation."""
     modules = {id(module): module for module in model.modules()}
     found = {
         row.label: ReplicatedParameter(row, modules[owner])
@@ -320,11 +323,12 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
     return list(found.values())
 
 
-# ------------------------------------------------------------------------------------------------------------- requests
+# ------------------------------------------------------------------------------------------------------------
+# requests
 
 
 def _strategy(strategy: StrategySpec | None, reshard_after_forward: bool | None) -> StrategySpec:
-    """What is meant by ``strategy`` and FSDP2's word for it together."""
+    """Return the strategy that follows from ``strategy`` and FSDP2's ``reshard_after_forward``."""
     if reshard_after_forward is None:
         return DEFAULT if strategy is None else strategy
     meant = "optim_grads_params" if reshard_after_forward else "optim_grads"
@@ -338,7 +342,7 @@ def _strategy(strategy: StrategySpec | None, reshard_after_forward: bool | None)
 
 
 def check_word(option: str, given: Any) -> str:
-    """What an option of :data:`WORDS` was given, if it is one of its words; the error suggests what may be meant."""
+    """Return the value of an option of :data:`WORDS`; the error for other values suggests the most similar one."""
     words = WORDS[option]
     if isinstance(given, str) and given in words:
         return given
@@ -349,24 +353,24 @@ def check_word(option: str, given: Any) -> str:
         f"fully_shard: {option}",
         expected=f"one of {words}",
         got=repr(given),
-        fix=fix if near is not None else f"one of these; {option} may be left out",
+        fix=fix if near is not None else f"use one of these, or leave {option} out",
     )
 
 
 def find_units(
     model: nn.Module, units: UnitSpec | None, strategy: str | Mapping[type | str, str]
 ) -> dict[str, str]:
-    """Name -> strategy of the modules that become units: the root and these, outer before inner, each once. Local.
+    """Return name -> strategy of the root and the modules that become units, outer before inner. Local operation.
 
     Args:
         model: The root.
         units: Classes or names; ``None``: every ``te.TransformerLayer``.
-        strategy: One for all units, or one for each class or name. A key holds for the module that it names and for
-            all in it, as far as no key of a module further in says otherwise; that module becomes a unit. ``""``
-            is the root. What no key reaches gets :data:`DEFAULT`.
+        strategy: One for all units, or one per class or name. A key applies to the module that it names, which becomes
+            a unit, and to its submodules, unless they have a key of their own. ``""`` is the root. Modules without a
+            key get :data:`DEFAULT`.
 
     Raises:
-        PlacementError: A class or name without a module; two classes that want different strategies for a module.
+        PlacementError: A class or name matches no module, or two classes select different strategies for a module.
     """
     names = dict(model.named_modules(remove_duplicate=False))
     if units is None:
@@ -386,10 +390,7 @@ def find_units(
 
 
 def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
-    """Return the names of the modules that a class, a name or a name with ``.*`` stands for.
-
-    A module that is registered in several places has several of ``names``, of which the first is returned.
-    """
+    """Return the names of the modules that a class, a name or a name with ``.*`` selects, each module once."""
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
@@ -397,14 +398,14 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
 
 
 def _matching(names: dict[str, nn.Module], want: type | str) -> list[str]:
-    """Return all ``names`` that a class, a name or a name with ``.*`` stands for; raise where there is none."""
+    """Return all ``names`` that a class, a name or a name with ``.*`` selects; raise PlacementError if none."""
     if isinstance(want, type):
         found = [n for n, m in names.items() if isinstance(m, want)]
     elif not isinstance(want, str):
         raise PlacementError(
             f"fully_shard: a {type(want).__name__} as a unit or as a key of strategy",
             expected="a class, or a name in the tree",
-            fix="name modules as model.named_modules() does",
+            fix="use names of model.named_modules()",
         )
     elif want.endswith(".*"):
         prefix = want[:-1]
@@ -416,18 +417,18 @@ def _matching(names: dict[str, nn.Module], want: type | str) -> list[str]:
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
             f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
-            expected=f"a class or a name out of {shorten([n for n in names if n], 8)}",
-            fix=f"the class {want} itself, not its name"
+            expected=f"a class or one of the names {shorten([n for n in names if n], 8)}",
+            fix=f"pass the class {want} itself, not its name"
             if want in kinds
-            else f"{near!r}, if that is meant"
+            else f"write {near!r}, if you mean that module"
             if near
-            else "name modules as model.named_modules() does",
+            else "use names of model.named_modules()",
         )
     return found
 
 
 def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, str]:
-    """A mapping of classes and names, as one of names: a name beats a class."""
+    """Return a mapping by classes and names as a mapping by names. A name has priority over a class."""
     found: dict[str, str] = {}
     for want in sorted(strategy, key=lambda want: isinstance(want, str)):
         word = check_word("strategy", strategy[want])
@@ -436,9 +437,9 @@ def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]
             if (isinstance(want, type) or other_name) and found.get(name, word) != word:
                 raise PlacementError(
                     f"{name or 'model'}: two strategies",
-                    expected="one class or name of the mapping that stands for it, or equal strategies",
+                    expected="one class or name of the mapping that selects it, or equal strategies",
                     got=f"{found[name]} and {word}",
-                    fix="name the module",
+                    fix="add the module's name to the mapping",
                 )
             for own in _with_forward(names, name):
                 found[own] = word
@@ -446,7 +447,7 @@ def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]
 
 
 def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
-    """The module itself, or the children of a container: a container cannot be gathered."""
+    """Return the module's name, or those of a container's children, because a container cannot be all-gathered."""
     if not name or not is_container(names[name]):
         return [name]
     return [
@@ -455,13 +456,14 @@ def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
 
 
 def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
-    """The strategy of the innermost module around ``name`` that has one."""
+    """Return the strategy of the innermost module around ``name`` that has one."""
     while name not in given and name:
         name = name.rpartition(".")[0]
     return given.get(name, DEFAULT)
 
 
-# ------------------------------------------------------------------------------------------------------------- refusals
+# --------------------------------------------------------------------------------------------------------------
+# errors
 
 
 def _check_policies(request: ShardRequest) -> None:
@@ -470,7 +472,7 @@ def _check_policies(request: ShardRequest) -> None:
             "fully_shard: precision and mp_policy",
             expected="one of them",
             got="both",
-            why="Each says in which dtypes to compute and to reduce",
+            why="Each of them sets the dtypes of compute and reduction",
             fix="leave mp_policy out",
         )
     for word, given, kind in (
@@ -482,7 +484,7 @@ def _check_policies(request: ShardRequest) -> None:
                 f"fully_shard: {word}",
                 expected=f"a {kind.__module__.split('.')[0]} MixedPrecisionPolicy",
                 got=f"{type(given).__module__}.{type(given).__name__}",
-                fix="precision=te_fsdp.MixedPrecisionPolicy(...), or "
+                fix="pass precision=te_fsdp.MixedPrecisionPolicy(...), or "
                 "mp_policy=torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)",
             )
     policy = request.offload_policy
@@ -491,8 +493,8 @@ def _check_policies(request: ShardRequest) -> None:
             f"fully_shard: offload_policy={type(policy).__name__}",
             expected="None, or OffloadPolicy(): shards, gradients and optimizer state stay on the device",
             got=policy,
-            why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device; "
-            "TE quantizes nothing on the CPU",
-            fix="leave it out; strategy='optim_grads_params', a larger dp_shard, outer_strategy='optim' or bf16 "
-            "moments of FusedAdam save memory on the device",
+            why="Quantization, TE's optimizers, gradient norms and checks over ranks read shards on the device, and "
+            "TE cannot quantize on the CPU",
+            fix="leave it out; to save device memory, use strategy='optim_grads_params', a larger dp_shard, "
+            "outer_strategy='optim' or bf16 moments of FusedAdam",
         )

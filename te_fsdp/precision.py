@@ -1,15 +1,15 @@
-"""``MixedPrecisionPolicy``: in which dtypes weights are kept, gradients add up, and gradients are sent.
+"""``MixedPrecisionPolicy``: dtypes of main weights, compute, gradient accumulation and gradient communication.
 
-    main weights    main_params_dtype   what the optimizer updates and checkpoints hold (FSDP2's sharded parameters)
-    compute         param_dtype         what forward and backward see (FSDP2's unsharded parameters)
-    main gradients  main_grads_dtype    in what microbatches add up, and what the optimizer is given
-    wire            grad_comm_dtype     what is sent in a reduction; grad_reduce_dtype: in what it is added up
+    main weights    main_params_dtype   updated by the optimizer, stored in checkpoints (FSDP2's sharded parameters)
+    compute         param_dtype         used by forward and backward (FSDP2's unsharded parameters)
+    main gradients  main_grads_dtype    accumulation over microbatches, and the optimizer's gradients
+    communication   grad_comm_dtype     dtype sent in a reduction; grad_reduce_dtype: dtype of the sum
 
-The policy knows nothing of TE's recipe. A quantized weight is a compute weight of one byte per element whose main
-weight lies in the optimizer (``te_fsdp.main_weights``, or FusedAdam's master weights), always in fp32.
+The policy is independent of TE's recipe. A quantized weight is a compute weight of one byte per element. Its main
+weight is in the optimizer (``te_fsdp.main_weights``, or FusedAdam's master weights) and always fp32.
 
-:func:`plan_precision` says what a policy means for one model, before anything changes; the :class:`PrecisionPlan` is
-carried out around FSDP2.
+:func:`plan_precision` plans a policy for one model before anything changes. The :class:`PrecisionPlan` is then applied
+around FSDP2.
 """
 
 from __future__ import annotations
@@ -37,26 +37,27 @@ if TYPE_CHECKING:
 class MixedPrecisionPolicy:
     """The dtypes of a sharded model, for ``te_fsdp.fully_shard(..., precision=policy)``.
 
-    Main names, defaults and the meaning of ``None`` are those of Megatron-FSDP's class of this name.
+    Main names, defaults and the meaning of ``None`` are those of Megatron-FSDP's class of the same name.
 
     Attributes:
-        main_params_dtype: Of the sharded parameters. ``torch.float32`` under a bf16 model: parameters become fp32 main
-            weights, beginning at the bf16 values, or at unrounded fp32 draws when the model is on meta. ``None``: the
-            model's own dtype, no extra copy; the optimizer then updates what compute reads. Frozen parameters keep
-            their dtype. Quantized weights have fp32 main weights in the optimizer and accept only
+        main_params_dtype: Dtype of the sharded parameters. ``torch.float32`` for a bf16 model: parameters become fp32
+            main weights, which start with the bf16 values, or with unrounded fp32 values if the model is on meta.
+            ``None``: the model's own dtype without an extra copy. The optimizer then updates the compute
+                weights. Frozen
+            parameters keep their dtype. Quantized weights have fp32 main weights in the optimizer and only accept
             ``torch.float32``, unless they are frozen.
-        main_grads_dtype: Of gradients while they add up over microbatches, whether each one is reduced or not, and
-            of ``parameter.grad``. ``None``: the dtype that the parameter is computed in.
-        grad_comm_dtype: Of gradients on the wire. ``None``: ``main_grads_dtype``.
-        grad_reduce_dtype: In what ranks' gradients are added. ``None``: in the wire's dtype, by the transport.
-            ``torch.float32``: in fp32 here, after an all-to-all in the wire's dtype.
-        param_dtype: That forward and backward compute in, and that weights are gathered in unless they are
+        main_grads_dtype: Dtype of gradient accumulation over microbatches (reduced or unreduced) and of
+            ``parameter.grad``. ``None``: the compute dtype of the parameter.
+        grad_comm_dtype: Dtype in which gradients are sent. ``None``: ``main_grads_dtype``.
+        grad_reduce_dtype: Dtype in which the ranks' gradients are summed. ``None``: the communication dtype, in the
+            collective. ``torch.float32``: in fp32 after an all-to-all in the communication dtype.
+        param_dtype: Compute dtype of forward and backward, and dtype of weight all-gathers unless the weights are
             quantized. ``None``: the model's own dtype.
-        output_dtype: That floating-point outputs of units are cast to. ``None``: none is.
-        cast_forward_inputs: Whether floating-point inputs of units are cast to ``param_dtype``, where that is given.
+        output_dtype: Dtype to which floating-point outputs of units are cast. ``None``: no cast.
+        cast_forward_inputs: Whether floating-point inputs of units are cast to ``param_dtype`` if it is set.
 
     Raises:
-        PrecisionError: A field has a value that it cannot have; names the field.
+        PrecisionError: A field has an invalid value. The error names the field.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -79,14 +80,14 @@ class MixedPrecisionPolicy:
         _require(
             reduce in (None, torch.float32) or reduce == wire,
             "grad_reduce_dtype",
-            "None, torch.float32 or the dtype on the wire",
+            "None, torch.float32 or the communication dtype",
             reduce,
-            why=f"Gradients travel in {wire}, and only fp32 adds them up more exactly",
+            why=f"Gradients are sent in {wire}, and only an fp32 sum is more accurate",
         )
 
     @property
     def adds_in_fp32(self) -> bool:
-        """Whether gradients from the wire are added up in fp32 where their dtype is another."""
+        """Return whether gradients received in a different dtype are summed in fp32."""
         return self.grad_reduce_dtype == torch.float32
 
 
@@ -97,24 +98,24 @@ def _require(condition: bool, field: str, expected: str, got: object, *, why: st
             expected=expected,
             got=repr(got),
             why=why,
-            fix=f"pass another {field}, or leave it out",
+            fix=f"pass a different {field}, or omit it",
         )
 
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """Dtype of a parameter's gradient. Local operation."""
+    """Return the dtype of a parameter's gradient. Local operation."""
     plan = plan_of(parameter)
     return plan.gradient_dtype if plan is not None and plan.gradient_dtype is not None else parameter.dtype
 
 
 @dataclass
 class PrecisionPlan:
-    """A policy and what it comes to in a model's units."""
+    """A policy applied to a model's units."""
 
-    policy: MixedPrecisionPolicy  #: As the user gave it
+    policy: MixedPrecisionPolicy  #: The user's policy
     compute: dict[
         str, torch.dtype | None
-    ]  #: Unit -> in what it computes; ``None`` without floating-point parameters
+    ]  #: Unit -> compute dtype; ``None`` without floating-point parameters
     all_reduces: bool = False  #: Whether FSDP2 itself reduces over ``dp_replicate``
 
     def accumulation_dtype(self, unit: str) -> torch.dtype | None:
@@ -122,7 +123,7 @@ class PrecisionPlan:
         return self.policy.main_grads_dtype or self.compute[unit]
 
     def gradient_of(self, parameter: torch.Tensor, plan: ParameterPlan) -> torch.dtype | None:
-        """Dtype of the gradient of a parameter that has not been widened yet, if it will not be the parameter's own."""
+        """Return a parameter's gradient dtype before :meth:`widen`; ``None`` if it is the parameter's own dtype."""
         if not _trained(parameter):
             return None
         whole, policy = plan.storage.is_whole, self.policy
@@ -131,9 +132,9 @@ class PrecisionPlan:
         return None if dtype == own else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
-        """FSDP2's own policy for a unit. Local operation.
+        """Return FSDP2's own policy for a unit. Local operation.
 
-        ``reduce_dtype`` is given explicitly: what ``None`` means depends on the version of torch.
+        ``reduce_dtype`` is set explicitly, because the meaning of ``None`` depends on the torch version.
         """
         policy = self.policy
         return Fsdp2Policy(
@@ -144,9 +145,9 @@ class PrecisionPlan:
         )
 
     def widen(self, model: nn.Module) -> None:
-        """Replace parameters by main weights of the same values, ties kept. Local operation.
+        """Replace parameters by main weights of the same values. Tied parameters stay tied. Local operation.
 
-        To be called between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
+        Call it between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
         """
         dtype = self.policy.main_params_dtype
         if dtype is None:
@@ -174,13 +175,13 @@ def plan_precision(
     *,
     all_reduces: bool = False,
 ) -> PrecisionPlan:
-    """Plan a policy for a model before ``set_device_mesh``. Local operation, changes nothing; equal on all ranks.
+    """Plan a policy for a model before ``set_device_mesh``. Local operation without changes, identical on all ranks.
 
-    ``rows`` are the plans of its parameters, by owner's id and name; ``units`` those that become FSDP2's, outer before
-    inner. ``all_reduces`` says that FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
+    ``rows`` are the plans of its parameters, by owner's id and name. ``units`` are the future FSDP2 units, outer
+    before inner. ``all_reduces``: FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
 
     Raises:
-        PrecisionError: The policy contradicts the model; names the parameter or the unit.
+        PrecisionError: The policy contradicts the model. The error names the parameter or the unit.
     """
     # Label, parameter, and whether it is or will be quantized.
     members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}
@@ -198,17 +199,17 @@ def plan_precision(
 
 
 def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """The dtype that a unit computes in."""
+    """Return the compute dtype of a unit."""
     if policy.param_dtype is not None:
         return policy.param_dtype if members else None
     found = {parameter.dtype: label for label, parameter, _ in members}
     if len(found) > 1:
         raise PrecisionError(
             f"{unit or 'model'}: parameters of several dtypes in one unit",
-            expected="one dtype to compute in",
+            expected="one compute dtype",
             got=", ".join(f"{dtype} ({label})" for dtype, label in found.items()),
-            why="FSDP2 gathers the parameters of a unit in one dtype",
-            fix="say MixedPrecisionPolicy(param_dtype=...), or make a unit of each part (units=...)",
+            why="FSDP2 all-gathers the parameters of a unit in one dtype",
+            fix="pass MixedPrecisionPolicy(param_dtype=...), or make separate units (units=...)",
         )
     return next(iter(found), None)
 
@@ -216,14 +217,14 @@ def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) 
 def _check_main_params_dtype(
     label: str, parameter: torch.Tensor, quantized: bool, main: torch.dtype | None
 ) -> None:
-    """Main weights that can hold what the model holds."""
+    """Raise PrecisionError if main_params_dtype cannot represent the parameter."""
     if quantized and main != torch.float32:
         raise PrecisionError(
             f"{label}: main_params_dtype={main} for a quantized weight",
             expected="torch.float32",
             got=main,
-            why="Its main weight lies in the optimizer, always in fp32: an update of the quantized weight itself"
-            " would be lost in rounding",
+            why="Its main weight is in the optimizer and always fp32. An update of the quantized weight itself"
+            " would be lost by rounding",
             fix="MixedPrecisionPolicy(main_params_dtype=torch.float32), and te_fsdp.main_weights(model, optimizer)"
             " or FusedAdam(..., master_weights=True)",
         )
@@ -233,6 +234,6 @@ def _check_main_params_dtype(
             f"{label}: main_params_dtype={main} for a parameter of {parameter.dtype}",
             expected=f"{parameter.dtype}, a wider dtype or None",
             got=main,
-            why="Main weights would hold less than the model does",
+            why="Main weights would be less precise than the model",
             fix="MixedPrecisionPolicy(main_params_dtype=None) keeps the model's own dtype",
         )

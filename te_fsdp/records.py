@@ -145,7 +145,7 @@ def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
     """What hangs on a parameter and its successors shall have, not what a tensor subclass keeps there for itself."""
     own: Collection[str] = _torch.OWN_ATTRIBUTES
     if not isinstance(parameter, DTensor) and type(parameter) is not torch.nn.Parameter:
-        own = {*parameter.detach().__dict__, *_te.OF_THE_BYTES}  # of quantized and of grouped tensors
+        own = {*parameter.detach().__dict__, *_te.DATA_ATTRIBUTES}  # of quantized and of grouped tensors
     return {key: value for key, value in parameter.__dict__.items() if key not in own}
 
 

@@ -1,12 +1,12 @@
-"""``fsdp_no_shard``: parameters that stay whole on every data-parallel rank, inside a sharded model.
+"""``fsdp_no_shard``: replication of parameters over data parallel inside a sharded model.
 
-    sharded       cut over data parallel, gathered for each use, gradients reduce-scattered, by FSDP2
-    replicated    whole, never gathered, unknown to FSDP2, gradients reduced by ``no_shard_reduce``
+    sharded       sharded over data parallel by FSDP2, all-gathered for use, gradients reduce-scattered
+    replicated    stored unsharded, unknown to FSDP2, gradients all-reduced by ``no_shard_reduce``
 
-The mark is kept by the owner: parameters are replaced all the time (meta init, ``to_empty``, ``deepcopy``,
-``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose what hangs on them. Strategy ``no_shard`` is the
-same thing for all parameters of a unit. Their gradients are all-reduced in buckets (:class:`Bucket`); when and over
-whom, :mod:`te_fsdp.features.replicated_gradients` decides.
+The mark is stored in the owner module, because parameters are replaced often (meta init, ``to_empty``, ``deepcopy``,
+``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose their attributes. Strategy ``no_shard``
+replicates all parameters of a unit. Gradients are all-reduced in buckets (:class:`Bucket`);
+:mod:`te_fsdp.features.replicated_gradients` decides when, and over which ranks.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ if TYPE_CHECKING:
 
 
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:
-    """Keep parameters whole on every data-parallel rank when the model is sharded.
+    """Replicate parameters over data parallel when the model is sharded.
 
-    They are never gathered, and FSDP2 does not see them: no hooks on modules with no other parameters, and no unit
-    of them. What tensor parallelism cuts stays cut. Gradients of those that are trained are summed up over data
-    parallel at the end of each backward, in one all-reduce per dtype; the ranks must hold equal values, which
-    :func:`te_fsdp.fully_shard` checks. Frozen ones cost no communication at all.
+    They are never all-gathered and are unknown to FSDP2, which adds no hooks to modules without other parameters.
+    Tensor parallelism still shards them. Their gradients are all-reduced over data parallel at the end of each
+    backward, with one all-reduce per dtype. Parameters without ``requires_grad`` cause no communication. Ranks must
+    hold equal values, which :func:`te_fsdp.fully_shard` checks.
 
-    Call it before :func:`te_fsdp.fully_shard`, on all ranks alike, with a module (all parameters in it and in its
-    children), a parameter, or several of these. Local operation. The mark stays on the modules that own the parameters,
-    through deep copies, initialisation from meta and loading; that of a parameter which no module owns yet stays on the
-    parameter.
+    Call it before :func:`te_fsdp.fully_shard`, with the same arguments on all ranks. Local operation. The mark is
+    stored in the modules that own the parameters, and survives deep copies, initialization from meta and loading. The
+    mark of a parameter without an owner is stored in the parameter.
+
+    Args:
+        what: A module (all parameters of it and its submodules), a parameter, or several of these.
 
     Raises:
-        TypeError: Something else.
-        OrderError: The module or parameter is sharded already.
+        TypeError: An argument is neither a module nor a parameter.
+        OrderError: The module or parameter is already sharded.
     """
     several = [what] if isinstance(what, (nn.Module, nn.Parameter)) else what
     if not isinstance(several, Iterable) or isinstance(several, (str, torch.Tensor)):
@@ -88,44 +90,46 @@ def _check_unsharded(module: nn.Module) -> None:
     if fsdp2_units.is_fsdp_module(module) or (binding is not None and binding.fsdp.is_managed):
         label = (binding.name if binding is not None else "") or type(module).__name__
         raise OrderError(
-            f"{label}: fsdp_no_shard on a module that is sharded already",
-            why="Its parameters are cut, or their gradients are reduced by FSDP2",
+            f"{label}: fsdp_no_shard on a module that is already sharded",
+            why="FSDP2 already shards its parameters, or reduces their gradients",
             fix="call te_fsdp.fsdp_no_shard before te_fsdp.fully_shard",
         )
 
 
 @dataclass(frozen=True)
 class ReplicatedParameter:
-    """A parameter that stays whole, by its owner: initialisation and loading replace the parameter itself."""
+    """A parameter that is replicated over data parallel, by its owner, as initialization replaces the parameter."""
 
-    plan: ParameterPlan  #: What is settled about it; of its first place if it is tied
+    plan: ParameterPlan  #: Decisions about it; for a tied parameter, those of its first place
     module: nn.Module  #: The owner
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that is there now."""
+        """The parameter that is registered at present."""
         return self.module._parameters[self.plan.name]  # type: ignore[return-value]
 
 
-#: Elements of one all-reduce; larger tensors are sent alone. A copy of all gradients could be as large as the model.
+#: Elements of one all-reduce; larger tensors are reduced separately. A copy of all gradients could be as large as the
+#: model.
 CAPACITY = 1 << 25
-# Gradients are views of a bucket: each begins where kernels may read it in vectors.
+# Gradients are views of a bucket. Each begins at an address that allows vectorized access.
 _ALIGNED = 64
 
 
 @dataclass(frozen=True)
 class ReductionGroup:
-    """Over whom gradients are added up, ``None`` for one rank, and what the sum is divided by (1 for sums)."""
+    """Process group of a gradient all-reduce (``None`` for one rank), with the divisor of the sum (1 for sums)."""
 
     group: dist.ProcessGroup | None
     divisor: int
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None, name: str, root: DeviceMesh | None, divisor: int) -> ReductionGroup:
-        """Those of a mesh. Collective over the world where a process group is made.
+        """Return the reduction group of a mesh. Collective over the world if a process group is created.
 
-        Of several axes the group is these reductions' own in any case, of this ``name``; of a single one where ``root``
-        is given, the mesh of the job that it is cut from. Models on the same ranks share it ([Note: shared groups]).
+        For several axes, the group is separate for these reductions, with the given ``name``. For a single axis this
+        is so only with ``root``, the mesh of the job. Models on the same ranks share the group ([Note: shared
+        groups]).
         """
         axes = () if mesh is None else [axis for axis in mesh.mesh_dim_names or () if mesh[axis].size() > 1]
         if mesh is None or not axes:
@@ -137,34 +141,35 @@ class ReductionGroup:
 
 @dataclass(eq=False)
 class GradientSlot:
-    """One replicated parameter and the parts of its gradient."""
+    """One replicated parameter and the state of its gradient."""
 
     replicated: ReplicatedParameter
-    ranks: ReductionGroup  #: Over whom its gradient is added up
-    partial: bool  #: Whether each tp rank computes a part of its gradient
-    unit: str | None  #: That it is sent with; ``None``: at the end of backward, with all others of its kind
-    grads_dtype: torch.dtype | None  #: In which its gradient is accumulated; ``None``: its own
-    hooked: weakref.ref[torch.Tensor] | None = None  #: The parameter whose gradients are watched
-    handles: list[Any] = field(default_factory=list)  #: Its hooks
-    reduced: torch.Tensor | None = None  #: ``.grad`` from before, while a backward runs
-    unreduced: torch.Tensor | None = None  #: What is waiting for its reduction
+    ranks: ReductionGroup  #: Ranks over which its gradient is summed
+    partial: bool  #: Whether each tp rank computes one term of its gradient
+    #: Unit whose gradients are reduced with it; ``None``: the end of backward, with all others of its kind
+    unit: str | None
+    grads_dtype: torch.dtype | None  #: Accumulation dtype of its gradient; ``None``: the parameter's own
+    hooked: weakref.ref[torch.Tensor] | None = None  #: The parameter with the gradient hooks
+    handles: list[Any] = field(default_factory=list)  #: Handles of these hooks
+    reduced: torch.Tensor | None = None  #: ``.grad`` of earlier backwards, while a backward runs
+    unreduced: torch.Tensor | None = None  #: Gradient that is not reduced yet
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The one that is there now."""
+        """The parameter that is registered at present."""
         return self.replicated.parameter
 
 
-#: Gives a slot's gradient away; ``None`` if this rank has none.
+#: Removes a slot's gradient and returns it; ``None`` if this rank has no gradient.
 Take = Callable[[GradientSlot], "torch.Tensor | None"]
-#: What a bucket's reduction gives: each parameter that any rank has a gradient of, with its reduced local gradient.
+#: Result of a bucket's reduction: each parameter with a gradient on any rank, with its reduced local gradient.
 Reduced = list[tuple[GradientSlot, torch.Tensor]]
 
 
 def pack(slots: Iterable[GradientSlot], tp: DeviceMesh | None) -> list[Bucket]:
-    """Buckets of at most :data:`CAPACITY` elements (or one tensor), in an order that follows from the slots' own.
+    """Return buckets of at most :data:`CAPACITY` elements (or one tensor), in the order of the slots.
 
-    Local operation; the slots come in an order that is the same on all ranks.
+    Local operation. The slots have the same order on all ranks.
     """
     kinds: dict[tuple[ReductionGroup, torch.dtype, torch.device], list[tuple[GradientSlot, torch.Size]]] = {}
     for slot in slots:
@@ -173,7 +178,7 @@ def pack(slots: Iterable[GradientSlot], tp: DeviceMesh | None) -> list[Bucket]:
         kinds.setdefault(kind, []).append((slot, local.shape))
     buckets = []
     for kind, same in kinds.items():
-        # What is added up over tp comes first: it is one piece of the bucket.
+        # Gradients that are summed over tp are first, as one contiguous piece of the bucket.
         filling: list[tuple[GradientSlot, torch.Size]] = []
         filled = 0
         for slot, shape in sorted(same, key=lambda member: not member[0].partial):
@@ -189,29 +194,29 @@ def pack(slots: Iterable[GradientSlot], tp: DeviceMesh | None) -> list[Bucket]:
 
 @dataclass(frozen=True, eq=False)
 class Bucket:
-    """Gradients of one kind that are sent together."""
+    """Gradients of one kind that are reduced together."""
 
-    #: Each parameter with its local shape; those to add up over tp first, then the others.
+    #: Each parameter with its local shape; those that are summed over tp first, then the others.
     members: tuple[tuple[GradientSlot, torch.Size], ...]
-    ranks: ReductionGroup  #: Over whom they are added up
-    dtype: torch.dtype  #: In which they are accumulated
+    ranks: ReductionGroup  #: Ranks over which they are summed
+    dtype: torch.dtype  #: Accumulation dtype
     device: torch.device
     tp: DeviceMesh | None
 
     @functools.cached_property
     def buffer(self) -> PackedLayout:
-        """Where the gradients lie, with a flag for each behind them."""
+        """Layout of the gradients, followed by one flag per gradient."""
         sizes = tuple(shape.numel() for _, shape in self.members)
         return PackedLayout(sizes, _ALIGNED, more=len(sizes))
 
     @torch.no_grad()
     def start(self, comm: GradComm | None, take: Take | None) -> Pending[Reduced]:
-        """Begin to all-reduce the bucket. Each rank says by flags which gradients it has: others may have them.
+        """Start to all-reduce the bucket. Flags say which gradients each rank has, because ranks can differ in that.
 
-        Collective over data parallel (once), and over tp if it holds partial gradients (once, and the current stream
-        waits for that). The gradients that ``take`` gives (without it: all are NaN) are freed when they are in the
-        bucket, unless the caller holds them. To wait for it is collective over data parallel with fp32 sums of another
-        wire dtype alone (an all-gather).
+        Collective over data parallel (once), and over tp if it has partial gradients (once, and the current stream
+        waits for it). Gradients from ``take`` are freed after they are copied to the bucket, unless the caller holds
+        them; without ``take``, all are NaN. Waiting for the result is collective (an all-gather over data parallel)
+        only for fp32 sums with a different communication dtype.
         """
         if take is None:
             mine = [True] * len(self.members)
@@ -223,7 +228,7 @@ class Bucket:
             if not all(mine):
                 flags = flags.new_tensor([float(flag) for flag in mine])
             flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
-            del gradients  # their memory is free for what is sent
+            del gradients  # free their memory for the communication buffers
         rooms = zip(self.members, self.buffer.rooms, strict=True)
         partial = sum(room for (slot, _), room in rooms if slot.partial)
         if partial and self.tp is not None:
@@ -235,10 +240,11 @@ class Bucket:
         return redistribute(flat, source, Replicate(), self.ranks.group, comm).then(unpack)
 
     def _unpack(self, mine: list[bool], flat: torch.Tensor) -> Reduced:
-        """The gradients that any of the ranks had; ``mine`` says for each member whether this rank had one."""
+        """Return the gradients that any rank had; ``mine`` says for each member whether this rank had one."""
         ranks = self.ranks
         averaged = ranks.group.size() if ranks.group is not None and ranks.divisor != 1 else 1
-        # Flags of other ranks are read, and the device waited for, only where this rank lacks a gradient. NaN counts.
+        # Reading the flags of other ranks synchronizes the device. So read them only if this rank has no gradient for
+        # some member. NaN counts as set.
         seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
@@ -248,16 +254,19 @@ class Bucket:
 
 @dataclass(eq=False)
 class Reduction:
-    """One reduction of all gradients."""
+    """One reduction of all gradients of replicated parameters."""
 
-    early: Sequence[tuple[str, Bucket]]  #: Buckets that may begin during backward, each with its unit
-    rest: Sequence[Bucket]  #: Those that are reduced at the end, one after the other
-    comm: GradComm | None  #: How gradients are sent
-    take: Take | None  #: Gives them
+    early: Sequence[tuple[str, Bucket]]  #: Buckets that may start during backward, each with its unit
+    rest: Sequence[Bucket]  #: Buckets that are reduced at the end, in order
+    comm: GradComm | None  #: How gradients are communicated
+    take: Take | None  #: Removes and returns them
     _pending: deque[Pending[Reduced]] = field(default_factory=deque)
 
     def start(self, is_complete: Callable[[str], bool]) -> None:
-        """Begin the early buckets, in order, as far as their units are complete. Collective; nothing is waited for."""
+        """Start the early buckets in order, up to the first one with an incomplete unit.
+
+        Collective; does not wait.
+        """
         for unit, bucket in self.early[len(self._pending) :]:
             if not is_complete(unit):
                 return
@@ -265,7 +274,10 @@ class Reduction:
                 self._pending.append(bucket.start(self.comm, self.take))
 
     def finish(self) -> Iterator[tuple[GradientSlot, torch.Tensor]]:
-        """Begin what has not begun, and wait; gives what any of the ranks has a gradient of. Collective as that."""
+        """Start the remaining buckets and wait; yield each gradient that any rank has.
+
+        Collective over data parallel and tp.
+        """
         self.start(lambda unit: True)
         while self._pending:
             yield from self._pending.popleft().wait()
@@ -274,10 +286,10 @@ class Reduction:
                 yield from bucket.start(self.comm, self.take).wait()
 
     def abandon(self) -> None:
-        """After an exception in backward: complete the reduction, and drop the results.
+        """Complete the reduction after an exception in backward, and discard the results.
 
-        Ranks may have begun different buckets, so that all complete the set, with NaN: a rank that has seen no
-        exception must not take what it gets for gradients. Collective over data parallel.
+        Ranks may have started different buckets. So all ranks complete all buckets, with NaN, so that a rank without
+        an exception does not use the results as gradients. Collective over data parallel.
         """
         self.take = None
         self.comm = None if self.comm is None else replace(self.comm, look=None)

@@ -1,4 +1,4 @@
-"""``report``: one line per parameter of what a rank holds, as a table to read and as rows to compute with."""
+"""``report``: a table of the parameters that a rank holds, one row per parameter."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter on this rank, or the weights (or biases) of all its experts of one ``GroupedLinear``."""
+    """One parameter on this rank, or the weights (or biases) of all experts of one ``GroupedLinear``."""
 
-    name: str  #: Name in the model; of experts ``<module>.weight``, whichever way the module holds them
-    #: Logical (original) shape; of experts (experts, ...), those of other ranks included.
+    name: str  #: FQN; for experts ``<module>.weight``, for any number of parameters
+    #: Original shape, unsharded and without tp; for experts (experts, ...), with the experts of other ranks.
     shape: tuple[int, ...]
     layout: str  #: ``plain``, ``stacked(...)`` or ``grouped``
     #: Axis name -> placement, for example ``dp_shard:_S(0, 2) tp:S(0)``; ``-`` for a plain tensor.
     placements: str
-    local_shape: tuple[int, ...]  #: Shape of this rank's part
+    local_shape: tuple[int, ...]  #: Shape of this rank's shard
     dtype: str  #: Format of a quantized weight with its nominal dtype, or the dtype
-    bytes: int  #: Bytes of this rank's part, scales and transposes of quantized weights included; 0 on meta
-    #: Whether it stays whole over data parallel; how FSDP2 was told to cut a quantized weight that its default cut does
-    #: not fit; which experts this rank holds; empty otherwise.
+    bytes: int  #: Bytes of this rank's shard, with scales and transposes of quantized weights; 0 on meta
+    #: Whether it is replicated over data parallel; the sharded dim of a quantized weight if it is not FSDP2's default;
+    #: the experts of this rank; otherwise empty.
     note: str = ""
 
 
@@ -59,14 +59,14 @@ class Report:
     """Table of a model's parameters; iterate over :attr:`rows`, or print it."""
 
     rows: tuple[Row, ...]  #: One per parameter, or per module's experts
-    #: What the model's precision policy costs on this rank beside the parameters, in words and bytes.
+    #: Further memory on this rank due to the model's precision policy: what it is used for, and bytes.
     costs: tuple[tuple[str, int], ...] = ()
-    #: How units are gathered (``"copy_engine"``, or another one and why not that), and their names.
+    #: How units are all-gathered (``"copy_engine"``, or a different transport with the reason), and their names.
     transports: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    #: Memory of this rank that the others read in gathers by copies: shards that lie there, and room for those that are
-    #: copied there first. On a GPU torch's allocator does not count it.
+    #: Bytes of this rank's memory that other ranks read in copy-engine all-gathers: shards that are stored there, and
+    #: buffers for shards that are copied there first. On a GPU it is not counted by torch's allocator.
     shared_bytes: int = 0
-    #: Where ``zero_copy_gradients`` is asked for: why gradients are copied before their reduction (empty: they are
+    #: With ``zero_copy_gradients``: the reason why gradients are copied before their reduction (empty if they are
     #: not), and the names of the large parameters.
     gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
     checks: str = ""  #: Level of checks of a sharded model (docs/checks.md)
@@ -83,7 +83,7 @@ class Report:
         return sum(row.bytes for row in self.rows)
 
     def __str__(self) -> str:
-        """Return the table, as wide as the terminal; elsewhere as wide as the longest names need."""
+        """Return the table, as wide as the terminal; without a terminal, as wide as the longest names need."""
         from rich.console import Console
         from rich.table import Table
 
@@ -129,21 +129,25 @@ _LEGEND = {
 
 
 def _sharding(row: Row) -> str:
-    """Return the placements of a row as the table shows them: without split factors, stacked layouts marked."""
+    """Return the placements of a row as text: without split factors, stacked layouts marked."""
     text = re.sub(r"_S\((\d+), \d+\)", r"S(\1)", row.placements)
     return f"{text} *" if row.layout.startswith("stacked") and "tp:S" in text else text
 
 
 def report(model: nn.Module) -> Report:
-    """Describe every parameter of a model, at any stage, as this rank holds it. Local operation; reads no values."""
+    """Return a table of every parameter of a model as this rank holds it, at any stage.
+
+    Local operation; reads no values.
+    """
     require_model(model, "report(model)")
     return describe(model)
 
 
 def describe(model: nn.Module, *, settled: bool = False) -> Report:
-    """:func:`report`, of parameters on meta as they will be in training where ``settled``.
+    """Return :func:`report`'s table; with ``settled``, meta parameters are described as they will be during training.
 
-    They are quantized then, with the bytes that remain after the first gather. Local operation; reads no values.
+    Meta parameters are then quantized, with the bytes that remain after the first all-gather. Local operation; reads
+    no values.
     """
     rows, seen = [], set()
     for prefix, module in model.named_modules():
@@ -168,7 +172,7 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
 
 
 def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """The names that the same is said of."""
+    """Return (value, names with that value) pairs."""
     names: dict[str, list[str]] = {}
     for name, said in words.items():
         names.setdefault(said, []).append(name)
@@ -176,13 +180,13 @@ def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]],
 
 
 def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) -> str:
-    """What is said of some units or weights, in one line."""
+    """Return one line about several units or weights."""
     first = names[0] or "the root"
     return f"{what} of {first if len(names) == 1 else f'{len(names)} {kind} ({first}, ...)'}: {words}"
 
 
 def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
-    """Parameters of several experts as the one tensor that a checkpoint holds: their rows, with one dim more."""
+    """Return the rows of several experts as the row of one tensor with a further dim, as in a checkpoint."""
     binding = binding_of(module)
     held = binding.experts if binding is not None else None
     first = parts[0]
@@ -229,7 +233,7 @@ def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, sett
 
 
 def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tensor:
-    """The local tensor, on meta still, that a parameter on meta becomes once it was gathered, if ever it is. Local."""
+    """Return the local meta tensor that a meta parameter becomes after its first all-gather (if any). Local."""
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
     if quantizer is None:
         return local
@@ -240,9 +244,9 @@ def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> 
 
 
 def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | None) -> str:
-    """What is unusual about a parameter's cut: none, columns instead of rows, or pieces of different sizes."""
+    """Return a note about unusual sharding: none, columns instead of rows, or shards of different sizes."""
     if is_replicated(module, name):
-        return "no_shard: whole on all data-parallel ranks"
+        return "no_shard: replicated on all data-parallel ranks"
     binding = binding_of(module)
     rule = binding.rules.get(name) if binding is not None else None
     grouped = rule is not None and rule.layout.is_grouped
@@ -255,9 +259,9 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | N
         low, high = chunk_range(info.original_shape[0], info.at.ep_size, info.at.ep_rank)
         length = high - low if dim == 0 else length
         if ranks > 1 and dim != 0:
-            return f"cut along dim {dim}: {high - low} experts do not divide among {ranks} ranks"
+            return f"sharded along dim {dim}: {high - low} experts do not divide among {ranks} ranks"
     if ranks > 1 and dim != 0:
-        return f"cut along dim {dim}: dim 0 has no whole {fmt} blocks for {ranks} ranks"
+        return f"sharded along dim {dim}: dim 0 does not divide into {fmt} blocks for {ranks} ranks"
     if length % ranks == 0:
         return ""
     sizes = [high - low for low, high in (chunk_range(length, ranks, rank) for rank in range(ranks))]
@@ -266,7 +270,7 @@ def _note(module: nn.Module, name: str, parameter: torch.Tensor, fmt: Format | N
 
 
 def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) -> str:
-    """Placement on each axis, of a tensor with ``shift`` dims more, the first of which ``ep`` cuts."""
+    """Return the placement on each axis; ``shift`` dims are added in front, the first of which ``ep`` shards."""
     found: list[tuple[str, str]] = []
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -279,7 +283,7 @@ def _placements(parameter: torch.Tensor, *, ep: bool = False, shift: int = 0) ->
 
 
 def bytes_of(local: torch.Tensor) -> int:
-    """Bytes of a local tensor, all buffers of a quantized one. Local operation."""
+    """Return the bytes of a local tensor, with all buffers of a quantized tensor. Local operation."""
     if _te.is_quantized(local):
         return sum(b.numel() * b.element_size() for b in _te.buffers_of(local))
     return local.numel() * local.element_size()
@@ -289,40 +293,40 @@ def _times(shape: tuple[int, ...]) -> str:
     return " x ".join(str(s) for s in shape) or "scalar"
 
 
-# ----------------------------------------------------------------------------------------------- costs
+# ------------------------------------------------------------------------------------------------------------ costs
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes on this rank that come on top of a parameter's own while it is trained; 0 for a frozen one."""
+    """Bytes on this rank that training a parameter needs in addition to its own; 0 without ``requires_grad``."""
 
-    #: Of its gradient when it is reduced, between the last backward of a step and ``zero_grad``.
+    #: Bytes of its reduced gradient, between the last backward of a step and ``zero_grad``.
     gradient: int = 0
-    #: Of its gradient while it adds up unreduced: whole, as far as tp and ep do not cut it.
+    #: Bytes of its gradient during accumulation without reduction: unsharded over data parallel.
     unreduced: int = 0
-    main: int = 0  #: Of its main weight in the optimizer's state, if it is quantized
-    dtype: torch.dtype | None = None  #: Of the gradient; ``None`` for a frozen parameter
+    main: int = 0  #: Bytes of its main weight in the optimizer's state, if it is quantized
+    dtype: torch.dtype | None = None  #: Dtype of the gradient; ``None`` without ``requires_grad``
 
 
 def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
-    """What a model's policy costs on this rank, in words and bytes. Local operation."""
+    """Return the further memory due to a model's policy on this rank: (use, bytes) pairs. Local operation."""
     found: Counter[str] = Counter()
     places: dict[int, ParamOwner] = {}
     for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)  # tied ones once
+        places.setdefault(id(place.parameter), place)  # tied parameters once
     for place in places.values():
         cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
         dtype = str(cost.dtype).removeprefix("torch.")
         found[f"gradients, {dtype}"] += cost.gradient
-        found[f"gradients while they add up unreduced, {dtype}"] += cost.unreduced
+        found[f"unreduced gradients during accumulation, {dtype}"] += cost.unreduced
         found["main weights in the optimizer, float32"] += cost.main
     return tuple((words, size) for words, size in sorted(found.items()) if size)
 
 
 def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
-    """What training one parameter of a model with a precision policy costs, on meta or not. Local operation.
+    """Return the memory to train one parameter of a model with a precision policy, on meta or not. Local operation.
 
-    ``quantized`` says that it will be, if it is not yet.
+    ``quantized``: whether the parameter is, or will be, quantized.
     """
     if not (parameter.requires_grad and parameter.is_floating_point()):
         return Cost()
@@ -332,7 +336,7 @@ def cost_of(parameter: torch.Tensor, quantized: bool) -> Cost:
         whole, mesh = parameter.numel(), parameter.device_mesh
         names = mesh.mesh_dim_names or ("",) * mesh.ndim
         for axis, placement in enumerate(parameter.placements):
-            # FSDP2 cuts parameters over dp_shard, and gradients once they are reduced.
+            # FSDP2 shards parameters over dp_shard, and reduced gradients, too.
             if _torch.shard_dim_of(placement) is not None and names[axis] != "dp_shard":
                 whole //= mesh.size(axis)
     main = elements * 4 if quantized or _te.is_quantized(_torch.local_of(parameter)) else 0

@@ -312,7 +312,7 @@ def attach_state_to_params(state: ShardedModel, *, moved: bool = False) -> None:
         facts.state, facts.plan = reference, state.plans.get(name, facts.plan)
         # A successor has its predecessor's record.
         if isinstance(parameter, DTensor) and (moved or not facts.memory or facts.memory[0] != id(parameter)):
-            facts.memory = id(parameter), _torch.memory_of(parameter)
+            facts.memory = id(parameter), _torch.memory_id(parameter)
 
 
 @torch.no_grad()
@@ -331,7 +331,7 @@ def is_assigned(parameter: torch.Tensor) -> bool:
         return False
     facts = records.get_record(parameter)
     known = facts.memory if facts is not None else None
-    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_of(parameter)
+    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_id(parameter)
 
 
 def refuse_assigned(state: ShardedModel) -> None:

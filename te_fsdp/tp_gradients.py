@@ -44,4 +44,4 @@ def _sum(group: Any) -> None:
         dist.all_reduce(flat, group=mesh.get_group())
         sums = flat.split([part.numel() for part in parts])
         for (managed, _), part, total in zip(waiting, parts, sums, strict=True):
-            _fsdp2_settled.give_whole_gradient(managed, total.view(part.shape))
+            _fsdp2_settled.set_unsharded_gradient(managed, total.view(part.shape))

@@ -1,24 +1,23 @@
-"""How FSDP2's units communicate: who gathers their weights, in which dtype gradients are reduced, and of whom.
+"""Communication of FSDP2's units: all-gather of weights, and dtype and ranks of the gradient reduction.
 
-For another dtype on the wire each unit has a custom reduce-scatter. FSDP2 calls ``allocate`` for the input, copies
-gradients into it (and casts them while copying), calls ``allocate`` for the output, reduces, all-reduces the output
-over ``dp_replicate``, and casts it to the sharded gradient's dtype. It takes whatever dtype the buffers have:
+For a different communication dtype each unit has a custom reduce-scatter. FSDP2 calls ``allocate`` for the input,
+copies gradients to it (the copy also casts), calls ``allocate`` for the output, reduces, all-reduces the output over
+``dp_replicate``, and casts it to the sharded gradient's dtype. The buffers determine the dtypes:
 
-    input     wire's dtype where there is a wire and FSDP2 can copy into it, so that no further cast is needed
-    output    main_grads_dtype; the wire's dtype where FSDP2 all-reduces it over dp_replicate right afterwards, but for
-              fp32 sums: these need an all-reduce of our own, for which FSDP2 is given a process group that does it
+    input     the communication dtype, if there is one and FSDP2 can copy to it, so that no further cast is needed
+    output    main_grads_dtype; the communication dtype if FSDP2 then all-reduces the output over dp_replicate. For
+              fp32 sums FSDP2 gets a process group with te_fsdp's own all-reduce
 
-Without a wire nothing needs one, but for ``zero_copy_gradients``: gradients are then sent from where they lie, and
-FSDP2 is given nothing to copy them into (``te_fsdp/upstream/symmetric_memory.py``). ``"auto"`` does so in units
-gathered by
-``copy_engine``, if any of their large gradients can be sent so.
+Units without a communication dtype need no custom reduce-scatter, except for ``zero_copy_gradients``: gradients are
+then reduced from their own memory, without FSDP2's copy (``te_fsdp/upstream/symmetric_memory.py``). ``"auto"`` does so
+in units with ``copy_engine``, if any of their large gradients qualifies.
 
-The weights of each unit are gathered by NCCL as FSDP2 does, or by the copy engines:
+The weights of each unit are all-gathered by NCCL as FSDP2 does, or by the copy engines:
 
 ===============  ====================================================================================================
-``nccl``         FSDP2's own all-gather (gloo on the CPU): shards into a buffer, sent by kernels, copied out of another
-``copy_engine``  copies from rank to rank into the memory that kernels read (``te_fsdp/upstream/fsdp2_copy_engine.py``)
-``auto``         ``copy_engine`` where it is possible and a gain was measured, ``nccl`` elsewhere
+``nccl``         FSDP2's own all-gather (gloo on the CPU): with copies before and after the communication kernels
+``copy_engine``  copies from rank to rank into the memory that kernels read (``upstream/fsdp2_copy_engine.py``)
+``auto``         ``copy_engine`` if it is possible and measurably faster, ``nccl`` otherwise
 ===============  ====================================================================================================
 """
 
@@ -60,13 +59,13 @@ _log = logging.getLogger("te_fsdp")
 
 
 def reduce_unused(model: nn.Module) -> None:
-    """Let FSDP2 reduce zeros for trained parameters of a unit that had no gradient on this rank. Local operation.
+    """Make FSDP2 reduce zeros for trained parameters of a unit that have no gradient on this rank. Local operation.
 
-    FSDP2 reduces what has a gradient. Where that differs between ranks (a branch that one rank takes and another does
-    not), their collectives would not match: they hang, or mix the gradients of different parameters. A parameter that
-    no rank used keeps ``None``, as in one process.
+    FSDP2 reduces only existing gradients. If they differ between ranks (for example due to a branch that only one rank
+    takes), the collectives would not match: they would hang, or mix gradients of different parameters. A parameter
+    that no rank used keeps ``None``, as in one process.
 
-    Every unit must still run on all ranks or on none: its all-gather is a collective too.
+    Each unit must still run on all ranks or on none, because its all-gather is a collective, too.
     """
     for unit in model.modules():
         if not fsdp2_units.is_fsdp_module(unit):
@@ -74,20 +73,23 @@ def reduce_unused(model: nn.Module) -> None:
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             if not _fsdp2_unused.is_alone(group):
                 _fsdp2_unused.fill_unused(group)
-            _fsdp2_unused.one_gradient_dtype(group)
+            _fsdp2_unused.unify_gradient_dtypes(group)
             _fsdp2_unused.drop_unused(group)
 
 
 def set_unit_grad_comm(unit: nn.Module, comm: GradComm, name: str = "") -> None:
-    """Let FSDP2 reduce the gradients of a unit as ``comm`` says, now and whenever it changes. Local operation."""
+    """Make FSDP2 reduce the gradients of a unit according to ``comm``, including later changes of it.
+
+    Local operation.
+    """
     if fsdp2_units.fsdp_parameter_groups(unit):
         unit.set_custom_reduce_scatter(UnitReduceScatter(unit, comm, name))  # type: ignore[operator]
 
 
 class OuterGroup(dist.ProcessGroup):
-    """The ranks of a process group (``stock``), with an all-reduce that adds in fp32 what is sent in another dtype.
+    """A process group with the ranks of ``stock`` and an all-reduce with fp32 sums of other communication dtypes.
 
-    The sum is rounded to the wire's dtype once more on its way back, by an all-gather.
+    The all-gather of the sums rounds them to the communication dtype once more.
     """
 
     def __init__(self, stock: dist.ProcessGroup, comm: GradComm) -> None:
@@ -95,15 +97,16 @@ class OuterGroup(dist.ProcessGroup):
         self.stock, self.comm = stock, comm
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> None:  # type: ignore[bad-override]
-        """``dist.all_reduce(tensor, op, group=self)``, finished or queued on the current stream on return.
+        """Run ``dist.all_reduce(tensor, op, group=self)``; it is complete or queued on the current stream on return.
 
-        Collective over the group: an all-to-all and an all-gather; an all-reduce where the wire has the tensor's dtype.
+        Collective over the group: an all-to-all and an all-gather, or one all-reduce if the tensor has the
+        communication dtype.
         """
         (buffer,) = tensors
-        # In this order: the options' ReduceOp equals one of its constants, which do not equal it.
+        # Keep this order: the options' ReduceOp equals one of its constants, but the constants do not equal it.
         average = opts.reduceOp == dist.ReduceOp.AVG
-        assert average or opts.reduceOp == dist.ReduceOp.SUM  # what FSDP2 does over dp_replicate
-        comm = replace(self.comm, look=None)  # it has been looked at before it was reduced over dp_shard
+        assert average or opts.reduceOp == dist.ReduceOp.SUM  # FSDP2's operations over dp_replicate
+        comm = replace(self.comm, look=None)  # it was checked before the reduction over dp_shard
         source = Partial("avg" if average else "sum")
         result = redistribute(buffer, source, Replicate(), self.stock, comm).wait()
         if result is not buffer:
@@ -111,33 +114,33 @@ class OuterGroup(dist.ProcessGroup):
 
 
 def _input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
-    """Dtype of the input of a reduction that FSDP2 makes in ``dtype``, over several ranks."""
+    """Return the input dtype of a reduction over several ranks that FSDP2 runs in ``dtype``."""
     wire = comm.wire(dtype)
     return wire if _fsdp2.can_copy_gradients_into(wire, device) else dtype
 
 
 class UnitReduceScatter(_torch.ReduceScatter):
-    """One unit's reduce-scatter (``FSDPModule.set_custom_reduce_scatter``)."""
+    """The reduce-scatter of one unit (``FSDPModule.set_custom_reduce_scatter``)."""
 
     def __init__(self, unit: nn.Module, comm: GradComm, name: str) -> None:
         self.comm, self.name = comm, name
         self._unit = weakref.ref(unit)
-        # Backward and size of an input whose output is to come, and the input while someone wants to look at it.
+        # Backward id and size of an input whose output is not allocated yet; also the input if ``look`` is set.
         self._input: tuple[int, int] | None = None
         self._buffer: torch.Tensor | None = None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """A new buffer: first the input of a reduction, then its output. Local operation.
+        """Return a new buffer: first the input of a reduction, then its output. Local operation.
 
         Args:
             size: One number of elements.
-            dtype: That FSDP2 reduces in (main_grads_dtype).
-            device: Where.
+            dtype: Dtype of FSDP2's reduction (main_grads_dtype).
+            device: Device of the buffer.
         """
         unit = self._unit()
-        assert unit is not None  # it is running its backward
+        assert unit is not None  # its backward is running
         shards, replicas, outer = fsdp2_units.reduction_of(unit)
         numel, backward, buffer = int(size[0]), _torch.backward_id(), None
         if self._input == (backward, numel * shards):
@@ -159,7 +162,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         return buffer
 
     def expose(self, gradient: torch.Tensor) -> None:
-        """What is not reduced, since one rank holds all of it, right before it is kept. Local operation."""
+        """Pass a gradient to ``look`` that is not reduced because one rank holds all of it. Local operation."""
         if self.comm.look is not None:
             self.comm.look(self.name, gradient)
 
@@ -171,11 +174,12 @@ class UnitReduceScatter(_torch.ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Reduce and scatter. Collective over ``group``, finished or queued on the current stream on return.
+        """Run the reduce-scatter.
 
-        A range of the profiler, by the name of the unit.
+        Collective over ``group``; it is complete or queued on the current stream on return. It is a profiler range
+        with the name of the unit.
         """
-        assert not async_op  # FSDP2 runs it on a stream of its own
+        assert not async_op  # FSDP2 runs it on its own stream
         source = (
             input_tensor.sent if isinstance(input_tensor, _torch_transport.ZeroCopyInput) else input_tensor
         )
@@ -184,12 +188,12 @@ class UnitReduceScatter(_torch.ReduceScatter):
 
 
 def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wanted: bool | str) -> None:
-    """Let FSDP2 copy no large gradients before it reduces them. Local operation, the same on all ranks.
+    """Make FSDP2 reduce large gradients without a copy. Local operation with the same result on all ranks.
 
     Args:
-        state: Of a model that FSDP2 has just sharded, whose transports are chosen; its ``copied`` is filled.
-        policy: FSDP2's own, of models without a precision policy.
-        wanted: Whether in all units, or ``"auto"``.
+        state: State of a model that FSDP2 has just sharded, with chosen transports. Its ``copied`` is filled.
+        policy: FSDP2's own, for models without a precision policy.
+        wanted: Whether for all units, or ``"auto"``.
     """
     if not wanted:
         return
@@ -214,7 +218,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
                 found[labels[id(parameter)]] = why or casts
         transports.copied |= found
         if wanted == "auto" and all(found.values()):
-            continue  # FSDP2 copies all of them by one kernel
+            continue  # FSDP2 copies all of them with one kernel
         _torch_transport.enable_zero_copy_reduce_scatter(group)
         if precision is None:
             set_unit_grad_comm(unit, comm, name)
@@ -225,16 +229,16 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
             _log.log(level, "zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
 
 
-# ------------------------------------------------------------------ who gathers their weights
+# ------------------------------------------------------------------------------------------ transport of all-gathers
 
 
 class Transport(NamedTuple):
-    """How a unit is gathered.
+    """How a unit is all-gathered.
 
     Attributes:
-        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` where nothing is gathered.
-        why: Why it is not ``copy_engine``; empty where it is.
-        gathers: What gathers it by copies.
+        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered.
+        why: Reason why it is not ``copy_engine``; empty if it is.
+        gathers: Object that runs the copy-engine all-gathers.
     """
 
     name: str
@@ -264,12 +268,12 @@ def transports_of(state: ShardedModel) -> UnitTransports:
 
 
 def choose_transports(state: ShardedModel, wanted: str) -> None:
-    """Settle how each unit of a model is gathered, and let it be so.
+    """Choose the transport of each unit of a model and set it up.
 
-    Collective over the ranks that each unit's shards lie on, unit by unit.
+    Collective over the ranks with the shards of each unit, unit by unit.
 
     Args:
-        state: Of a model that FSDP2 has just sharded; its ``transports`` are filled.
+        state: State of a model that FSDP2 has just sharded; its ``transports`` are filled.
         wanted: One of :data:`te_fsdp.plan.WORDS`.
     """
     transports = transports_of(state)
@@ -306,7 +310,7 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
 
 
 def _default_transport_reason(wanted: str, device: torch.device, storage: Storage) -> str:
-    """Why copies are not even tried: ``auto`` takes them where a gain was measured (``docs/transport.md``)."""
+    """Return the reason why copies are not tried, empty if they are. For ``auto`` see ``docs/transport.md``."""
     if wanted == "nccl":
         return "transport='nccl' was asked for"
     if wanted == "copy_engine":
@@ -321,26 +325,26 @@ def _default_transport_reason(wanted: str, device: torch.device, storage: Storag
 
 
 def move_shards_to_shared_memory(state: ShardedModel) -> None:
-    """Move shards that are sent as they lie to where the other ranks read them, so that no gather copies them first.
+    """Move shards to memory that the other ranks can read, so that all-gathers need no copy before.
 
-    Collective over the ranks of each unit gathered by copies. Those of which this is not so are copied in every gather,
-    shards on meta until this is called again.
+    Collective over the ranks of each unit with ``copy_engine``. Shards that cannot be moved are copied in every
+    all-gather, and so are meta shards until the next call.
     """
     for gathers in _all_gathers(state):
         units = [
             state.modules[name] for name, t in transports_of(state).by_unit.items() if t.gathers is gathers
         ]
-        gathers.take_in(units, alias)
+        gathers.move_to_shared_memory(units, alias)
 
 
 def invalidate_gathers(state: ShardedModel) -> None:
-    """After a step: let backwards gather what is there from a forward before it. Local operation."""
+    """Mark all-gathered copies as stale after a step, so that backwards gather again. Local operation."""
     for gathers in _all_gathers(state):
         gathers.expire()
 
 
 def shared_bytes(state: ShardedModel) -> int:
-    """Bytes of this rank that others read in a model's gathers; torch's allocator does not count those of a GPU."""
+    """Return the bytes of this rank that others read in all-gathers; torch's allocator does not count them on a GPU."""
     return sum(gathers.shared_bytes for gathers in _all_gathers(state))
 
 

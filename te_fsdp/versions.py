@@ -1,7 +1,7 @@
-"""Versions of Python, torch and TransformerEngine that te_fsdp was tested with.
+"""Versions of Python, torch and TransformerEngine with which te_fsdp was tested.
 
-Older versions than the first are refused by pip. Newer versions than the last are not: a new release would otherwise
-make pip refuse te_fsdp on the day it appears. They are named once in the log, and by ``te-fsdp env``.
+pip rejects versions before the first tested one. It accepts versions after the last one, because it would otherwise
+reject te_fsdp on the day of a new release. These versions are logged once and shown by ``te-fsdp env``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TRANSFORMER_ENGINE = Tested((2, 18), (2, 20))
 
 
 def release_of(version: str) -> tuple[int, int]:
-    """Return (2, 11) for ``2.11.0a0+git``; NVIDIA's containers have such versions. (0, 0) if there is no number."""
+    """Return (2, 11) for ``2.11.0a0+git`` (as in NVIDIA's containers). (0, 0) if the version has no number."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

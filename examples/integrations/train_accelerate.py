@@ -1,4 +1,4 @@
-"""Hugging Face accelerate: the loop of train_native.py in accelerate's words.
+"""Hugging Face accelerate: the training loop of train_native.py with accelerate's functions.
 
 torchrun --standalone --nproc-per-node 4 -m te_fsdp.emulation examples/integrations/train_accelerate.py --tp 2
 """
@@ -13,13 +13,13 @@ from te_fsdp.integrations.accelerate import TeFsdpAccelerator
 
 
 def train(options: setting.Options) -> list[float]:
-    """Returns the losses of the steps that were made."""
+    """Train and return the losses of the steps."""
     meshes = te_fsdp.Meshes.build(tp=options.tp)
     accelerator = TeFsdpAccelerator(
         meshes,
         seed=0,
         gradient_accumulation_steps=setting.MICROBATCHES,
-        step_scheduler_with_optimizer=False,  # ranks of one tp group share their data, and accelerate counts ranks
+        step_scheduler_with_optimizer=False,  # ranks of one tp group share their data, but accelerate counts ranks
     )
     model = setting.Model(meshes)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

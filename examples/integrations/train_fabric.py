@@ -1,4 +1,4 @@
-"""Lightning Fabric: the loop of train_native.py in Fabric's words.
+"""Lightning Fabric: the training loop of train_native.py with Fabric's functions.
 
 torchrun --standalone --nproc-per-node 4 -m te_fsdp.emulation examples/integrations/train_fabric.py --tp 2
 """
@@ -16,7 +16,7 @@ from te_fsdp.integrations.fabric import TeFsdpStrategy
 
 
 def train(options: setting.Options) -> list[float]:
-    """Returns the losses of the steps that were made."""
+    """Train and return the losses of the steps."""
     strategy = TeFsdpStrategy(tp=options.tp, seed=0)
     fabric = Fabric(devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")), strategy=strategy)
     fabric.launch()

@@ -1,4 +1,4 @@
-"""te_fsdp's own functions: the loop that the other examples of this folder write in a framework's words.
+"""te_fsdp's own functions: the training loop of all examples in this folder, without a framework.
 
 torchrun --standalone --nproc-per-node 4 -m te_fsdp.emulation examples/integrations/train_native.py --tp 2
 """
@@ -12,7 +12,7 @@ import te_fsdp
 
 
 def train(options: setting.Options) -> list[float]:
-    """Returns the losses of the steps that were made."""
+    """Train and return the losses of the steps."""
     meshes = te_fsdp.Meshes.build(tp=options.tp)
     model = te_fsdp.fully_shard(setting.Model(meshes), meshes)
     te_fsdp.materialize(model, seed=0)

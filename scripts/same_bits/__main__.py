@@ -1,4 +1,4 @@
-"""Do two commits train alike, bit for bit? `python scripts/same_bits --before COMMIT`.
+"""Bitwise comparison of two commits' training runs: `python scripts/same_bits --before COMMIT`.
 
 Every case (see `cases.py`) is trained by both trees on this machine, on emulated TransformerEngine. Losses, gradients,
 norms, parameters after each step and an evaluation are compared as digests of every rank's bytes. Each rank's list of
@@ -73,7 +73,7 @@ def train_commit(commit: str, wanted: list[Case], jobs: int) -> dict[str, list[d
 
 
 def train(tree: Path, wanted: list[Case], jobs: int) -> dict[str, list[dict[str, str]]]:
-    """Digests of every case: a dictionary per rank."""
+    """Return the digests of every case: a dictionary per rank."""
     by_ranks: dict[int, list[Case]] = defaultdict(list)
     for case in wanted:
         by_ranks[case.ranks].append(case)
@@ -99,7 +99,7 @@ def _train_chunk(tree: Path, chunk: list[Case]) -> dict[str, Any]:
 
 
 def difference(before: list[dict[str, str]], now: list[dict[str, str]]) -> str:
-    """The first value that differs, or nothing."""
+    """Return the first value that differs, or nothing."""
     for rank, (old, new) in enumerate(zip(before, now, strict=True)):
         for name in dict.fromkeys([*old, *new]):
             if old.get(name) != new.get(name):

@@ -48,7 +48,7 @@ class Case:
         mesh: Of :data:`MESHES`.
         strategy: te_fsdp's.
         outer: te_fsdp's ``outer_strategy``.
-        loop: How microbatches are told, of :data:`LOOPS`.
+        loop: How the loop marks microbatches, one of :data:`LOOPS`.
         optimizer: Of :data:`OPTIMIZERS`.
         sequence_parallel: TE's option, where there is tp.
         precision: Arguments of ``te_fsdp.MixedPrecisionPolicy``; ``None``: no policy.
@@ -69,16 +69,16 @@ class Case:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Arguments of ``te_fsdp.Meshes.build``."""
+        """Return the arguments of ``te_fsdp.Meshes.build``."""
         return MESHES[self.mesh]
 
     @property
     def ranks(self) -> int:
-        """How many processes train."""
+        """Return the number of processes."""
         return math.prod(self.axes.values())
 
     def __str__(self) -> str:
-        """What differs from the default case, and always module, format and mesh."""
+        """Return module, format and mesh, and all differences from the default case."""
         words = [self.module, f"{self.recipe}/{self.weights}", self.mesh]
         default = Case()
         for name, value in asdict(self).items():
@@ -88,19 +88,19 @@ class Case:
 
 
 def cases() -> list[Case]:
-    """All, each once."""
+    """Return all cases without duplicates."""
     return list(dict.fromkeys(itertools.chain(_modules(), _strategies(), _loops(), _optimizers(), _others())))
 
 
 def _formats(*wanted: str) -> Iterator[dict[str, str]]:
-    """Recipe and weights of the formats that are wanted, as arguments."""
+    """Return the recipe and weights of the formats that are wanted, as arguments."""
     for recipe, weights in FORMATS:
         if not wanted or f"{recipe}/{weights}" in wanted:
             yield {"recipe": recipe, "weights": weights}
 
 
 def _modules() -> Iterator[Case]:
-    """Every module in every format, over dp and tp; experts also over ep."""
+    """Return every module in every format, over dp and tp; experts also over ep."""
     for module, how in itertools.product(MODULES, _formats()):
         if module != "grouped":
             yield Case(module, mesh="dp2 tp2", sequence_parallel=how["recipe"] != "none", loop="one", **how)
@@ -111,7 +111,7 @@ def _modules() -> Iterator[Case]:
 
 
 def _strategies() -> Iterator[Case]:
-    """Every strategy on every kind of data-parallel mesh; sharded replicas where there are replicas."""
+    """Return every strategy on every kind of data-parallel mesh; sharded replicas where there are replicas."""
     chosen = ("none/bf16", "current/quantized", "mxfp8/quantized")
     for strategy, mesh, how in itertools.product(STRATEGIES, ("dp2", "hsdp 2x2"), _formats(*chosen)):
         yield Case(mesh=mesh, strategy=strategy, **how)
@@ -124,7 +124,7 @@ def _strategies() -> Iterator[Case]:
 
 
 def _loops() -> Iterator[Case]:
-    """Every way to tell of microbatches, under every strategy and with sharded replicas."""
+    """Return every way to tell of microbatches, under every strategy and with sharded replicas."""
     for loop, strategy in itertools.product(LOOPS, STRATEGIES):
         for how in _formats("none/bf16", "delayed/quantized"):
             yield Case(loop=loop, strategy=strategy, **how)
@@ -136,7 +136,7 @@ def _loops() -> Iterator[Case]:
 
 
 def _optimizers() -> Iterator[Case]:
-    """Every optimizer on plain and quantized weights."""
+    """Return every optimizer on plain and quantized weights."""
     for optimizer, mesh in itertools.product(OPTIMIZERS, ("dp2 tp2", "hsdp 2x2")):
         for how in _formats("none/bf16", "none/fp32", "current/quantized"):
             if optimizer == "shard_optimizer" and mesh != "hsdp 2x2":
@@ -146,7 +146,7 @@ def _optimizers() -> Iterator[Case]:
 
 
 def _others() -> Iterator[Case]:
-    """Precision policies, and a module that stays whole."""
+    """Yield precision policies, and a replicated module."""
     policies: tuple[dict[str, Any], ...] = (
         {},
         {"grad_comm": "bfloat16"},

@@ -25,7 +25,7 @@ import transformer_engine.pytorch.optimizers  # noqa: E402, F401
 
 
 def main(given: Path, result: Path) -> None:
-    """Train the cases of a file on as many ranks as they have, all alike, and write what each rank saw."""
+    """Train the cases of a file on their number of ranks, and write the results of each rank."""
     chunk = [Case(**fields) for fields in json.loads(given.read_text())]
     context = multiprocessing.get_context("fork")
     queue: Any = context.Queue()
@@ -43,7 +43,7 @@ def main(given: Path, result: Path) -> None:
 
 
 def _rank(rank: int, chunk: list[Case], stores: str, queue: Any) -> None:
-    """What one rank saw of every case."""
+    """Run every case on one rank and record its values."""
     torch.set_num_threads(1)
     queue.put((rank, [training.run(case, rank, Path(stores) / str(i)) for i, case in enumerate(chunk)]))
 

@@ -51,7 +51,7 @@ def run(case: Case, rank: int, store: Path) -> Seen:
 
 
 def _train(case: Case, seen: Seen) -> None:
-    """Two steps of two microbatches; one with the loop ``one``."""
+    """Train two steps of two microbatches (one with the loop ``one``)."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(**case.axes, device_type="cpu")
@@ -78,7 +78,7 @@ def _train(case: Case, seen: Seen) -> None:
             _record(seen, f"input gradient {step}.{index}", {"": x.grad})
         if case.loop == "by hand":
             te_fsdp.finish_grad_reduce(model)
-        if case.outer == "no_shard":  # else they are each copy's own, which nobody may read
+        if case.outer == "no_shard":  # else ``.grad`` is averaged only in the step and cannot be read
             grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             _record(seen, f"gradient {step}", grads)
         seen[f"norm {step}"] = _digest(te_fsdp.clip_grad_norm_(model, 0.05))
@@ -91,7 +91,7 @@ def _train(case: Case, seen: Seen) -> None:
 
 
 def _told(case: Case, model: nn.Module, last: bool) -> AbstractContextManager[Any]:
-    """What the loop says of a microbatch."""
+    """Return the loop's context of a microbatch."""
     import te_fsdp
 
     if case.loop == "microbatch":
@@ -102,7 +102,7 @@ def _told(case: Case, model: nn.Module, last: bool) -> AbstractContextManager[An
 
 
 def _optimizer(case: Case, model: nn.Module) -> Any:
-    """The case's optimizer over the sharded parameters."""
+    """Return the case's optimizer over the sharded parameters."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     import te_fsdp
@@ -121,7 +121,7 @@ def _optimizer(case: Case, model: nn.Module) -> Any:
 
 
 def _input(case: Case, place: str) -> torch.Tensor:
-    """This rank's activations: others for every data-parallel rank, the same within tp."""
+    """Return this rank's activations: others for every data-parallel rank, the same within tp."""
     tp = case.axes.get("tp", 1)
     generator = torch.Generator().manual_seed(sum(place.encode()) * 64 + dist.get_rank() // tp)
     width = WIDTH.get(case.recipe, DEFAULT_WIDTH)
@@ -138,7 +138,7 @@ def _record(seen: Seen, what: str, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    """Of shape, dtype and every bit; of a quantized tensor those of its values in fp32."""
+    """Return a digest of shape, dtype and data; for a quantized tensor, of its values in fp32."""
     local = tensor.detach()
     local = local.to_local() if hasattr(local, "to_local") else local
     kind = type(local).__name__
@@ -159,7 +159,7 @@ class Trunk(nn.Module):
         self.inner, self.recipe = inner, recipe
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations (sequence, batch, hidden) in and out."""
+        """Map activations (sequence, batch, hidden) to the same shape."""
         import transformer_engine.pytorch as te
 
         with te.autocast(enabled=True, recipe=self.recipe) if self.recipe is not None else nullcontext():
@@ -175,7 +175,7 @@ class Pair(nn.Module):
         self.first, self.second = first, second
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations in and out."""
+        """Map activations to activations."""
         return self.second(self.first(x))
 
 
@@ -190,13 +190,13 @@ class Experts(nn.Module):
         self.experts = te.GroupedLinear(own, width, width, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Activations in and out."""
+        """Map activations to activations."""
         rows = x.reshape(-1, x.shape[-1])
         return self.experts(rows, [rows.shape[0] // self.own] * self.own).view(x.shape)
 
 
 def _recipe(name: str) -> Any:
-    """TE's recipe of a name."""
+    """Return TE's recipe of this name."""
     from transformer_engine.common import recipe
 
     classes = {
@@ -210,7 +210,7 @@ def _recipe(name: str) -> Any:
 
 
 def _model(case: Case, meshes: Any) -> Trunk:
-    """The case's model on meta."""
+    """Return the case's model on meta."""
     import transformer_engine.pytorch as te
 
     recipe = _recipe(case.recipe)
@@ -219,7 +219,7 @@ def _model(case: Case, meshes: Any) -> Trunk:
 
 
 def _inner(case: Case, meshes: Any) -> nn.Module:
-    """The module under test."""
+    """Return the module under test."""
     import transformer_engine.pytorch as te
 
     width = WIDTH.get(case.recipe, DEFAULT_WIDTH)

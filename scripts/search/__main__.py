@@ -35,7 +35,7 @@ def try_one(pool: WorkerPool, drawn: Configuration, *, spoil: bool = False) -> s
 
 
 def table(tried: list[Configuration]) -> str:
-    """How often each value of each factor was tried."""
+    """Return a table of how often each value of each factor was tried."""
     lines = []
     for field in fields(Configuration):
         counts = Counter(str(getattr(drawn, field.name)) for drawn in tried)

@@ -114,7 +114,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     cuts: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
     metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
     _torch.set_dcp_version(metadata)
-    place, blocks, count = _torch.place_class(), list[list[tuple[Any, Rows]]](), _ROWS
+    place, blocks, count = _torch.storage_info_class(), list[list[tuple[Any, Rows]]](), _ROWS
     with without_collector():
         for key, stored in tensors.items():
             writers, boxes = stored.writers, stored.boxes

@@ -22,7 +22,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     optimizer_state,
 )
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.features.main_weights import check_optimizer, unwrapped
+from te_fsdp.features.main_weights import check_optimizer, unwrap_optimizer
 from te_fsdp.records import require_optimizer
 
 if TYPE_CHECKING:
@@ -75,11 +75,11 @@ def parts_of(optimizer: Any) -> Parts:
         return {}
     if not isinstance(optimizer, Mapping):
         require_optimizer(optimizer, "checkpoint: model, optimizer")
-        return {"": unwrapped(optimizer)}
+        return {"": unwrap_optimizer(optimizer)}
     _check_names(optimizer, "optimizer")
     for name, one in optimizer.items():
         require_optimizer(one, f"checkpoint: model, optimizer {name!r}")
-    return {name: unwrapped(one) for name, one in optimizer.items()}
+    return {name: unwrap_optimizer(one) for name, one in optimizer.items()}
 
 
 def _check_names(given: Mapping[Any, Any], what: str) -> None:

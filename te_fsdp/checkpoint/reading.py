@@ -35,7 +35,7 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.layout import Box, slices
 from te_fsdp.quantized.components import covering, dequantize_box, drop_derived_state, needed_components
-from te_fsdp.quantized.shards import quantize_whole
+from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -369,7 +369,9 @@ class Conversion:
             if not _te.is_quantized(local):
                 local.copy_(value)
                 return
-            quantize_whole(module, self.owned.name, local, value, keep_delayed_scale=keep_delayed_scale)
+            quantize_with_shared_scale(
+                module, self.owned.name, local, value, keep_delayed_scale=keep_delayed_scale
+            )
         drop_derived_state(local)
         if _te.keeps_high_precision_value(module):
             _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())

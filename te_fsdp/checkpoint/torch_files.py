@@ -197,7 +197,7 @@ def write_torch(path: Path, objects: Any, tick: Tick) -> None:
 
     def gap_of(tensor: Lazy, key: str) -> torch.Tensor:
         written.append(tensor)
-        return gaps.setdefault(id(tensor), _torch.without_data(tensor.shape, tensor.dtype))
+        return gaps.setdefault(id(tensor), _torch.fake_tensor(tensor.shape, tensor.dtype))
 
     try:
         with serialization.skip_data(materialize_fake_tensors=True):

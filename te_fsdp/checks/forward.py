@@ -49,8 +49,8 @@ def refuse_inference_mode(state: ShardedModel) -> None:
     elif state.checked.inferred:
         raise OrderError(
             f"{type(state.model).__name__}: forward after a first one under torch.inference_mode",
-            expected="a first forward outside of it",
-            got="gathered weights that are inference tensors",
+            expected="the first forward outside of inference mode",
+            got="unsharded weights that are inference tensors",
             why="FSDP2 allocates them once, in the first forward, and torch writes to them in that mode only",
             fix="use torch.no_grad() for evaluation before training",
         )
@@ -89,8 +89,8 @@ def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
     raise PlacementError(
         f"{name or type(unit).__name__.removeprefix('FSDP')}: forward returned {shorten(list(kinds), 3)}",
         expected="tensors, or containers, dataclasses and objects that have them as attributes",
-        got="an object in which no tensor is found",
-        why="FSDP2 gathers the weights of a unit for backward by hooks on the tensors that it returns",
+        got="an object without a tensor that can be found",
+        why="FSDP2 all-gathers a unit's weights for backward in hooks on the tensors that it returns",
         fix="return the tensors, a tuple or a dict of them; or do not make this module a unit",
     )
 
@@ -104,7 +104,7 @@ def refuse_second_derivatives(unit: str) -> None:
         raise OrderError(
             f"{unit or 'the root unit'}: backward with create_graph=True through sharded weights",
             expected="first derivatives",
-            got="a graph for second ones, as a gradient penalty or a Hessian needs it",
+            got="a graph for second derivatives, as for a gradient penalty or a Hessian",
             why="FSDP2 releases the gathered weights after the first backward, and the second one reads them",
             fix="keep the weights that the penalty reaches unsharded: strategy='no_shard', or "
             "te_fsdp.fsdp_no_shard(module); compute the penalty with torch's own layers, because kernels of "
@@ -120,10 +120,10 @@ def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
     name = next(found, None)
     if name is not None:
         raise OrderError(
-            f"{name}: backward with create_graph=True through a module of TransformerEngine",
+            f"{name}: backward with create_graph=True through a TransformerEngine module",
             expected="first derivatives",
-            got="a graph for second ones, as a gradient penalty or a Hessian needs it",
-            why="Kernels of TransformerEngine have no second derivatives: the terms through them would be missing",
+            got="a graph for second derivatives, as for a gradient penalty or a Hessian",
+            why="TransformerEngine's kernels have no second derivatives, so that terms would be missing",
             fix="use torch's own layers where the penalty reaches",
         )
 

@@ -76,7 +76,7 @@ def compare_models(plan: ModelPlan) -> None:
     if others and not (models or experts_of_one):
         raise MeshError(
             "fully_shard: the ranks of the mesh were given different arguments",
-            expected="the same units, strategies and dtypes everywhere",
+            expected="the same units, strategies and dtypes on all ranks",
             got=f"here {settings[:1000]}",
             fix="call it with the same arguments on all ranks",
         )
@@ -85,7 +85,7 @@ def compare_models(plan: ModelPlan) -> None:
         first = next((f"{about[0]} {about[1]}" for about in described[False]), None)
         raise MeshError(
             f"{type(model).__name__}: the ranks of the mesh hold different models",
-            expected="the same names, shapes, dtypes and devices everywhere",
+            expected="the same names, shapes, dtypes and devices on all ranks",
             got=f"here {count} parameters, the first {first}",
             fix="build the model from the same configuration on all ranks",
         )
@@ -199,11 +199,11 @@ def _refuse_copy(label: str, how: str, *_: Any) -> Any:
             "build and shard one more",
         )
     raise OrderError(
-        f"{label}: deepcopy of a model after fully_shard, as torch.optim.swa_utils.AveragedModel makes it",
-        expected="a model that is not sharded yet",
-        got="units of FSDP2, whose parameter groups and hooks belong to this model",
+        f"{label}: deepcopy of a model after fully_shard, as by torch.optim.swa_utils.AveragedModel",
+        expected="an unsharded model",
+        got="FSDP2 units, whose parameter groups and hooks belong to this model",
         fix="average shards: average = [p.detach().clone() for p in model.parameters()] and torch._foreach_lerp_ "
-        "(docs/data.md has the loop); for a second model, build and shard one more",
+        "(docs/data.md has the loop); for a second model, build and shard it separately",
     )
 
 
@@ -231,9 +231,9 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
     ]
     if gone:
         raise OrderError(
-            f"{shorten(gone, 3)}: taken away after fully_shard",
-            expected="the parameters that te_fsdp.fully_shard has sharded",
-            got="a weight that is computed, as by parametrizations, weight_norm and pruning, or a deleted one",
+            f"{shorten(gone, 3)}: removed after fully_shard",
+            expected="the parameters that te_fsdp.fully_shard sharded",
+            got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
             why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
             fix="parametrize or prune the module before te_fsdp.fully_shard",
         )
@@ -262,11 +262,11 @@ def refuse_uninitialized(state: ShardedModel) -> None:
     ]
     if unset:
         raise InitError(
-            f"{shorten(unset, 3)}: never initialised",
+            f"{shorten(unset, 3)}: not initialized",
             expected="values after to_empty, which only allocates memory",
-            got=f"{len(unset)} tensor(s) that nothing was written to",
+            got=f"{len(unset)} tensor(s) without a write",
             why="They would contain uninitialized memory",
-            fix="call te_fsdp.materialize(model) in place of to_empty, or load a checkpoint",
+            fix="call te_fsdp.materialize(model) instead of to_empty, or load a checkpoint",
         )
 
 
@@ -297,7 +297,7 @@ def refuse_assigned_data(state: ShardedModel) -> None:
 def not_in_the_model(names: list[str], count: int, how: str) -> OrderError:
     """Return the error for trained parameters that ``fully_shard`` has not seen."""
     return OrderError(
-        f"{shorten(names, 3)}: trained, but not in the model that te_fsdp.fully_shard was given",
+        f"{shorten(names, 3)}: trained, but not in the model when te_fsdp.fully_shard was called",
         expected="the parameters that the model had then",
         got=f"{count} parameter(s) of a module that was {how}",
         why="Their gradients would not be averaged over the ranks, whose copies would drift apart",
@@ -335,8 +335,8 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
             found = [names.get(id(_fsdp2.sharded_param_of(record)), "a parameter") for record in written]
             raise OrderError(
                 f"{shorten(found, 3)}: written to in forward",
-                expected="weights that a forward only reads",
-                got="a write in place, as of nn.Embedding(max_norm=...), or of weight.clamp_() in a module's forward",
+                expected="a forward that only reads weights",
+                got="an in-place write, as by nn.Embedding(max_norm=...) or weight.clamp_() in a module's forward",
                 why="It changes only the gathered copy, which is released: the sharded weight stays as it was",
                 fix="write to the parameters after the optimizer's step, under torch.no_grad()",
             )

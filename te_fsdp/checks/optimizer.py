@@ -33,7 +33,7 @@ from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import refuse_unsupported_optimizer
 from te_fsdp.initialize import checksum
 from te_fsdp.lifecycle import modules_of_process, registered_at
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among, refuse_unsafe_optimizer
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, check_optimizer_of_quantized, quantized_among
 from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -156,7 +156,7 @@ def require_main_weights(step: Step) -> None:
     """Raise if a quantized weight with a gradient has no fp32 main weight. Local operation."""
     for label, parameter, _ in quantized_among(step.held):
         if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
-            refuse_unsafe_optimizer(step.optimizer, label)
+            check_optimizer_of_quantized(step.optimizer, label)
             return  # the same for all weights
 
 
@@ -216,7 +216,7 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     same = are_equal([digest(repr(groups)), digest(repr(options))], mesh).tolist()
     if not all(same):
         raise MeshError(
-            f"{step.where}: the optimizers of the ranks differ",
+            f"{step.where}: the optimizers differ between ranks",
             expected="the same parameters, in the same order, with the same options, on all ranks",
             got=f"here first {shorten(groups[0], 2)}" if not same[0] else f"here {options[0]}",
             why="The ranks update the shards of each weight together",
@@ -263,13 +263,13 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
     for parameter in parameters:
         held = step.optimizer.state.get(parameter, {})
         for name, value in held.items():
-            if isinstance(parameter, DTensor) and _torch.is_of_another_rank(value, parameter):
+            if isinstance(parameter, DTensor) and _torch.is_shard_of_other_rank(value, parameter):
                 raise CheckpointError(
                     f"{step.where}: {name} of {step.names[id(parameter)]}",
-                    expected="this rank's part",
-                    got="that of another rank, as torch.load of a file that one rank saved gives it",
+                    expected="this rank's shard",
+                    got="the shard of a different rank, as in a file that one rank saved with torch.save",
                     why="torch.save writes the shard of the rank that calls it",
-                    fix="te_fsdp.checkpoint.save and load, on all ranks",
+                    fix="use te_fsdp.checkpoint.save and load, on all ranks",
                 )
             shape = getattr(value, "shape", ())
             if (
@@ -279,19 +279,20 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
             ):
                 raise CheckpointError(
                     f"{step.where}: {name} of {step.names[id(parameter)]}",
-                    expected="this rank's part, a DTensor",
-                    got=f"a tensor of the unsharded parameter's shape {tuple(shape)}, as a full state dict has it",
-                    why="optimizer.load_state_dict takes state as it is",
-                    fix="te_fsdp.checkpoint.load; or torch.distributed.checkpoint.state_dict.set_optimizer_state_dict("
-                    "model, optimizer, state, options=StateDictOptions(full_state_dict=True)) with names as keys",
+                    expected="this rank's shard, a DTensor",
+                    got=f"a tensor of the unsharded parameter's shape {tuple(shape)}, as in a full state dict",
+                    why="optimizer.load_state_dict does not shard the state",
+                    fix="use te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict."
+                    "set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True)) "
+                    "with names as keys",
                 )
         if not follows and MAIN in held:
             raise OrderError(
                 f"{step.where}: {step.names[id(parameter)]}: a main weight in the optimizer's state",
-                expected="an optimizer that te_fsdp.main_weights was called with",
-                got="another one, such as a copy.copy of it, which has its state alone",
-                why="It would update the low-precision weight, and leave the main weight as it was",
-                fix="step with the optimizer that was given to te_fsdp.main_weights",
+                expected="the optimizer of the te_fsdp.main_weights call",
+                got="a different optimizer, such as a copy.copy of it, which shares only its state",
+                why="It would update the low-precision weight, and not the main weight",
+                fix="call step() of the optimizer that was passed to te_fsdp.main_weights",
             )
 
 

@@ -53,11 +53,11 @@ def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None
     """Raise at a gradient of the stage's output. Remove the hook after the first backward that is not split."""
     if _fsdp2.defers_leaf_gradient(leaf):
         raise OrderError(
-            "a backward for the inputs of a pipeline's stage alone, with another one for its weights to come",
-            expected="one backward for both, as modules of TransformerEngine compute them",
+            "a backward only for the inputs of a pipeline stage, before a separate one for its weights",
+            expected="one backward for both, as in TransformerEngine's modules",
             got="a schedule that splits backward (zero bubble)",
-            fix="PipelineStage(..., dw_builder=lambda: lambda: None), which computes both in the first; or a schedule "
-            "that does not split, such as Schedule1F1B or ScheduleInterleaved1F1B",
+            fix="use PipelineStage(..., dw_builder=lambda: lambda: None), which computes both in the first, or a "
+            "schedule that does not split, such as Schedule1F1B or ScheduleInterleaved1F1B",
         )
     while handles:
         handles.pop().remove()

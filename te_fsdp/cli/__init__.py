@@ -1,7 +1,7 @@
-"""The command ``te-fsdp``: finds the command or group of commands, whose file has its arguments, and runs it.
+"""Entry point of the command ``te-fsdp``.
 
-Argument parsing lives in this package alone; nothing heavy is imported before it is used. What commands print: tables
-are for people on a terminal or in a log, JSON is for machines.
+Each command is in a file of its own. This package alone parses arguments and imports heavy packages only when
+they are used. Tables are printed for people, JSON for programs.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from typing import Annotated, Any
 
 from te_fsdp.errors import TeFsdpError
 
-#: Command -> its function in a file of this package, or its functions by name, and what it is for.
+#: Command -> function in a file of this package (or functions by name), and its description.
 _COMMANDS = {
-    "ckpt": ("ckpt:COMMANDS", "checkpoints in one process: inspect, verify, diff, convert, export"),
-    "env": ("env:show", "this environment: versions, GPUs, patches in force, faults and their cures"),
-    "plan": ("plan:show_plan", "a job on any number of GPUs: memory, traffic, meshes that fit; needs no GPU"),
+    "ckpt": ("ckpt:COMMANDS", "work on checkpoints in one process: inspect, verify, diff, convert, export"),
+    "env": ("env:show", "show this environment: versions, GPUs, patches, problems and fixes"),
+    "plan": (
+        "plan:show_plan",
+        "estimate memory and traffic of a job, and find meshes that fit; needs no GPU",
+    ),
     "report": ("plan:show_report", "show a saved plan, parameter by parameter"),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, of the arguments after the program's name; ``None``: the process's.
+    """Run the command given by the arguments (without the program name); ``None``: ``sys.argv``.
 
     Returns:
-        Exit code: 0 all is well, 1 a problem was found, 2 the command line is wrong.
+        Exit code: 0 for success, 1 if a problem was found, 2 for wrong usage.
     """
     if arguments is None:
-        _give_freed_memory_back()
+        _return_freed_memory()
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _COMMANDS:
         return run(words[0], words[1:])
@@ -48,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"te-fsdp {te_fsdp.__version__}")
         return 0
-    asked = bool(words) and words[0] in ("-h", "--help")
+    is_help = bool(words) and words[0] in ("-h", "--help")
     lines = [
         "usage: te-fsdp COMMAND ...",
         "       te-fsdp completion bash|zsh",
@@ -56,30 +59,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "",
     ]
     lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _COMMANDS.items()]
-    lines += ["", "te-fsdp COMMAND --help tells more. Exit codes: 0 good, 1 problem found, 2 wrong usage."]
-    if words and not asked:
-        lines = [f"te-fsdp: no command {words[0]!r}", "", *lines]
-    print("\n".join(lines), file=sys.stdout if asked else sys.stderr)
-    return 0 if asked else 2
+    lines += ["", "See te-fsdp COMMAND --help. Exit codes: 0 success, 1 problem found, 2 wrong usage."]
+    if words and not is_help:
+        lines = [f"te-fsdp: unknown command {words[0]!r}", "", *lines]
+    print("\n".join(lines), file=sys.stdout if is_help else sys.stderr)
+    return 0 if is_help else 2
 
 
 class UsageError(Exception):
-    """The command line is wrong; exit code 2."""
+    """Raised if the command line is wrong (exit code 2)."""
 
 
 def _command(name: str) -> Any:
-    """The function of a command, or its functions by name."""
+    """Return the function of a command, or its functions by name."""
     file, _, attribute = _COMMANDS[name][0].partition(":")
     return getattr(importlib.import_module(f"te_fsdp.cli.{file}"), attribute)
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Run one of the commands; tyro makes its parser of the function's signature.
+    """Run a command. tyro generates its parser from the function's signature.
 
-    What goes wrong is said on stderr, and as JSON on stdout where that is asked for.
+    Errors are printed on stderr, and with ``--json`` on stdout as well.
 
     Returns:
-        Exit code: the command's, 2 for a wrong command line, 1 for what te_fsdp or the system refuses.
+        Exit code: the command's own, 2 for wrong usage, 1 for an error of te_fsdp or of the system.
     """
     import tyro
 
@@ -90,24 +93,25 @@ def run(name: str, arguments: Sequence[str]) -> int:
         if isinstance(command, dict):
             return tyro.extras.subcommand_cli_from_dict(command, **options, description=_COMMANDS[name][1])
         return tyro.cli(command, **options)
-    except SystemExit as stop:  # --help, or what tyro has already said
+    except SystemExit as stop:  # --help, or an error that tyro has printed
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except UsageError as error:
         return fail(arguments, str(error), 2)
-    except (TeFsdpError, OSError, ImportError) as error:  # also a full disk, or a path that is no directory
+    # includes a full disk, or a path that is not a directory
+    except (TeFsdpError, OSError, ImportError) as error:
         return fail(arguments, str(error), 1)
     except KeyboardInterrupt:
         return fail(arguments, "interrupted", 130)
     except Exception as error:
-        if name == "plan":  # its traceback tells of the user's own function
+        if name == "plan":  # the traceback includes the user's own function
             raise
-        # A file that no check knows: the text says what to report.
+        # An unforeseen error in a file. The text requests a report.
         text = f"unexpected {type(error).__name__}: {error}; please report it with this command"
         return fail(arguments, text, 1)
 
 
 def fail(arguments: Sequence[str], text: str, code: int) -> int:
-    """Say what is wrong; gives ``code`` back."""
+    """Print an error and return ``code``."""
     print(f"te-fsdp: error: {text}", file=sys.stderr)
     if "--json" in arguments:
         print_json({"ok": False, "error": text})
@@ -115,10 +119,10 @@ def fail(arguments: Sequence[str], text: str, code: int) -> int:
 
 
 def completion(arguments: Sequence[str]) -> int:
-    """Run ``te-fsdp completion SHELL``: print what the shell needs, as tyro makes it of one parser for all commands.
+    """Print the shell completion that tyro generates from one parser for all commands.
 
     Returns:
-        Exit code: 0, or 2 where the shell is none that tyro knows.
+        Exit code: 0, or 2 if tyro does not support the shell.
     """
     import tyro
 
@@ -131,21 +135,21 @@ def completion(arguments: Sequence[str]) -> int:
         conf.OmitArgPrefixes,
         conf.OmitSubcommandPrefixes,
     )
-    every, asked = _one_of({name: _command(name) for name in _COMMANDS}), "--tyro-print-completion"
+    every, is_help = _one_of({name: _command(name) for name in _COMMANDS}), "--tyro-print-completion"
     with contextlib.suppress(SystemExit):
-        tyro.cli(every, prog="te-fsdp", args=[asked, arguments[0]], config=config)
+        tyro.cli(every, prog="te-fsdp", args=[is_help, arguments[0]], config=config)
     return 0
 
 
 def _one_of(commands: Mapping[str, Any]) -> Any:
-    """A type for tyro that stands for one of some commands, or groups of commands."""
+    """Return a union type for tyro with one member per command or group of commands."""
     import tyro
 
     choices = []
     for name, found in commands.items():
 
         def group(command: Any) -> None:
-            """Several commands."""
+            """Group several commands."""
 
         if isinstance(found, dict):
             group.__annotations__["command"] = _one_of(found)
@@ -154,11 +158,11 @@ def _one_of(commands: Mapping[str, Any]) -> Any:
     return functools.reduce(operator.or_, [Annotated[Any, choice] for choice in choices])
 
 
-def _give_freed_memory_back() -> None:
-    """Have the C library return each large block when it is freed. For a process that is ours alone.
+def _return_freed_memory() -> None:
+    """Set the C library to return every large block to the system when it is freed. Call it in own processes only.
 
-    glibc begins to keep blocks as large as those that were freed once. With the small objects that DCP keeps in
-    between, a conversion would then take new memory for every block that is computed.
+    By default glibc keeps blocks that are as large as blocks freed before. DCP allocates small objects in
+    between, so a conversion would need new memory for every block.
     """
     threshold = -3  # M_MMAP_THRESHOLD in malloc.h
     with contextlib.suppress(OSError, AttributeError):  # another C library
@@ -166,13 +170,13 @@ def _give_freed_memory_back() -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document on stdout."""
     json.dump(_finite(value), sys.stdout, indent=1, allow_nan=False, default=str)
     sys.stdout.write("\n")
 
 
 def _finite(value: Any) -> Any:
-    """Infinities and NaN, which JSON lacks, as text."""
+    """Replace infinities and NaN, which JSON does not support, by text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -183,7 +187,7 @@ def _finite(value: Any) -> Any:
 def print_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[str] = ()
 ) -> None:
-    """A table on stdout; ``right`` are headings of columns that are aligned to the right."""
+    """Print a table on stdout. Columns named in ``right`` are right-aligned."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -193,14 +197,14 @@ def print_table(
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     for row in rows:
-        # Text: names may hold brackets, which rich would take for markup.
+        # Names may contain brackets, which rich would parse as markup.
         table.add_row(*(Text(str(cell)) for cell in row))
-    # In a pipe rich would assume 80 columns, and fold the names of parameters.
+    # Without a terminal, rich would assume 80 columns and wrap the names of parameters.
     Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Plain lines on stdout."""
+    """Print plain lines on stdout."""
     for line in lines:
         print(line)
 
@@ -217,7 +221,7 @@ def bytes_of(text: str, unit: bool = False) -> int | None:
 
 
 def human_bytes(count: int) -> str:
-    """``"1.5 GB"`` of 1500000000."""
+    """Format a number of bytes, such as ``"1.5 GB"`` for 1500000000."""
     for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if count >= size:
             return f"{count / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""``python -m te_fsdp.cli``: the command ``te-fsdp`` without its script."""
+"""Entry point of ``python -m te_fsdp.cli``."""
 
 import sys
 

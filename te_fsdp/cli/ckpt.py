@@ -1,4 +1,4 @@
-"""``te-fsdp ckpt``: ``convert`` and ``export``, which write, and ``inspect``, ``verify`` and ``diff``, which do not."""
+"""Commands of ``te-fsdp ckpt``: ``convert``, ``export``, ``inspect``, ``verify`` and ``diff``."""
 
 from __future__ import annotations
 
@@ -47,17 +47,21 @@ from te_fsdp.modules.semantics import fold_names
 
 _Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
 _Key = Annotated[
-    str | None, arg(help="Where in a nested torch.save file the model's state dict is, dots between keys.")
+    str | None,
+    arg(help="Path of the model's state dict in a nested torch.save file, with dots between keys."),
 ]
 _Check = Annotated[
-    Literal["checksums", "sizes"], arg(help="What of a source checkpoint's files is compared before.")
+    Literal["checksums", "sizes"], arg(help="How the files of a source checkpoint are verified first.")
 ]
-_Force = Annotated[bool, arg(help="Replace what lies at the target; it stays until the new one is whole.")]
+_Force = Annotated[bool, arg(help="Replace an existing target. It is kept until the new one is complete.")]
 _Optimizer = Annotated[
-    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not tell it.")
+    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not identify it.")
 ]
 _Size = Annotated[
-    str, arg(help="Largest safetensors file, such as 5GB or 500MiB; more go into shards with an index.")
+    str,
+    arg(
+        help="Largest safetensors file, such as 5GB or 500MiB. Larger models get several files with an index."
+    ),
 ]
 _ExtraState = Annotated[
     Literal["read", "drop"],
@@ -65,14 +69,14 @@ _ExtraState = Annotated[
 ]
 _DType = Literal["float32", "bfloat16", "float16"]
 _SHARD = "5GB"
-#: Kinds of sources in which a model's state dict is one of several.
+#: Kinds of sources that can contain a model's state dict under a key.
 _NESTED = ("torch.save", DCP_KIND)
 _TORCH = (".pt", ".pth", ".bin", ".ckpt")
 
 
 @dataclass(frozen=True)
 class Model:
-    """The TransformerEngine model whose weights become a Hugging Face model's."""
+    """The TransformerEngine model whose weights are exported as a Hugging Face model."""
 
     layers: TeBlocks = field(default_factory=TeBlocks)
     names: TeNames = field(default_factory=TeNames)
@@ -83,29 +87,29 @@ _AS_USUAL = Model()
 
 @dataclass
 class Target:
-    """Where to write."""
+    """Target path, with its kind and options."""
 
-    path: Path  #: The file or directory
-    kind: str | None  #: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: told by the suffix
-    shard_bytes: int  #: Largest safetensors file
-    force: bool  #: Replace what lies there
-    like: Path | None = None  #: A Hugging Face model's folder that the target shall be like
+    path: Path  #: File or directory
+    kind: str | None  #: ``"checkpoint"``, ``"safetensors"``, ``"torch"``; ``None``: inferred from the suffix
+    shard_bytes: int  #: Size of the largest safetensors file in bytes
+    force: bool  #: Whether to replace an existing target
+    like: Path | None = None  #: Folder of a Hugging Face model whose layout the target copies
 
-    def settle(self, default: str | None) -> str:
-        """The kind, by the suffix where it was not given, else ``default``; ``UsageError``: none, or contradictions."""
+    def resolve_kind(self, default: str | None) -> str:
+        """Set the kind: the given one, else that of the suffix, else ``default``. Raise UsageError if none applies."""
         suffix = self.path.suffix
-        told = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
-        if self.like is not None and told is not None:
-            raise UsageError(f"{self.path}: --like makes a folder, not a file {suffix}")
-        if self.kind is not None and told is not None and self.kind != told:
+        inferred = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH else None
+        if self.like is not None and inferred is not None:
+            raise UsageError(f"{self.path}: --like writes a folder, not a {suffix} file")
+        if self.kind is not None and inferred is not None and self.kind != inferred:
             raise UsageError(f"{self.path}: --to {self.kind} contradicts the suffix {suffix}")
-        self.kind = self.kind or told or default
+        self.kind = self.kind or inferred or default
         if self.kind in ("checkpoint", "torch") and self.shard_bytes != _bytes(_SHARD):
             raise UsageError(
                 f"{self.path}: --max-shard-size is for safetensors, not for a {self.kind} target"
             )
         if self.kind is None:
-            raise UsageError(f"{self.path}: say what it shall be with --to checkpoint, safetensors or torch")
+            raise UsageError(f"{self.path}: set its kind with --to checkpoint, safetensors or torch")
         return self.kind
 
 
@@ -116,16 +120,18 @@ def convert(
     *,
     to: Annotated[
         Literal["checkpoint", "safetensors", "torch"] | None,
-        arg(help="Kind of the target; told by .safetensors, .pt, .pth, .bin or .ckpt."),
+        arg(help="Kind of the target. Default: inferred from .safetensors, .pt, .pth, .bin or .ckpt."),
     ] = None,
     everything: Annotated[
         bool,
-        arg(help="Optimizer, extra and delayed-scaling state into safetensors and torch.save files too."),
+        arg(
+            help="Write optimizer, extra and delayed-scaling state into safetensors and torch.save files, too."
+        ),
     ] = False,
-    dtype: Annotated[_DType | None, arg(help="Of floating-point parameters in high precision.")] = None,
+    dtype: Annotated[_DType | None, arg(help="Dtype of high-precision floating-point parameters.")] = None,
     quantized: Annotated[
         Literal["keep", "dequantize"] | None,
-        arg(help="Quantized weights: keep their components (default into a checkpoint) or dequantize."),
+        arg(help="Keep the components of quantized weights (default for checkpoints) or dequantize them."),
     ] = None,
     max_shard_size: _Size = _SHARD,
     key: _Key = None,
@@ -135,12 +141,12 @@ def convert(
     force: _Force = False,
     as_json: _Json = False,
 ) -> int:
-    """Convert between checkpoints of te_fsdp, safetensors, torch.save files and, as sources, plain DCP directories.
+    """Convert between te_fsdp checkpoints, safetensors, torch.save files and, as sources, plain DCP directories.
 
-    Canonical names and rows: what the unsharded module's state_dict() holds.
+    Names and shapes are those of the unsharded module's state_dict().
     """
     place = Target(resolve_path(target), to, _bytes(max_shard_size), force)
-    kind = place.settle(None)
+    kind = place.resolve_kind(None)
     contents = open_any(source, Choices(key, extra_state, optimizer_class))
     if contents.kind not in _NESTED and (key is not None or optimizer_class is not None):
         option = "--optimizer-class" if key is None else "--key"
@@ -148,7 +154,7 @@ def convert(
     form = quantized or ("keep" if kind == "checkpoint" else "dequantize")
     values = {"dtype": None if dtype is None else getattr(torch, dtype), "dequantize": form == "dequantize"}
     options = {"check": check, "everything": everything, "table": False, "as_json": as_json}
-    return _carry_out(contents, place, _AS_USUAL, **options, **values)
+    return _transform_and_write(contents, place, _AS_USUAL, **options, **values)
 
 
 def export(
@@ -158,37 +164,40 @@ def export(
     *,
     dtype: Annotated[
         _DType | None,
-        arg(help="Of floating-point parameters; else that in the config.json of --like, else bfloat16."),
+        arg(
+            help="Dtype of floating-point parameters. Default: dtype in the config.json of --like, else bfloat16."
+        ),
     ] = None,
     weights: Annotated[
         Literal["auto", "main", "compute"],
-        arg(help="The optimizer's main weights where there are any (auto, main) or never (compute)."),
+        arg(help="Export the optimizer's main weights if they exist (auto, main), or never (compute)."),
     ] = "auto",
     max_shard_size: _Size = _SHARD,
     check: _Check = "checksums",
     like: Annotated[
         Path | None,
-        arg(help="Write a Hugging Face model's folder: names, config.json and tokenizer as in this one."),
+        arg(help="Write a Hugging Face folder with the names, config.json and tokenizer of this folder."),
     ] = None,
     te: Model = _AS_USUAL,
     force: _Force = False,
     as_json: _Json = False,
 ) -> int:
-    """Write consolidated weights in one dtype, for inference: from main weights, else dequantized, and say which.
+    """Export consolidated weights in one dtype for inference: main weights if they exist, else dequantized weights.
 
-    A folder of safetensors, a .safetensors file, or a torch.save file (.pt, .pth, .bin, .ckpt). --like: a Hugging
-    Face model.
+    The output names the source of each weight. The target is a folder of safetensors, a .safetensors file, or a
+    torch.save file (.pt, .pth, .bin, .ckpt). With --like it is a Hugging Face model.
     """
     if like is None and te != _AS_USUAL:
-        raise UsageError("--te... describes the model whose weights --like makes a Hugging Face model's")
+        raise UsageError("the --te... options describe the model to export; they need --like")
     place = Target(resolve_path(target), None, _bytes(max_shard_size), force, like)
-    place.settle("safetensors")
-    told = config_contents(like) if like is not None else {}
-    word = dtype or told.get("dtype", told.get("torch_dtype"))  # its name since transformers 5, and before
+    place.resolve_kind("safetensors")
+    config = config_contents(like) if like is not None else {}
+    # the second key is that of transformers before 5
+    word = dtype or config.get("dtype", config.get("torch_dtype"))
     word = word if word in get_args(_DType) else "bfloat16"
     values = {"dtype": getattr(torch, word), "dequantize": True, "weights": weights}
     options = {"check": check, "everything": False, "table": True, "as_json": as_json}
-    return _carry_out(open_any(source), place, te, **options, **values)
+    return _transform_and_write(open_any(source), place, te, **options, **values)
 
 
 def _bytes(text: str) -> int:
@@ -198,8 +207,8 @@ def _bytes(text: str) -> int:
     return found
 
 
-def _check_good(contents: Contents, as_json: bool) -> None:
-    """Compare a checkpoint's files with their checksums; what else is read is compared as it is read, if it has any."""
+def _verify_source(contents: Contents, as_json: bool) -> None:
+    """Verify the checksums of a checkpoint. Files of other kinds are verified while they are read."""
     if contents.kind != CHECKPOINT:
         return
     files, path = contents.manifest.files, contents.source
@@ -209,16 +218,16 @@ def _check_good(contents: Contents, as_json: bool) -> None:
 
 
 def _sum(files: Mapping[str, Sequence[int]]) -> int:
-    """Bytes of all files of a manifest."""
+    """Return the total size of a manifest's files in bytes."""
     return sum(listed[0] for listed in files.values())
 
 
 def _show_bar(as_json: bool) -> bool:
-    """Whether somebody would see a progress bar."""
+    """Return whether to show a progress bar: stderr is a terminal and the output is not JSON."""
     return sys.stderr.isatty() and not as_json
 
 
-def _carry_out(
+def _transform_and_write(
     source: Contents,
     target: Target,
     te: Model,
@@ -229,12 +238,12 @@ def _carry_out(
     as_json: bool,
     **form: Any,
 ) -> int:
-    """Check, transform as ``form`` says (options of :func:`transformed`), write and tell; exit code 0."""
+    """Verify, transform with the options of :func:`transformed`, write and print a summary. Return exit code 0."""
     path, shards = target.path, {"shard_bytes": target.shard_bytes}
     for read in filter(None, (source.source, target.like)):
         check_apart(read, path)
-    if check == "checksums":  # lest a copy give damage new sums
-        _check_good(source, as_json)
+    if check == "checksums":  # a copy of damaged data would get valid checksums
+        _verify_source(source, as_json)
     into, sources = transformed(source, **form)
     if target.kind != "checkpoint" and not everything:
         into = weights_only(into)
@@ -268,7 +277,7 @@ def _carry_out(
 
 
 def _described(contents: Contents, name: str) -> dict[str, Any]:
-    """What a manifest says of a parameter or buffer."""
+    """Return the manifest's entry for a parameter or buffer."""
     return contents.manifest.parameters.get(name) or contents.manifest.buffers[name]
 
 
@@ -280,9 +289,9 @@ def inspect(
     key: _Key = None,
     as_json: _Json = False,
 ) -> int:
-    """Show what a checkpoint holds: parameters, buffers, optimizer state, extra, meshes, versions, bytes.
+    """Show the contents of a checkpoint: parameters, buffers, optimizer state, extra, meshes, versions, sizes.
 
-    The path is a checkpoint, a folder of checkpoints (the newest is taken), safetensors, a torch.save file, or a
+    The path is a checkpoint, a folder of checkpoints (the newest is used), safetensors, a torch.save file, or a
     plain DCP directory.
     """
     contents = open_any(path, Choices(key=key))
@@ -325,9 +334,9 @@ def _parameter(contents: Contents, name: str) -> dict[str, Any]:
     described = _described(contents, name)
     parts = contents.components(name)
     stored = [contents.tensors[f"model.{name}"]] if parts is None else list(parts.values())
-    told = {key: described.get(key) for key in ("shape", "dtype", "format", "layout")}
-    told |= {"components": sorted(parts) if parts is not None else None}
-    return {"name": name, **told, "bytes": sum(tensor.bytes for tensor in stored)}
+    row = {key: described.get(key) for key in ("shape", "dtype", "format", "layout")}
+    row |= {"components": sorted(parts) if parts is not None else None}
+    return {"name": name, **row, "bytes": sum(tensor.bytes for tensor in stored)}
 
 
 def _optimizer(contents: Contents) -> dict[str, Any] | None:
@@ -388,7 +397,7 @@ def _print_summary(summary: dict[str, Any], pattern: str) -> None:
 
 
 def _semantics(recorded: dict[str, Any], pattern: str) -> list[str]:
-    """What modules compute, a line for each that is not like another."""
+    """Format the recorded module settings, one line per distinct combination."""
     modules: dict[int, list[str]] = {}
     for name, index in recorded["modules"].items():
         if recorded["kinds"][index]["settings"] and fnmatch.fnmatch(name, pattern):
@@ -410,12 +419,12 @@ def _short(value: Any) -> str:
 
 
 def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
-    """Check every byte of a checkpoint against its checksums, and its manifest against DCP's metadata."""
+    """Verify every byte of a checkpoint against its checksums, and its manifest against DCP's metadata."""
     where, kind = resolve(path)
     if kind != CHECKPOINT:
         raise CheckpointError(
             f"{where}: no checksums to verify",
-            expected="a checkpoint of te_fsdp",
+            expected="a te_fsdp checkpoint",
             got=kind,
             fix="convert it to a checkpoint, or compare it with another copy: te-fsdp ckpt diff",
         )
@@ -429,7 +438,7 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
     elif problems:
         print_lines([f"{where}: damaged", *(f"  {problem}" for problem in problems)])
     else:
-        print_lines([f"{where}: good, {len(files)} files, {human_bytes(total)}"])
+        print_lines([f"{where}: no damage found, {len(files)} files, {human_bytes(total)}"])
     return 1 if problems else 0
 
 
@@ -440,19 +449,21 @@ def diff(
     *,
     rtol: Annotated[float, arg(help="Relative tolerance.")] = 0.0,
     atol: Annotated[float, arg(help="Absolute tolerance.")] = 0.0,
-    weights_only: Annotated[bool, arg(help="Leave optimizer, delayed-scaling state and extra.")] = False,
-    strict: Annotated[bool, arg(help="Other dtypes and formats count as differences.")] = False,
+    weights_only: Annotated[
+        bool, arg(help="Ignore optimizer state, delayed-scaling state and extra.")
+    ] = False,
+    strict: Annotated[bool, arg(help="Count different dtypes and formats as differences.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """Compare two checkpoints by logical value, whatever mesh, format or kind of file; exit code 1 if they differ.
+    """Compare two checkpoints by logical value, regardless of mesh, format and kind of file.
 
-    Quantized weights are compared by the values that they stand for.
+    Quantized weights are compared by their dequantized values. The exit code is 1 if the checkpoints differ.
     """
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
     one, other = open_any(a), open_any(b)
     for contents in (one, other):
-        _check_good(contents, as_json)
+        _verify_source(contents, as_json)
     with bytes_bar("comparing", one.bytes, _show_bar(as_json)) as tick:
         report = compare_contents(one, other, tick, rtol=rtol, atol=atol, weights_only=weights_only)
     same = report.is_same(strict=strict)

@@ -1,6 +1,7 @@
-"""``te-fsdp env``: versions, GPUs, what is replaced in other libraries, what is wrong and its cure.
+"""The command ``te-fsdp env``.
 
-:mod:`te_fsdp.cli.env_facts` looks, :func:`faults` judges what it has seen.
+It shows versions, GPUs, patches of other libraries, and problems with their fixes.
+:mod:`te_fsdp.cli.environment` collects the data and :func:`faults` evaluates it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tyro
 
 from te_fsdp import versions
 from te_fsdp.cli import human_bytes, print_json, print_lines, print_table
-from te_fsdp.cli.env_facts import Facts, gather
+from te_fsdp.cli.environment import Environment, gather
 
 
 def show(
@@ -26,7 +27,7 @@ def show(
         bool, tyro.conf.arg(name="json", help="One JSON document on stdout instead of text.")
     ] = False,
 ) -> int:
-    """Versions, GPUs and their links, what te_fsdp replaces in other libraries, and a cure for each fault."""
+    """Show versions, GPUs and their links, patches of other libraries, and a fix for each problem."""
     facts = gather()
     wrong = faults(facts)
     if as_json:
@@ -39,14 +40,14 @@ def show(
 
 
 def _rows_of_patches() -> Iterable[dict[str, Any]]:
-    """Rows of the two tables of patches, each with the library that it belongs to."""
+    """Yield the rows of both patch tables, each with the patched library."""
     from te_fsdp.upstream import patches as _patches
 
     for library, rows in (("TransformerEngine", _patches.PATCHES.values()), ("torch", _patches.FSDP2)):
         yield from ({"library": library, **dataclasses.asdict(row)} for row in rows)
 
 
-def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
+def _show(facts: Environment, wrong: Sequence[Fault]) -> None:
     print_table("Versions", ("what", "version"), _versions(facts))
     if facts.gpus:
         gpus = [
@@ -62,27 +63,28 @@ def _show(facts: Facts, wrong: Sequence[Fault]) -> None:
     if facts.variables:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
     rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _rows_of_patches()]
-    title = "Replaced by te_fsdp, for its own models, from the first set_device_mesh or fully_shard on"
-    # Without the marks of Markdown that the tables have for the docs.
+    title = "Patched by te_fsdp at the first set_device_mesh or fully_shard, for its own models only"
+    # The tables contain Markdown for the docs.
     plain = [tuple(text.replace("`", "") for text in row) for row in rows]
-    print_table(title, ("in", "whose", "attribute", "what for"), plain)
+    print_table(title, ("in", "owner", "attribute", "reason"), plain)
     for number, fault in enumerate(wrong, 1):
         kind = "Fault" if fault.breaks else "Note"
-        print_lines([f"{kind} {number}: {fault.what}", f"  why:  {fault.why}", f"  cure: {fault.cure}"])
+        print_lines([f"{kind} {number}: {fault.what}", f"  why:  {fault.why}", f"  fix:  {fault.cure}"])
     print_lines([] if wrong else ["No problems found."])
 
 
-#: Backends of attention: what TE calls them when it says why not.
+#: Attention backend -> its name in TE's log.
 _BACKENDS = {"flash": "FlashAttention", "fused": "FusedAttention", "unfused": "UnfusedDotProductAttention"}
 
 
-def _show_attention(facts: Facts) -> None:
-    """Which backend TE takes, for a layer of Llama-3-8B, and why not the others, in TE's words."""
+def _show_attention(facts: Environment) -> None:
+    """Show which attention backend TE selects for a layer of Llama-3-8B, and TE's reasons against the others."""
     attention = facts.te_says["attention"]
     if facts.te_says["emulated"]:
         text = (
-            "Attention: unfused, which is all that the emulation has. On a GPU TransformerEngine takes its fused "
-            "kernels (cuDNN) or those of flash-attn where it can; te-fsdp env says there which, and why."
+            "Attention: unfused, the only backend of the emulation. On a GPU TransformerEngine selects "
+            "its fused "
+            "kernels (cuDNN) or flash-attn if possible; run te-fsdp env on a GPU to see which and why."
         )
         print_lines([text])
         return
@@ -93,14 +95,18 @@ def _show_attention(facts: Facts) -> None:
             against = ["taken"]
         elif not against and name == "flash" and not facts.flash_attention:
             against = ["flash-attn is not installed (the extra flash)"]
-        rows.append((name, "; ".join(map(str.strip, against)) or "not taken: another comes first"))
-    if attention["backend"] not in _BACKENDS:  # "none", "unknown": all that was said
+        rows.append(
+            (name, "; ".join(map(str.strip, against)) or "not selected: a preferred backend is available")
+        )
+    if attention["backend"] not in _BACKENDS:  # "none", "unknown": only the reasons are available
         rows.append((attention["backend"], "; ".join(attention["reasons"])))
     shape = ", ".join(f"{name} {size}" for name, size in attention.get("shape", {}).items())
-    print_table(f"Attention in bf16, causal, {shape}", ("backend", "taken, or why not"), rows)
+    print_table(
+        f"Attention in bf16, causal, {shape}", ("backend", "selected, or the reason against it"), rows
+    )
 
 
-def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
+def _versions(facts: Environment) -> Iterable[tuple[str, str]]:
     yield "te_fsdp", facts.te_fsdp
     yield "Python", f"{facts.python} ({facts.executable})"
     build = f"built with CUDA {facts.torch_cuda}" if facts.torch_cuda else "without CUDA"
@@ -115,10 +121,10 @@ def _versions(facts: Facts) -> Iterable[tuple[str, str]]:
     yield "NCCL", facts.nccl or "none"
     yield "nvcc", facts.nvcc or "none"
     yield from facts.flash_attention.items()
-    yield "symmetric memory", "this torch has it" if facts.symmetric_memory else "not in this torch"
+    yield "symmetric memory", "available" if facts.symmetric_memory else "not available in this torch"
     copies = f"possible between all {len(facts.gpus)} GPUs"
     if not facts.symmetric_memory or len(facts.gpus) < 2:
-        copies = "no: needs symmetric memory and two GPUs"
+        copies = "no: it needs symmetric memory and two GPUs"
     elif facts.apart:
         copies = f"no: GPUs {facts.apart} cannot address the memory of all others"
     yield "transport copy_engine", copies
@@ -129,21 +135,21 @@ _EXTRAS = {"13": "gpu", "12": "gpu-cu12"}
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that will not work, or not as meant."""
+    """A problem of the environment."""
 
-    what: str  #: The finding, with its numbers
-    why: str  #: What comes of it
-    cure: str  #: What to do, a command where there is one
-    breaks: bool = True  #: False: te_fsdp works, but slower or with less than the machine has
+    what: str  #: Finding, with its numbers
+    why: str  #: Consequence
+    cure: str  #: Fix, as a command where possible
+    breaks: bool = True  #: False: te_fsdp works, but slower or with fewer features
 
 
-def faults(facts: Facts) -> list[Fault]:
-    """Everything that is wrong, what breaks first."""
+def faults(facts: Environment) -> list[Fault]:
+    """Return all problems of an environment, breaking ones first."""
     looks = (_wrong_versions, _parts_of_te, _builds, _te_itself, _cudnn, _unused_attention)
     return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
 
 
-def _wrong_versions(facts: Facts) -> Iterator[Fault]:
+def _wrong_versions(facts: Environment) -> Iterator[Fault]:
     te = facts.te.get("transformer_engine", [""])[0]
     for name, package, version, tested in (
         ("Python", "", facts.python, versions.PYTHON),
@@ -155,7 +161,7 @@ def _wrong_versions(facts: Facts) -> Iterator[Fault]:
         if version and not tested.first <= release:
             yield Fault(
                 f"{name} {version} is older than what te_fsdp supports ({tested})",
-                "te_fsdp uses private names that older versions do not have",
+                "te_fsdp uses private names that older versions lack",
                 f"pip install '{package}>={low}'" if package else f"make an environment with Python {tested}",
             )
         elif version and release > tested.last:
@@ -167,21 +173,23 @@ def _wrong_versions(facts: Facts) -> Iterator[Fault]:
             )
 
 
-def _parts_of_te(facts: Facts) -> Iterator[Fault]:
-    """Several of them, or another CUDA than torch's."""
+def _parts_of_te(facts: Environment) -> Iterator[Fault]:
+    """Yield problems of installed TE packages: several of them, or a different CUDA version from torch's."""
     cores = [name for name in facts.te if re.fullmatch(r"transformer_engine_cu\d+", name)]
     releases = {version for found in facts.te.values() for version in found}
     if len(cores) > 1:
         yield Fault(
             f"several cores of TransformerEngine: {', '.join(cores)}",
-            "which of them is loaded depends on the order of files, and the bindings fit one of them",
-            f"pip uninstall {' '.join(cores)}; then install the one of torch's CUDA: {_install(facts)}",
+            "the one that is loaded depends on the file order, and the bindings match only one of them",
+            f"pip uninstall {' '.join(cores)}; then install the one for torch's CUDA version: "
+            f"{_install(facts)}",
         )
     if len(releases) > 1:
         listed = ", ".join(f"{name} {' and '.join(found)}" for name, found in facts.te.items())
         yield Fault(
             f"several versions of TransformerEngine: {listed}",
-            "its Python part calls functions that another version of its compiled part lacks or has otherwise",
+            "its Python package calls functions that a different version of its compiled package lacks "
+            "or has changed",
             f"pip uninstall {' '.join(facts.te)} (again until pip finds none); then {_install(facts)}",
         )
     numbers = [core.removeprefix("transformer_engine_cu") for core in cores]
@@ -194,18 +202,20 @@ def _parts_of_te(facts: Facts) -> Iterator[Fault]:
         )
 
 
-def _install(facts: Facts) -> str:
+def _install(facts: Environment) -> str:
     extra = _EXTRAS.get((facts.torch_cuda or "13").split(".")[0], "gpu")
     return f"pip install --no-build-isolation 'te-fsdp[{extra}]'"
 
 
-def _builds(facts: Facts) -> Iterator[Fault]:
-    """A torch without GPUs beside a driver."""
+def _builds(facts: Environment) -> Iterator[Fault]:
+    """Yield problems of a torch build without GPU support on a machine with a driver."""
     if facts.driver and facts.torch_cuda is None:
         yield Fault(
-            f"torch {facts.torch} is a build without CUDA, on a machine with NVIDIA's driver {facts.driver}",
+            f"torch {facts.torch} is a build without CUDA, but the machine has the NVIDIA driver "
+            f"{facts.driver}",
             "nothing will run on the GPUs",
-            "pip install --force-reinstall torch from the index of your CUDA version: https://pytorch.org/get-started",
+            "pip install --force-reinstall torch from the index of your CUDA version: "
+            "https://pytorch.org/get-started",
         )
     if facts.cuda_problem and facts.driver:
         yield Fault(
@@ -213,83 +223,88 @@ def _builds(facts: Facts) -> Iterator[Fault]:
             "nothing will run on the GPUs",
             "unset CUDA_VISIBLE_DEVICES"
             if "CUDA_VISIBLE_DEVICES" in facts.cuda_problem
-            else f"update the driver ({facts.driver}) to one for CUDA {facts.torch_cuda}, or install a torch for it",
+            else (
+                f"update the driver ({facts.driver}) to one for CUDA {facts.torch_cuda}, or install a "
+                "torch build that matches it"
+            ),
         )
 
 
-def _te_itself(facts: Facts) -> Iterator[Fault]:
+def _te_itself(facts: Environment) -> Iterator[Fault]:
     if "transformer_engine" not in facts.te:
         wanted = _install(facts) if facts.gpus else "pip install 'te-fsdp[emulation]'"
         yield Fault("TransformerEngine is not installed", "there are no modules to train", wanted)
         return
     if facts.gpus and not facts.te_bindings:
-        nvcc = facts.nvcc or "missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME to it"
+        nvcc = facts.nvcc or "missing: install a CUDA toolkit of torch's CUDA version and set CUDA_HOME"
         yield Fault(
             "TransformerEngine's bindings for PyTorch (transformer_engine_torch) are not installed",
-            "its modules cannot be imported on this machine with GPUs",
-            f"{_install(facts)} (minutes: it compiles with nvcc, which is {nvcc})",
+            "its modules cannot be imported",
+            f"{_install(facts)} (takes minutes; compiles with nvcc: {nvcc})",
         )
     elif facts.te_says.get("error"):
         yield _no_import(facts)
     if facts.emulation and facts.gpus:
         yield Fault(
             f"TE_FSDP_EMULATION={facts.emulation} on a machine with GPUs",
-            "the emulation refuses to stand in for kernels that are there",
+            "the emulation does not replace real GPU kernels",
             "unset TE_FSDP_EMULATION",
         )
     if facts.emulation and facts.te_bindings and not facts.gpus:
         yield Fault(
-            "TE_FSDP_EMULATION beside TransformerEngine's compiled bindings",
+            "TE_FSDP_EMULATION is set although TransformerEngine's compiled bindings are installed",
             "the emulation does not replace an installed extension",
-            "use an environment with te-fsdp[emulation] alone",
+            "use an environment with te-fsdp[emulation] only",
         )
 
 
-def _no_import(facts: Facts) -> Fault:
-    """Why TE's import fails, by what it said; if no better is known, its bindings are suspected."""
+def _no_import(facts: Environment) -> Fault:
+    """Return the reason why TE's import fails, from its error. The default suspect is its bindings."""
     said = str(facts.te_says["error"])
     what = f"TransformerEngine cannot be imported: {said}"
     built, why = "transformer_engine_torch", "there are no modules to train"
     if facts.te_bindings and ("libcuda.so" in said or "no NVIDIA driver" in said):
         return Fault(
             what,
-            "its compiled part runs on GPUs alone; only installing it needs none",
-            "run it where a driver is (in Docker: --gpus all); here, an environment with te-fsdp[emulation] alone",
+            "its compiled package runs on GPUs only, although it can be installed without one",
+            "run it on a machine with a driver (in Docker: --gpus all); here, use an environment with "
+            "te-fsdp[emulation] only",
         )
     if "undefined symbol" in said:
         of_flash = "flash_attn" in said
         built = "flash-attn" if of_flash else built
         whose = "flash-attn's kernels" if of_flash else "its bindings"
-        why = f"{whose} were compiled against another torch than {facts.torch}"
+        why = f"{whose} were compiled against a torch other than {facts.torch}"
     elif "signal" in said:
-        why = "it aborts the process that imports it: mixed libraries, most often"
+        why = "it aborts the importing process, most often because of mixed library versions"
     cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps " + built
     return Fault(what, why, cure if facts.te_bindings else "pip install 'te-fsdp[emulation]'")
 
 
-def _cudnn(facts: Facts) -> Iterator[Fault]:
-    """Another cuDNN that the loader finds for TE's parts while torch has loaded its own."""
+def _cudnn(facts: Environment) -> Iterator[Fault]:
+    """Yield a problem if the loader finds a different cuDNN for TE than the one that torch has loaded."""
     first = facts.variables.get("LD_LIBRARY_PATH", "").split(":")[0]
     own = os.path.join(facts.cudnn_home or "", "lib")
-    # 9.14.0 of libcudnn.so.9.14.0; the loader's link ends in 9 alone and was resolved before.
+    # libcudnn.so.9.14.0 -> 9.14.0. The link libcudnn.so.9 was resolved before.
     releases = {path: PurePath(path).name.removeprefix("libcudnn.so.") for path in facts.cudnn_files}
     others = [path for path, release in releases.items() if release != facts.cudnn]
     if facts.cudnn_home and others and os.path.realpath(first) != os.path.realpath(own):
         yield Fault(
             f"two versions of cuDNN: torch's {facts.cudnn} in {own}, and {', '.join(others)}",
-            "TransformerEngine loads cuDNN by name and may mix the two (CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
+            "TransformerEngine loads cuDNN by name and may mix the two "
+            "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
             f"export CUDNN_HOME={facts.cudnn_home} LD_LIBRARY_PATH={own}:$LD_LIBRARY_PATH",
         )
 
 
-def _unused_attention(facts: Facts) -> Iterator[Fault]:
-    """FlashAttention that is installed for nothing."""
+def _unused_attention(facts: Environment) -> Iterator[Fault]:
+    """Yield a problem for each installed FlashAttention that TE does not use."""
     taken = facts.te_says.get("attention", {}).get("taken", {})
     for name, version in facts.flash_attention.items():
         if facts.gpus and not taken.get(name.replace("_", "-"), True):
             yield Fault(
-                f"TransformerEngine does not take {name} {version}",
-                "attention runs without it: its version is not one that this TransformerEngine knows",
+                f"TransformerEngine does not use {name} {version}",
+                "attention runs without it, because this TransformerEngine does not support its version",
                 "pip install --no-build-isolation 'te-fsdp[flash]'",
                 breaks=False,
             )

@@ -1,4 +1,4 @@
-"""The commands ``te-fsdp plan``, which plans a job, and ``te-fsdp report``, which shows a saved plan."""
+"""The commands ``te-fsdp plan`` and ``te-fsdp report``."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from te_fsdp.precision import MixedPrecisionPolicy
 _Dtype = Literal["model", "float32", "bfloat16", "float16"]
 _ARCHITECTURE = "9.0"
 _Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
-#: Axes of which a search tries one size alone, where it is given.
+#: Axes that a search fixes if their sizes are given.
 _FIXED = ("dp_replicate", "dp_shard", "ep", "tp")
 
 
 @dataclass(frozen=True)
 class _Mesh:
-    """Where the job runs."""
+    """Mesh of the job."""
 
-    gpus: Annotated[int | None, arg(help="GPUs of the job; dp_shard takes what the other axes leave.")] = None
+    gpus: Annotated[int | None, arg(help="GPUs of the job. dp_shard is inferred from the other axes.")] = None
     dp_replicate: int = 1
-    dp_shard: Annotated[int, arg(help="-1: what is left of --gpus.")] = -1
+    dp_shard: Annotated[int, arg(help="-1: inferred from --gpus and the other axes.")] = -1
     cp: int = 1
     ep: int = 1
     tp: int = 1
     arch: Annotated[
         Literal["9.0", "10.0"] | None, arg(help="Hopper or Blackwell; default: this machine's GPU, else 9.0.")
     ] = None
-    memory: Annotated[str, arg(help="Of a GPU, with its unit, such as 80GiB or 141GB.")] = "80GiB"
+    memory: Annotated[str, arg(help="Memory of a GPU with its unit, such as 80GiB or 141GB.")] = "80GiB"
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of all axes; ``PlacementError``: their product is not the number of GPUs."""
+        """Return the sizes of all axes; raise PlacementError if their product is not the number of GPUs."""
         if self.gpus is not None and self.gpus < 1:
             raise PlacementError("plan: gpus", expected="1 or more", got=self.gpus)
         others = Sizes(self.dp_replicate, 1, self.cp, self.ep, self.tp).ranks
@@ -51,43 +51,45 @@ class _Mesh:
         if self.gpus is not None and sizes.ranks != self.gpus:
             raise PlacementError(
                 "plan: sizes of the mesh",
-                expected=f"a product of --gpus {self.gpus}",
+                expected=f"sizes whose product is --gpus {self.gpus}",
                 got=str(sizes),
-                fix="sizes that divide it; --dp-shard -1, the default, takes what the others leave",
+                fix="choose sizes that divide it; --dp-shard -1 (default) is inferred from the other axes",
             )
         return sizes
 
 
 @dataclass(frozen=True)
 class _Work:
-    """How the model is sharded and trained."""
+    """Sharding and training options."""
 
     recipe: Annotated[
         Literal["none", "delayed", "current", "block", "mxfp8", "nvfp4"],
-        arg(help="What products are computed in (te.autocast); none: bf16."),
+        arg(help="Recipe of the GEMMs (te.autocast); none: bf16."),
     ] = "none"
-    quantized_weights: Annotated[bool, arg(help="Weights are quantized too (te.quantized_model_init).")] = (
+    quantized_weights: Annotated[bool, arg(help="Quantize weights as well (te.quantized_model_init).")] = (
         False
     )
     strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
     outer_strategy: Literal["no_shard", "optim"] = "no_shard"
     units: Annotated[
-        tuple[str, ...], arg(help="Names of units, such as 'layers.*'; default: layers and head.")
+        tuple[str, ...], arg(help="Names of FSDP2 units, such as 'layers.*'. Default: layers and head.")
     ] = ()
-    main_params: Annotated[_Dtype | None, arg(help="main_params_dtype of a precision policy.")] = None
-    main_grads: Annotated[_Dtype | None, arg(help="main_grads_dtype of a precision policy.")] = None
-    grad_comm: Annotated[_Dtype | None, arg(help="grad_comm_dtype of a precision policy.")] = None
+    main_params: Annotated[_Dtype | None, arg(help="main_params_dtype of the precision policy.")] = None
+    main_grads: Annotated[_Dtype | None, arg(help="main_grads_dtype of the precision policy.")] = None
+    grad_comm: Annotated[_Dtype | None, arg(help="grad_comm_dtype of the precision policy.")] = None
     optimizer: Literal["adamw", "fused-adam", "sgd"] = "adamw"
-    sequence: Annotated[int, arg(help="Tokens of a sequence.")] = 4096
-    batch: Annotated[int, arg(help="Sequences of a microbatch on each data-parallel rank.")] = 1
-    microbatches: Annotated[int, arg(help="Backwards of an optimizer step.")] = 1
-    recompute: Annotated[bool, arg(help="Run each unit's forward again in backward.")] = False
-    no_sequence_parallel: Annotated[bool, arg(help="tp without sequence parallelism.")] = False
-    vocabulary: Annotated[int | None, arg(help="Logits of a token; of a Hugging Face model its own.")] = None
+    sequence: Annotated[int, arg(help="Tokens per sequence.")] = 4096
+    batch: Annotated[int, arg(help="Sequences per microbatch and data-parallel rank.")] = 1
+    microbatches: Annotated[int, arg(help="Backward passes per optimizer step.")] = 1
+    recompute: Annotated[bool, arg(help="Recompute each unit in backward.")] = False
+    no_sequence_parallel: Annotated[bool, arg(help="Disable sequence parallelism over tp.")] = False
+    vocabulary: Annotated[
+        int | None, arg(help="Logits per token. Default: vocabulary of a Hugging Face model.")
+    ] = None
     experts_per_token: int | None = None
 
     def job(self, model: str) -> Job:
-        """The job of a model."""
+        """Return the job of a model with these options."""
         policy, default = None, MixedPrecisionPolicy()
         if self.main_params or self.main_grads or self.grad_comm:
             policy = MixedPrecisionPolicy(
@@ -107,24 +109,24 @@ class _Work:
 
 @dataclass(frozen=True)
 class _Speeds:
-    """What the machine reaches; with --tflops a step's time is estimated."""
+    """Achieved speeds of the machine. --tflops enables the estimate of a step's time."""
 
     tflops: Annotated[
-        float | None, arg(help="Of products, in the recipe's format, as one step reaches it.")
+        float | None, arg(help="TFLOP/s of GEMMs in the recipe's format, as achieved in a step.")
     ] = None
-    attention_tflops: Annotated[float | None, arg(help="Of attention; default: as products.")] = None
-    within: Annotated[float, arg(help="GB/s that a GPU receives over links of its node.")] = Machine.within
-    between: Annotated[float, arg(help="GB/s between nodes.")] = Machine.between
+    attention_tflops: Annotated[float | None, arg(help="TFLOP/s of attention. Default: as GEMMs.")] = None
+    within: Annotated[float, arg(help="GB/s that a GPU receives within its node.")] = Machine.within
+    between: Annotated[float, arg(help="GB/s that a GPU receives between nodes.")] = Machine.between
     memory_bandwidth: Annotated[float, arg(help="GB/s of a GPU's memory.")] = Machine.memory
-    contention: Annotated[float, arg(help="Share of hidden messages' time that computation loses.")] = (
-        Machine.contention
-    )
-    host_ms: Annotated[float, arg(help="Milliseconds in which the host issues a step, as measured.")] = (
+    contention: Annotated[
+        float, arg(help="Fraction of overlapped communication time that computation loses.")
+    ] = Machine.contention
+    host_ms: Annotated[float, arg(help="Measured milliseconds in which the host issues a step.")] = (
         Machine.host
     )
 
     def machine(self, node: int) -> Machine | None:
-        """These speeds, if there are any. ``node``: GPUs of one."""
+        """Return the machine with ``node`` GPUs per node, or ``None`` without --tflops."""
         if self.tflops is None:
             return None
         links = self.within, self.between, self.memory_bandwidth
@@ -138,23 +140,21 @@ def show_plan(
     work: Annotated[_Work, arg(name="")] = _Work(),
     speeds: Annotated[_Speeds, arg(name="")] = _Speeds(),
     *,
-    search: Annotated[
-        bool, arg(help="Try all meshes of --gpus, or those with the sizes that are given.")
-    ] = False,
-    node: Annotated[int, arg(help="GPUs of a node, for --search and --tflops.")] = 8,
+    search: Annotated[bool, arg(help="Try all meshes of --gpus with the given sizes.")] = False,
+    node: Annotated[int, arg(help="GPUs per node, for --search and --tflops.")] = 8,
     as_json: _Json = False,
 ) -> int:
-    """What each rank of a job will hold and send, on one CPU and without the job's GPUs.
+    """Estimate memory and communication of each rank of a job, on one CPU without the job's GPUs.
 
-    The model is a folder with Hugging Face's config.json, that file, or module:function, a function that takes
-    te_fsdp.Meshes, or nothing, and returns the model on meta.
+    The model is a Hugging Face config.json, a folder with one, or module:function. The function takes
+    te_fsdp.Meshes or nothing, and returns the model on the meta device.
     """
     job, limit, machine = work.job(model), _memory(mesh.memory), speeds.machine(node)
     if search and mesh.gpus is None:
-        raise PlacementError("plan --search", expected="--gpus", fix="say how many GPUs there are")
+        raise PlacementError("plan --search", expected="--gpus", fix="add --gpus with the number of GPUs")
     if machine is None and speeds != _Speeds():
         why = "They would have no effect"
-        raise PlacementError("plan: speeds of the machine", expected="--tflops too", why=why)
+        raise PlacementError("plan: speeds of the machine", expected="--tflops", why=why)
     sizes = mesh.sizes if not search else Sizes()
     _find_te(mesh.arch)
     if search and mesh.gpus is not None:
@@ -188,24 +188,24 @@ def _memory(text: str) -> int:
 
 
 def _dtype(word: str | None, absent: torch.dtype | None) -> torch.dtype | None:
-    """What a word of the command line stands for; ``absent`` if it was not given."""
+    """Return the dtype of a command line value; ``absent`` if it was not given, ``None`` for "model"."""
     if word is None:
         return absent
     return None if word == "model" else getattr(torch, word)
 
 
 def _find_te(arch: str | None) -> None:
-    """Use the machine's TransformerEngine where there is a GPU, else the emulated one, of an architecture."""
+    """Select TransformerEngine on a machine with a GPU, else its emulation of the given architecture."""
     if torch.cuda.is_available():
         here = "{}.{}".format(*torch.cuda.get_device_capability())
         if arch not in (None, here):
             raise PlacementError(
-                f"plan: arch {arch}", expected=here, why="TransformerEngine asks this machine's GPU"
+                f"plan: arch {arch}", expected=here, why="TransformerEngine queries this machine's GPU"
             )
         return
     import te_fsdp.emulation
 
-    # A model on meta overlaps nothing, so that this variable need not be set.
+    # A meta model runs no kernels, so this variable does not matter.
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
     if te_fsdp.emulation.active():
         te_fsdp.emulation.switch_arch(arch or _ARCHITECTURE)
@@ -221,7 +221,7 @@ def _gib(size: float) -> str:
 
 
 def _show(found: Plan, limit: int | None) -> None:
-    """A plan as tables; one from a file, which has no limit, parameter by parameter."""
+    """Print a plan as tables. A plan from a file has no memory limit and is printed with its parameters."""
     job, sizes = found.job, found.sizes
     print_lines(
         [f"{job['model']}: {found.parameters / 1e9:.2f} billion parameters on {sizes.ranks} ranks, {sizes}"]
@@ -230,9 +230,9 @@ def _show(found: Plan, limit: int | None) -> None:
         print_lines([str(found.report)])
     rank = {
         **found.held,
-        "between two steps": found.held_bytes,
+        "between steps": found.held_bytes,
         "gradients, reduced": found.gradients,
-        "the largest unit, gathered": found.largest_unit,
+        "largest unsharded unit": found.largest_unit,
         "activations": found.activations,
     }
     peak = {**found.peak.parts, "peak": found.peak.bytes}
@@ -251,10 +251,10 @@ def _show(found: Plan, limit: int | None) -> None:
 
 
 def _show_step(step: StepTime, found: Plan) -> None:
-    """An estimate of a step as a table."""
-    rows = [("products and attention", step.compute), ("optimizer", step.optimizer)]
+    """Print the estimated time of a step."""
+    rows = [("GEMMs and attention", step.compute), ("optimizer", step.optimizer)]
     rows += [(f"waiting for {axis}", seconds) for axis, seconds in step.exposed.items()]
-    rows += [("lost to hidden messages", step.contended)]
+    rows += [("slowdown by overlapped communication", step.contended)]
     rows += [("waiting for the host", step.waits)] if step.host else []
     rows += [("a step", step.seconds)]
     cells = [(words, f"{1e3 * seconds:.1f}") for words, seconds in rows]
@@ -269,34 +269,35 @@ def _show_step(step: StepTime, found: Plan) -> None:
 def _show_search(
     found: list[Candidate], gpus: int, limit: int, node: int, machine: Machine | None, as_json: bool
 ) -> int:
-    """All meshes of so many GPUs, as a table or as JSON; by time where speeds are given."""
-    if machine is not None:  # those that fit, which stand in front, by time
+    """Print the meshes of a search as a table or as JSON, ordered by time if speeds are given."""
+    if machine is not None:  # those that fit come first, ordered by time
         found = sorted(found, key=lambda one: math.inf if one.reason else _seconds(one, machine) / one.tokens)
     if as_json:
         print_json({"memory": limit, "gpus": gpus, "candidates": [_as_json(one, machine) for one in found]})
     else:
-        numbers = ["peak", "left", "in a node", "between nodes", "tokens", "bytes a token"]
+        numbers = ["peak", "left", "in a node", "between nodes", "tokens", "bytes per token"]
         numbers += [] if machine is None else ["ms"]
         title = f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB"
         rows = [_cells(one, limit, machine) for one in found]
         print_table(title, ("mesh", *numbers, "remark"), rows, right=numbers)
         print_lines(
             [
-                f"bytes a token: (in a node / {LINK_RATIO} + between nodes) / tokens that a GPU works on in a step; a "
-                f"node has {node} GPUs, whose links are taken to be {LINK_RATIO} times as fast as those between nodes"
+                f"bytes per token: (in a node / {LINK_RATIO} + between nodes) / tokens per GPU and step; a "
+                f"node has {node} GPUs, with links assumed to be {LINK_RATIO} times as fast as those "
+                "between nodes"
             ]
         )
     return 0 if any(not one.reason for one in found) else 1
 
 
 def _seconds(one: Candidate, machine: Machine) -> float:
-    """How long a step of a candidate takes."""
+    """Return the estimated seconds per step on a candidate mesh."""
     assert one.plan is not None
     return one.plan.time(machine).seconds
 
 
 def _cells(one: Candidate, limit: int, machine: Machine | None) -> tuple[str, ...]:
-    """The columns of a candidate."""
+    """Return the table cells of a candidate."""
     if one.plan is None:
         return (str(one.sizes), *[""] * (6 if machine is None else 7), one.reason)
     peak = one.plan.peak.bytes

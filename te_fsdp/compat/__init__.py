@@ -1,1 +1,1 @@
-"""Bridges for training scripts that were written for other libraries; each is imported by its own name."""
+"""Bridges for training scripts written for other libraries. Import each one by its own name."""

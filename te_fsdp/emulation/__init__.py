@@ -5,11 +5,10 @@
     import transformer_engine.pytorch as te
     te.Linear(64, 64, device="cpu")(x)
 
-Importing this package changes nothing; :func:`install` does. It provides ``transformer_engine_torch`` in
-PyTorch, prepares TransformerEngine's modules as they are imported, and changes two methods of
-``torch.Tensor`` for callers inside TransformerEngine. Values follow the real kernels (quantization formats
-bit for bit, products and norms up to the order of summation); speed, memory and overlap mean nothing here.
-The package uses nothing of the rest of te_fsdp.
+Importing this package changes nothing; :func:`install` does. It provides ``transformer_engine_torch`` in PyTorch,
+prepares TransformerEngine's modules as they are imported, and changes two methods of ``torch.Tensor`` for callers
+inside TransformerEngine. Values follow the real kernels (quantization formats bit for bit, products and norms up to
+the order of summation); speed, memory and overlap mean nothing here. The package uses nothing of the rest of te_fsdp.
 """
 
 from __future__ import annotations
@@ -24,23 +23,21 @@ from te_fsdp.emulation._errors import EmulationError
 
 _logger = logging.getLogger("te_fsdp")
 
-#: Environment variable with the architecture to emulate, read by :func:`install_from_env` and the pytest
-#: plugin.
+#: Environment variable with the architecture to emulate, read by :func:`install_from_env` and the pytest plugin.
 ENVIRONMENT_VARIABLE = "TE_FSDP_EMULATION"
 DEFAULT_ARCH = "10.0"
 _EXTENSION = "transformer_engine_torch"
-#: torch.compile is off in TransformerEngine (pytorch/jit.py:40), and so are the attention backends that need
-#: kernels.
+#: torch.compile is off in TransformerEngine (pytorch/jit.py:40), and so are the attention backends that need kernels.
 _ENVIRONMENT = {"NVTE_TORCH_COMPILE": "0", "NVTE_FLASH_ATTN": "0", "NVTE_FUSED_ATTN": "0"}
 
 
 def active() -> bool:
-    """Whether the emulation is installed in this process."""
+    """Return whether the emulation is installed in this process."""
     return _state.arch_name() is not None
 
 
 def arch() -> tuple[int, int]:
-    """Compute capability that TransformerEngine is told, such as ``(10, 0)``.
+    """Return the compute capability that TransformerEngine gets, such as ``(10, 0)``.
 
     Raises:
         EmulationError: the emulation is not installed.
@@ -68,24 +65,24 @@ def install(arch: str = DEFAULT_ARCH, *, force: bool = False) -> None:
     """Make ``import transformer_engine.pytorch`` give stock TransformerEngine on the CPU, in this process.
 
     Args:
-        arch: pretended architecture, "9.0" (Hopper) or "10.0" (Blackwell). MXFP8 and NVFP4 exist on "10.0"
-            only, and the layout of float8 tensors differs, so test on both.
+        arch: emulated architecture, "9.0" (Hopper) or "10.0" (Blackwell). MXFP8 and NVFP4 exist on "10.0" only, and
+            the layout of float8 tensors differs, so test on both.
         force: install although CUDA is available or the real extension is installed. Never over an imported
             TransformerEngine.
 
     Calling it again with the same ``arch`` does nothing.
 
     Raises:
-        EmulationError: unknown architecture; another one is installed; TransformerEngine is already imported,
-            or its real extension is loaded; CUDA is available or the real extension importable (without
-            ``force``); TransformerEngine is not installed.
+        EmulationError: unknown architecture; another one is installed; TransformerEngine is already imported, or its
+            real extension is loaded; CUDA is available or the real extension importable (without ``force``);
+            TransformerEngine is not installed.
     """
     if arch not in _state.ARCHITECTURES:
         raise EmulationError(f"unknown architecture {arch!r}: expected one of {sorted(_state.ARCHITECTURES)}")
     if active():
         if _state.arch_name() != arch:
             raise EmulationError(
-                f"the emulation is installed for architecture {_state.arch_name()}, asked for {arch}: one "
+                f"the emulation is installed for architecture {_state.arch_name()}, got {arch}. One "
                 "process has one architecture (tests may use te_fsdp.emulation.switch_arch)"
             )
         return
@@ -114,8 +111,7 @@ def install_from_env(default: str | None = None) -> bool:
     """Install for the architecture in ``TE_FSDP_EMULATION`` (or ``default`` when it is unset).
 
     Returns:
-        Whether the emulation is active afterwards. An unset or empty variable without a default changes
-        nothing.
+        Whether the emulation is active afterwards. An unset or empty variable without a default changes nothing.
 
     Raises:
         EmulationError: as :func:`install`.
@@ -127,11 +123,10 @@ def install_from_env(default: str | None = None) -> bool:
 
 
 def switch_arch(arch: str) -> None:
-    """Pretend another architecture from now on; for tests that run the same body on both in one process.
+    """Switch to a different architecture, for tests that run on both in one process.
 
-    Clears what TransformerEngine remembers about its device: cached functions, support flags, the state of
-    its global FP8 manager. Quantized tensors and modules made before belong to the old architecture and must
-    not be used any more.
+    Clears TransformerEngine's cached device properties: cached functions, support flags, the state of its global FP8
+    manager. Quantized tensors and modules made before belong to the old architecture and must not be used any more.
 
     Raises:
         EmulationError: the emulation is not installed, the architecture is unknown, or TransformerEngine is

@@ -1,7 +1,7 @@
 """Run a program with TransformerEngine emulated.
 
-``python -m te_fsdp.emulation [--arch A] script.py ...``, or ``... -m module ...``. Under torchrun:
-``torchrun --nproc-per-node 2 -m te_fsdp.emulation --arch 10.0 script.py ...``.
+``python -m te_fsdp.emulation [--arch A] script.py ...``, or ``... -m module ...``. Under torchrun: ``torchrun
+--nproc-per-node 2 -m te_fsdp.emulation --arch 10.0 script.py ...``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
         emulation.install(options.arch)
     except emulation.EmulationError as error:
         raise SystemExit(f"te_fsdp.emulation: {error}") from error
-    # Programs that ask the environment (and processes that they start) find the same architecture.
+    # Programs that read the environment (and processes that they start) find the same architecture.
     os.environ[emulation.ENVIRONMENT_VARIABLE] = options.arch
     sys.argv = [options.program, *options.arguments]
     if options.module:
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if not os.path.exists(options.program):
         raise SystemExit(f"te_fsdp.emulation: no such file: {options.program}")
-    # What `python script.py` does: the script's own folder comes first.
+    # As `python script.py` does, put the script's own folder first.
     sys.path.insert(0, os.path.dirname(os.path.abspath(options.program)))
     runpy.run_path(options.program, run_name="__main__")
 

@@ -1,13 +1,12 @@
-"""The one exception type of the emulation backend."""
+"""Exception type of the emulation."""
 
 from __future__ import annotations
 
 
 class EmulationError(RuntimeError):
-    """Something that the emulation refuses: a wrong order of installation, an operand no kernel takes.
+    """Raised for unsupported use: a wrong order of installation, or an operand that no kernel supports.
 
-    Calls of extension functions that are not emulated raise ``NotImplementedError`` with the function's name
-    instead.
+    Calls of extension functions that are not emulated raise ``NotImplementedError`` with the function's name instead.
     """
 
 

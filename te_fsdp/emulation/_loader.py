@@ -1,7 +1,7 @@
 """Import hook: TransformerEngine's own modules execute unchanged, and are prepared right afterwards.
 
-Only modules under ``transformer_engine.`` are touched. For each the hook does, in this order: execute the
-stock source; replace its global name ``torch`` by the proxy (framework modules only); apply the entries of
+Only modules under ``transformer_engine.`` are touched. For each the hook does, in this order: execute the stock
+source; replace its global name ``torch`` by the proxy (framework modules only); apply the entries of
 ``_patches.PATCHES`` for it. Preparing a module before any other module imports from it matters, since
 TransformerEngine copies names between modules.
 """
@@ -27,11 +27,10 @@ _FRAMEWORK_PREFIXES = ("transformer_engine.pytorch", "transformer_engine.debug")
 
 @contextlib.contextmanager
 def _without_libraries() -> Iterator[None]:
-    """Lets ``transformer_engine.common`` execute without loading CUDA libraries.
+    """Let ``transformer_engine.common`` execute without loading CUDA libraries.
 
-    The module skips that when ``NVTE_PROJECT_BUILDING`` is set and no release is built
-    (``common/__init__.py:488``); it reads both variables only while it is imported, so they are put back
-    right after.
+    The module skips that when ``NVTE_PROJECT_BUILDING`` is set and no release is built (``common/__init__.py:488``);
+    it reads both variables only while it is imported, so they are put back right after.
     """
     saved = {name: os.environ.get(name) for name in ("NVTE_PROJECT_BUILDING", "NVTE_RELEASE_BUILD")}
     os.environ["NVTE_PROJECT_BUILDING"] = "1"
@@ -54,14 +53,13 @@ class _Loader(importlib.abc.Loader):
         self.proxy = proxy
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        """Module creation is left to the stock loader."""
+        """Leave module creation to the stock loader."""
         return self.stock.create_module(spec)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Execute the stock source, then prepare the module."""
         name = module.__name__
-        # The module must look as if the stock loader had loaded it (inspect and linecache ask for its
-        # source).
+        # The module must look as if the stock loader had loaded it (inspect and linecache read its source).
         module.__loader__ = self.stock
         if module.__spec__ is not None:
             module.__spec__.loader = self.stock
@@ -81,7 +79,7 @@ class Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Spec of a TransformerEngine module; ``None`` (not ours) for every other name."""
+        """Return the spec of a TransformerEngine module; ``None`` for every other name."""
         if not fullname.startswith("transformer_engine."):
             return None
         if _triton_stubs.is_stubbed(fullname):

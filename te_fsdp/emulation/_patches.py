@@ -1,7 +1,7 @@
-"""What has to be changed in TransformerEngine's modules beside the extension, and in torch itself.
+"""Patches of TransformerEngine's modules and of torch, in addition to the extension.
 
-Every entry names the place of TransformerEngine 2.20.2 that forces it, holds for a stated version range, and
-is refused when what it replaces is not there: a new TransformerEngine must not lose a patch silently.
+Every entry names the place of TransformerEngine 2.20.2 that forces it, holds for a stated version range, and is
+refused when what it replaces is not there: a new TransformerEngine must not lose a patch silently.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _cpu_rng(module: types.ModuleType) -> None:
 
 
 def _dequantize_in_place(class_name: str, columnwise: bool) -> Callable[[types.ModuleType], None]:
-    """Makes a dequantizing autograd function work in place instead of moving the tensor to a GPU first."""
+    """Let a dequantizing autograd function work in place instead of moving the tensor to a GPU."""
 
     def change(module: types.ModuleType) -> None:
         def forward(ctx: Any, tensor: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -96,11 +96,11 @@ def _dequantize_in_place(class_name: str, columnwise: bool) -> Callable[[types.M
 
 
 class _Splits(torch.Tensor):
-    """Token counts that lie on the pretended GPU."""
+    """Token counts on the emulated GPU."""
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Where the module believes them to be."""
+        """Return the emulated GPU."""
         return torch.device("cuda")
 
 
@@ -118,13 +118,13 @@ def _splits_on_device(module: types.ModuleType) -> None:
 
 
 class _Once:
-    """A message of gloo, which may be waited for once, as one of NCCL: any number of times."""
+    """A gloo message that, like NCCL's, can be waited for repeatedly (gloo allows only one wait)."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
 
     def wait(self) -> None:
-        """Until it has come or gone."""
+        """Wait for the message, any number of times."""
         work, self._work = self._work, None
         if work is not None:
             work.wait()
@@ -200,7 +200,7 @@ PATCHES: list[Patch] = [
         "transformer_engine.pytorch.quantized_tensor",
         ("QuantizedTensor.__new__",),
         _ALL,
-        "pytorch/quantized_tensor.py:735 takes the current GPU unless told; tensor/hybrid_tensor.py:226 does not tell",
+        "pytorch/quantized_tensor.py:735 uses the current GPU by default; tensor/hybrid_tensor.py:226 relies on it",
         _tensors_on_cpu,
     ),
     Patch(
@@ -235,7 +235,7 @@ PATCHES: list[Patch] = [
 
 
 def te_version() -> Version:
-    """(major, minor) of the installed TransformerEngine.
+    """Return (major, minor) of the installed TransformerEngine.
 
     Raises:
         EmulationError: it is not installed, or its version is unreadable.
@@ -284,7 +284,7 @@ def apply(module: types.ModuleType) -> None:
 
 
 def forget_device() -> None:
-    """Clear what TransformerEngine's imported modules remember about the device, and its global FP8 state.
+    """Clear cached device properties in TransformerEngine's modules, and its global FP8 state.
 
     Raises:
         EmulationError: TransformerEngine is inside an FP8 context, whose quantizers belong to the old device.
@@ -318,7 +318,7 @@ _STOCK_TO = torch._C.TensorBase.to
 
 def _is_cuda(self: torch.Tensor) -> bool:
     frame = sys._getframe(1)
-    # TransformerEngine's tensor classes forward the question; the one who asked them decides.
+    # TransformerEngine's tensor classes forward the attribute, so their caller decides.
     while frame.f_code.co_name == "is_cuda" and is_te_frame(frame.f_globals.get("__name__")) and frame.f_back:
         frame = frame.f_back
     if is_te_frame(frame.f_globals.get("__name__")):
@@ -342,16 +342,16 @@ _to.__doc__ = _STOCK_TO.__doc__
 
 
 def patch_torch() -> None:
-    """Change two methods of tensors, which cannot be scoped to a module. Both ask who calls.
+    """Patch two tensor methods that cannot be scoped to a module. Both check their caller.
 
     ``Tensor.is_cuda``: ``pytorch/module/base.py:1605`` refuses inputs without it, and the ``data`` setters of
     the tensor classes (``pytorch/tensor/float8_tensor.py:1142``, ``mxfp8_tensor.py:826``,
     ``float8_blockwise_tensor.py:541``, ``nvfp4_tensor.py:934``) decide by it. True for a caller inside
-    TransformerEngine, honest for everyone else.
+    TransformerEngine, the real value for others.
 
     ``Tensor.to``: ``pytorch/module/layernorm_mlp.py:2133`` and
-    ``pytorch/attention/dot_product_attention/utils.py:1964,2188,2223,2292`` move tensors to "cuda". The CPU
-    for a caller inside TransformerEngine, the stock method (and its error) for everyone else.
+    ``pytorch/attention/dot_product_attention/utils.py:1964,2188,2223,2292`` move tensors to "cuda". The CPU for a
+    caller inside TransformerEngine, the stock method (and its error) for other callers.
     """
     torch.Tensor.is_cuda = property(_is_cuda, doc="Is True if the tensor is stored on the GPU.")  # type: ignore[assignment]
     torch.Tensor.to = _to  # type: ignore[assignment]

@@ -1,17 +1,17 @@
-"""The pretended GPU architecture. Process-wide: TransformerEngine asks one device for its capability."""
+"""The emulated GPU architecture. Process-wide: TransformerEngine asks one device for its capability."""
 
 from __future__ import annotations
 
 from te_fsdp.emulation._errors import EmulationError
 
-#: What ``install(arch=...)`` accepts, with the compute capability that TransformerEngine is told.
+#: Values of ``install(arch=...)``, with the compute capability that TransformerEngine gets.
 ARCHITECTURES = {"9.0": (9, 0), "10.0": (10, 0)}
 
 _arch: tuple[int, int] | None = None
 
 
 def arch() -> tuple[int, int]:
-    """Compute capability of the pretended GPU, such as ``(10, 0)``.
+    """Compute capability of the emulated GPU, such as ``(10, 0)``.
 
     Raises:
         EmulationError: no architecture has been set, so the emulation is not installed.
@@ -25,7 +25,7 @@ def arch() -> tuple[int, int]:
 
 
 def set_arch(name: str | None) -> None:
-    """Set the pretended architecture, one of :data:`ARCHITECTURES`; ``None`` forgets it.
+    """Set the emulated architecture, one of :data:`ARCHITECTURES`; ``None`` forgets it.
 
     Raises:
         EmulationError: unknown architecture.
@@ -37,7 +37,7 @@ def set_arch(name: str | None) -> None:
 
 
 def arch_name() -> str | None:
-    """Name of the pretended architecture as given to :func:`set_arch`, or ``None``."""
+    """Return the name of the emulated architecture as given to :func:`set_arch`, or ``None``."""
     return None if _arch is None else f"{_arch[0]}.{_arch[1]}"
 
 

@@ -1,12 +1,12 @@
-"""What TransformerEngine's modules see as ``torch``: the real one, with a pretended GPU that is the CPU.
+"""Proxy of ``torch`` for TransformerEngine's modules, with an emulated GPU that is the CPU.
 
-A proxy replaces the *global name* ``torch`` inside ``transformer_engine.pytorch`` modules only, so user code
-keeps the real torch. Attributes that are not listed here are looked up in the real module at each access, so
-later changes of torch (another default dtype, a test's monkeypatch) are seen. Reasons, TransformerEngine
-2.20.2: it asks for the capability (``pytorch/utils.py:154,743,774,844``), allocates with ``device="cuda"``
-(``pytorch/quantization.py:427``, ``pytorch/optimizers/fused_adam.py:193``,
-``pytorch/cpp_extensions/gemm.py:43,420``, ``pytorch/attention/dot_product_attention/softmax.py:239``) and
-requires ``torch.cuda.is_available()`` (``pytorch/module/base.py:895``).
+A proxy replaces the *global name* ``torch`` inside ``transformer_engine.pytorch`` modules only, so user code keeps the
+real torch. Attributes that are not listed here are read from the real module at each access, so later changes of torch
+(another default dtype, a test's monkeypatch) are seen. Reasons, TransformerEngine 2.20.2: it queries the capability
+(``pytorch/utils.py:154,743,774,844``), allocates with ``device="cuda"`` (``pytorch/quantization.py:427``,
+``pytorch/optimizers/fused_adam.py:193``, ``pytorch/cpp_extensions/gemm.py:43,420``,
+``pytorch/attention/dot_product_attention/softmax.py:239``) and requires ``torch.cuda.is_available()``
+(``pytorch/module/base.py:895``).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import torch
 
 from te_fsdp.emulation import _state
 
-#: Streaming multiprocessors of the pretended GPU: a plausible number, TransformerEngine only sizes launches
-#: with it.
+#: Streaming multiprocessors of the emulated GPU: a plausible number, TransformerEngine only sizes launches with it.
 MULTIPROCESSORS = 132
 
 _FACTORIES = (
@@ -51,7 +50,7 @@ _FACTORIES = (
 
 
 def map_device(device: Any) -> Any:
-    """The CPU for a CUDA device (string, index, ``torch.device``), anything else as it is."""
+    """Return the CPU for a CUDA device (string, index, ``torch.device``), anything else as it is."""
     if isinstance(device, str):
         return "cpu" if device.split(":", 1)[0] == "cuda" else device
     if isinstance(device, torch.device):
@@ -86,7 +85,7 @@ class _DeviceType(type):
 
 
 class _Device(metaclass=_DeviceType):
-    """Stands in for ``torch.device``."""
+    """Replaces ``torch.device``."""
 
 
 class _Autocast(torch.autocast):
@@ -120,16 +119,16 @@ class _Stream:
         self.device = torch.device("cpu")
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because all work is complete."""
 
     wait_stream = wait_event = lambda self, other: None
 
     def record_event(self, event: _Event | None = None) -> _Event:
-        """An event that has happened."""
+        """Return a completed event."""
         return event if event is not None else _Event()
 
     def query(self) -> bool:
-        """All work is done."""
+        """Return ``True``: all work is complete."""
         return True
 
     def __enter__(self) -> _Stream:
@@ -148,14 +147,14 @@ class _Event:
     record = wait = lambda self, stream=None: None
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because all work is complete."""
 
     def query(self) -> bool:
-        """It has happened."""
+        """Return ``True``: the event is complete."""
         return True
 
     def elapsed_time(self, other: _Event) -> float:
-        """Milliseconds between two events; the emulation measures nothing."""
+        """Return 0 milliseconds; the emulation measures nothing."""
         return 0.0
 
 
@@ -227,12 +226,12 @@ class _Done:
     """Handle of collectives that have finished."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing, because all work is complete."""
 
 
 @contextlib.contextmanager
 def _eager_collectives(*args: Any, **kwargs: Any) -> Iterator[_Done]:
-    """Runs each collective of a coalescing block at once, and blocks in it.
+    """Run each collective of a coalescing block immediately and synchronously.
 
     Gloo has no coalescing, and a failed attempt leaves the group recording later collectives without running
     them. The blocks (``pytorch/distributed.py:1177,1438,1622``) issue only synchronous collectives, so the
@@ -242,7 +241,7 @@ def _eager_collectives(*args: Any, **kwargs: Any) -> Iterator[_Done]:
 
 
 def build() -> ForwardingModule:
-    """A new proxy of ``torch``; one per process is enough."""
+    """Create a proxy of ``torch``. One per process is sufficient."""
 
     def autocast_query(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -274,7 +273,7 @@ def _is_autocast_enabled(*args: Any) -> bool:
 
 
 def is_te_frame(name: Any) -> bool:
-    """Whether a frame whose module is called ``name`` belongs to TransformerEngine."""
+    """Return whether a frame whose module is called ``name`` belongs to TransformerEngine."""
     return isinstance(name, str) and name.startswith("transformer_engine.")
 
 

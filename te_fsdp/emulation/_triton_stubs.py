@@ -1,10 +1,9 @@
 """Stand-ins for TransformerEngine's Triton kernels, which a CPU build of torch cannot import.
 
-Whole packages are replaced because their modules import ``triton`` at the top (``pytorch/triton/*.py``),
-while TransformerEngine imports them unconditionally (2.20.2: ``pytorch/distributed.py:33``,
-``pytorch/permutation.py:10``, ``pytorch/cross_entropy.py:12``, ``pytorch/module/grouped_linear.py:67``,
-``pytorch/ops/basic/grouped_linear.py:62``). The two small kernels that the supported modules reach are
-written in torch; any other raises by name.
+Whole packages are replaced because their modules import ``triton`` at the top (``pytorch/triton/*.py``), while
+TransformerEngine imports them unconditionally (2.20.2: ``pytorch/distributed.py:33``, ``pytorch/permutation.py:10``,
+``pytorch/cross_entropy.py:12``, ``pytorch/module/grouped_linear.py:67``, ``pytorch/ops/basic/grouped_linear.py:62``).
+The two small kernels that the supported modules reach are written in torch; any other raises by name.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def pad_columnwise_scale_inv(inp: torch.Tensor) -> torch.Tensor:
 def compute_grouped_dbias(
     dy: torch.Tensor, offsets: torch.Tensor, num_groups: int, dbias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """fp32 (groups, hidden) sums of the rows ``[offsets[g], offsets[g + 1])`` of ``dy`` (tokens, hidden).
+    """Return the fp32 (groups, hidden) sums of the rows ``[offsets[g], offsets[g + 1])`` of ``dy`` (tokens, hidden).
 
     Adds to ``dbias`` when given (``pytorch/triton/grouped_dbias_dscales.py``).
     """
@@ -68,15 +67,15 @@ class _StubModule(types.ModuleType):
 
 class _StubLoader(importlib.abc.Loader):
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """The stub itself."""
+        """Return the stub itself."""
         return _StubModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to execute."""
+        """Do nothing."""
 
 
 def is_stubbed(fullname: str) -> bool:
-    """Whether a module name belongs to TransformerEngine's Triton packages."""
+    """Return whether a module name belongs to TransformerEngine's Triton packages."""
     return fullname in _PACKAGES or fullname.startswith(tuple(package + "." for package in _PACKAGES))
 
 

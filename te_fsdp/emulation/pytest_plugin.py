@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """One line that labels the results as emulated."""
+    """Return a line that labels the results as emulated."""
     if not emulation.active():
         return "TransformerEngine: real (te_fsdp.emulation is off)"
     return f"TransformerEngine: emulated on the CPU, architecture {_state.arch_name()}"

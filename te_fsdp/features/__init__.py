@@ -1,1 +1,1 @@
-"""Parts of training that a model may use. Nothing in the core needs them."""
+"""Optional features of training. The core does not depend on them."""

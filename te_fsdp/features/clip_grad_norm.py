@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-# An axis of a mesh: the global ranks of its process group.
+# Global ranks of the process group of a mesh axis.
 _Axis = tuple[int, ...]
-# torch.nn.utils.clip_grad_norm_ divides by the norm plus this, so that a norm of zero does no harm.
+# torch.nn.utils.clip_grad_norm_ adds this to the norm before dividing, so that a norm of zero is harmless.
 _MARGIN = 1e-6
 # Orders of norms are positive.
 _SMALLEST = math.ulp(0.0)
@@ -52,34 +52,35 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     pp_mesh: DeviceMesh | bool = True,
 ) -> torch.Tensor:
-    """Scale all gradients in place so that their norm, taken over all ranks, is at most ``max_norm``.
+    """Scale all gradients in place so that their norm over all ranks is at most ``max_norm``.
 
-    The value is that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model, all stages of a pipeline included,
-    summed in float32.
+    The value equals that of ``torch.nn.utils.clip_grad_norm_`` on the unsharded model with all pipeline stages,
+    accumulated in fp32.
 
-    Collective: one all-reduce of a few floats per mesh axis that any parameter lives on, and of one over the stages;
-    before that, what an optimizer given to :func:`te_fsdp.shard_optimizer` would average over the outer axis at its
-    step, which then does not do it again. Call it on all ranks, on those of a stage with the same parameters in the
-    same order; a rank may lack gradients or hold empty shards.
+    Collective: one all-reduce of a few floats per mesh axis of the parameters, and one over the pipeline stages. For
+    an optimizer passed to :func:`te_fsdp.shard_optimizer`, the averages over the outer axis are computed first, and
+    its step does not repeat them. Call it on all ranks. Ranks of a stage pass the same parameters in the same order. A
+    rank may have no gradients or empty shards.
 
     Args:
-        parameters: A model, or its parameters: DTensors on any meshes and plain tensors, which count as replicated.
-        max_norm: Largest norm allowed, not negative.
+        parameters: A model, or its parameters: DTensors on any meshes, and plain tensors, which count as replicated.
+        max_norm: Maximum norm, not negative.
         norm_type: Order of the norm, positive; ``math.inf`` for the largest absolute value.
-        error_if_nonfinite: Raise, on all ranks, if the norm is NaN or infinite; otherwise the gradients become what
-            the arithmetic gives, as in torch.
-        pp_mesh: The stages whose gradients count too, a 1-D mesh. ``True``: :attr:`Meshes.pp` of the parameters' model.
-            ``False``: this stage alone. Several stages on a rank are given in one call. What stages share (a tied
-            embedding) counts once for each that has it.
+        error_if_nonfinite: Raise on all ranks if the norm is NaN or infinite. Otherwise gradients are scaled by the
+            nonfinite factor, as in torch.
+        pp_mesh: 1-D mesh of the pipeline stages to include. ``True``: :attr:`Meshes.pp` of the parameters' model.
+            ``False``: this stage only. Pass several stages on one rank in one call. Parameters shared by stages
+                (a tied
+            embedding) count once per stage.
 
     Returns:
-        Norm before clipping: float32 scalar, equal on all ranks, on the gradients' device.
+        Norm before clipping: fp32 scalar, identical on all ranks, on the gradients' device.
 
     Raises:
-        PlacementError: A gradient that still waits for its reduction (``Partial``); arguments out of range.
-        OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, or a backward since an earlier call;
-            parameters that the model has lost.
-        PrecisionError: A non-finite norm, if asked for.
+        PlacementError: A gradient is not reduced yet (``Partial``), or an argument is out of range.
+        OrderError: ``outer_strategy="optim"`` without ``shard_optimizer``, a backward after an earlier call, or
+            parameters that are no longer part of the model.
+        PrecisionError: The norm is not finite and ``error_if_nonfinite`` is set.
     """
     require_flags("clip_grad_norm_", error_if_nonfinite=error_if_nonfinite)
     given = _check_parameter_list(parameters)
@@ -95,7 +96,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradients' norm of order {norm_type}",
             expected="a finite number",
             got=float(total),
-            fix="look for NaN or infinite gradients, or pass error_if_nonfinite=False",
+            fix="find the NaN or infinite gradients (te_fsdp.report_nan), or pass error_if_nonfinite=False",
         )
     factor = torch.clamp(max_norm / (total + _MARGIN), max=1.0)
     gradients = [_torch.local_of(p.grad) for p in chosen if p.grad is not None]
@@ -106,23 +107,24 @@ def clip_grad_norm_(
 
 
 def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | None) -> torch.Tensor:
-    """Norm of all gradients over all ranks, every element counted once: float32, zero without gradients."""
+    """Return the norm of all gradients over all ranks, counting each element once: fp32, zero without gradients."""
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}
     groups: dict[_Axis, dist.ProcessGroup] = {}
     known: dict[tuple[DeviceMesh, ...], tuple[_Axis, ...]] = {}
     for parameter in chosen:
-        # By the parameter and not by its gradient, which a rank may lack: all ranks must meet in the same collectives.
+        # Use the parameter's meshes, not the gradient's, which a rank may lack: all ranks must run the same
+        # collectives.
         meshes = _meshes_of(parameter)
         if meshes not in known:
             known[meshes] = _axes_of(meshes, groups)
         gradients = spread.setdefault(known[meshes], [])
         _check_reduced(parameter)
-        if parameter.grad is not None and _counts(parameter):
+        if parameter.grad is not None and _is_first_replica(parameter):
             gradients.append(_torch.local_of(parameter.grad))
     device = _torch.local_of(chosen[0]).device if chosen else getattr(stages, "device_type", "cpu")
     if not spread and stages is None:
         return torch.zeros((), device=device)
-    # A stage without parameters takes part with a zero.
+    # A stage without parameters contributes zero.
     sums = [_local_sum(gradients, norm_type, device) for gradients in spread.values() or [[]]]
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
@@ -139,7 +141,7 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
 
 
 def _check_parameter_list(given: nn.Module | torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each parameter as the optimizer has it; raises for something else, such as gradients, which have none."""
+    """Return the parameters as the optimizer has them; raise PlacementError for other values, such as gradients."""
     got = type(given).__name__
     if isinstance(given, nn.Module):
         given = given.parameters()
@@ -147,7 +149,7 @@ def _check_parameter_list(given: nn.Module | torch.Tensor | Iterable[torch.Tenso
         given = [given]
     try:
         listed = [shard_of(parameter) for parameter in given]
-    except (AttributeError, TypeError):  # names beside parameters, or no list at all
+    except (AttributeError, TypeError):  # the items are not parameters, or it is not a list
         listed = None
     if (
         listed is None
@@ -168,17 +170,17 @@ def _check_parameter_list(given: nn.Module | torch.Tensor | Iterable[torch.Tenso
     return listed
 
 
-def _stages(parameters: Sequence[torch.Tensor], asked: DeviceMesh | bool) -> DeviceMesh | None:
-    """The stages over which gradients count, also those of a stage that trains nothing; ``None`` without any."""
-    if isinstance(asked, DeviceMesh):
-        return asked
-    require_flags("grad_norm", pp_mesh=asked)
-    states = (sharded_model_of(parameter) for parameter in parameters) if asked else ()
+def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> DeviceMesh | None:
+    """Return the mesh of the pipeline stages to include, even for a stage that trains nothing; ``None`` without one."""
+    if isinstance(stages, DeviceMesh):
+        return stages
+    require_flags("grad_norm", pp_mesh=stages)
+    states = (sharded_model_of(parameter) for parameter in parameters) if stages else ()
     return next((state.meshes.pp for state in states if state is not None), None)
 
 
 def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Each trainable parameter once; raises if gradients wait for their reduction, or come to other parameters."""
+    """Return each trainable parameter once; raise if gradients are unreduced or belong to replaced parameters."""
     for parameter in chosen:
         facts = get_record(parameter)
         if facts is not None and facts.replaced_by and parameter.grad is None:
@@ -186,9 +188,9 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             copied = by == COPIED
             raise OrderError(
                 f"grad_norm: {name or label_of(parameter)}",
-                expected="parameters that the model has now",
-                got=f"a copy, by {by}" if copied else f"one from before {by}, which has replaced it",
-                why="Gradients go to the model's parameters: nothing would be clipped",
+                expected="current parameters of the model",
+                got=f"a copy created by {by}" if copied else f"a parameter that {by} has replaced",
+                why="Only the model's current parameters have gradients, so nothing would be clipped",
                 fix="pass the model, or list model.parameters() after te_fsdp.fully_shard and te_fsdp.materialize",
             )
     states = {id(state): state for state in map(sharded_model_of, chosen) if state is not None}
@@ -200,7 +202,7 @@ def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Each parameter, or what stands for it and its averaged gradient; an expert's stays one."""
+    """Return each parameter, or its main parameter with the averaged gradient."""
     found = averaged_tensors_of(parameters)
     for parameter, main in zip(parameters, found, strict=True):
         facts = get_record(parameter)
@@ -210,14 +212,14 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _meshes_of(parameter: torch.Tensor) -> tuple[DeviceMesh, ...]:
-    """The meshes over which a parameter is spread: its own, axes that copy it included, and ``ep``."""
+    """Return the meshes of a parameter, including replicated axes and ``ep``."""
     facts = get_record(parameter)
     meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
     return meshes if facts is None or facts.ep_mesh is None else (*meshes, facts.ep_mesh)
 
 
 def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:
-    """The axes of meshes that are larger than 1, each once; adds their process groups to ``groups``."""
+    """Return the distinct mesh axes larger than 1. Their process groups are added to ``groups``."""
     axes: list[_Axis] = []
     for mesh in meshes:
         for axis in range(mesh.ndim):
@@ -225,15 +227,15 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
                 group = mesh.get_group(axis)
                 ranks = tuple(dist.get_process_group_ranks(group))
                 groups.setdefault(ranks, group)
-                # The one parameter of all experts lies on ep itself.
+                # The single parameter of all experts is on ep itself.
                 axes += [ranks] if ranks not in axes else []
     return tuple(axes)
 
 
-def _counts(parameter: torch.Tensor) -> bool:
-    """Whether this rank's part of the gradient counts: of several copies the first, so that all ranks get one result.
+def _is_first_replica(parameter: torch.Tensor) -> bool:
+    """Return whether this rank's gradient counts. Only the first replica counts, so that all ranks get one result.
 
-    The copies of a gradient may differ by rounding (see ``lifecycle.py``).
+    Replicas of a gradient may differ by rounding (see ``lifecycle.py``).
     """
     if not isinstance(parameter, DTensor):
         return True
@@ -245,20 +247,20 @@ def _counts(parameter: torch.Tensor) -> bool:
 
 
 def _check_reduced(parameter: torch.Tensor) -> None:
-    """A sum that is not done yet has no norm."""
+    """Check that a gradient is reduced; raise PlacementError otherwise."""
     gradient: Any = parameter.grad
     if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
         raise PlacementError(
             f"grad_norm: gradient of a parameter of shape {tuple(parameter.shape)}",
             expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
             got=f"{tuple(gradient.placements)}",
-            why="The ranks' parts have not been added up",
-            fix="clip after the last backward of the step, when gradients are reduced",
+            why="The terms of the ranks are not summed yet",
+            fix="clip after the last backward of the step, which reduces gradients",
         )
 
 
 def _local_sum(gradients: list[torch.Tensor], norm_type: float, device: torch.device | str) -> torch.Tensor:
-    """This rank's part of the sum of |g| ** norm_type (of the maximum for inf), in float32."""
+    """Return this rank's sum of |g| ** norm_type (the maximum for inf), in fp32."""
     found = _torch.norms(gradients, norm_type)
     if not found:
         return torch.zeros((), device=device)

@@ -1,4 +1,4 @@
-"""What ``graphed_step`` is made of: a device's recordings, what they depend on, what stands in their way."""
+"""Recorder and validity checks of ``graphed_step``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Where the data of a tensor lie: of a quantized one each of its buffers."""
+    """Return the data addresses of a tensor; for a quantized tensor, those of each buffer."""
     local = _torch.local_of(tensor)
     if _te.is_quantized(local):
         return tuple([buffer.data_ptr() for buffer in _te.value_buffers_of(local)])
@@ -36,7 +36,10 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class Snapshot:
-    """What a recording, with the step of ``optimizer`` or without, was made with; taken while weights are sharded."""
+    """State on which a recording depends (with ``optimizer``: including its step).
+
+    Taken while weights are sharded.
+    """
 
     def __init__(self, state: ShardedModel, optimizer: Optimizer | None) -> None:
         self._state, self._optimizer = state, optimizer
@@ -45,10 +48,10 @@ class Snapshot:
         for module, _, _ in self._modules:
             self._watch(module._parameters)
             self._watch(module._buffers)
-            # Delayed scaling's scales and histories, which no buffer of the module holds.
+            # Scales and histories of delayed scaling are not buffers of the module.
             for recipe_state in (_te.delayed_states(module) or {}).values():
                 self._watch(vars(recipe_state))
-        # By parameter and name: the dictionaries in between are made anew when state dicts are taken.
+        # Identify states by parameter and name, because state dicts recreate the dicts in between.
         self._states = [
             (parameter, name, tensor, _addresses(tensor))
             for parameter, kept in (optimizer.state if optimizer is not None else {}).items()
@@ -63,7 +66,7 @@ class Snapshot:
                 self._held.append((owner, key, tensor, _addresses(tensor), tensor.requires_grad))
 
     def changed(self) -> str:
-        """What is no longer as it was, in words; empty if nothing is. Local operation."""
+        """Return a description of the first change since; empty if there is none. Local operation."""
         if any(
             m.training != training or tuple(m._modules.values()) != children
             for m, children, training in self._modules
@@ -71,19 +74,19 @@ class Snapshot:
             return "a module, or a module's training mode"
         for owner, key, tensor, addresses, trained in self._held:
             if owner.get(key) is not tensor or tensor.requires_grad != trained:
-                return f"{key} is another tensor, or frozen otherwise"
+                return f"{key} is a different tensor, or its requires_grad has changed"
             if _addresses(tensor) != addresses:
-                return f"{key} lies elsewhere"
+                return f"{key} has a different address"
         for parameter, name, tensor, addresses in self._states:
             kept = self._optimizer.state.get(parameter, {}).get(name)  # type: ignore[union-attr]
             if kept is not tensor or _addresses(tensor) != addresses:
-                return f"{name} of the optimizer's state is another tensor"
+                return f"{name} of the optimizer's state is a different tensor"
         if self._grouped() != self._groups:
             return "the optimizer's parameters or options"
         return "" if self._set() == self._settings else "a setting of te_fsdp, or hooks of the optimizer"
 
     def _grouped(self) -> list[Any]:
-        """Parameters and options of the optimizer, but for learning rates."""
+        """Return parameters and options of the optimizer, except learning rates."""
         found: list[Any] = []
         for group in self._optimizer.param_groups if self._optimizer is not None else ():
             found.append([id(parameter) for parameter in group["params"]])
@@ -105,14 +108,14 @@ class Snapshot:
 
 
 class LearningRates:
-    """Learning rates as tensors on the device, which a recorded step reads; groups keep what they have been given."""
+    """Learning rates as device tensors that a recorded step reads. Groups keep their own values."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device) -> None:
         self._optimizer, self._device = optimizer, device
         self._rates: list[tuple[torch.Tensor, Any]] = []
 
     def take(self) -> None:
-        """Bring the rates that the groups have now. Local operation; enqueues a kernel for each that has changed."""
+        """Copy the groups' current rates. Local operation that enqueues one kernel per changed rate."""
         groups = self._optimizer.param_groups
         for place, group in enumerate(groups):
             value = group["lr"]
@@ -128,7 +131,7 @@ class LearningRates:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within the context the groups have these tensors."""
+        """Set these tensors in the groups, for the duration of a context."""
         groups = self._optimizer.param_groups
         kept = [group["lr"] for group in groups]
         for group, (rate, _) in zip(groups, self._rates, strict=True):
@@ -143,29 +146,31 @@ class LearningRates:
 # -------------------------------------------------------------------------------------------------------------- reasons
 
 
-def why_not(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
-    """Why a step cannot be recorded at all; empty if nothing is known against it. Local operation."""
+def reason_not_recordable(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
+    """Return why a step cannot be recorded at all; empty if no reason is known. Local operation."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
-        return "an input requires a gradient, which a recording does not hand back"
+        return "an input requires a gradient, which a recording does not return"
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None and main_parameters.cuts:
-        why = why_step_runs_eagerly(optimizer)
+        why = reason_for_eager_step(optimizer)
         if why:
-            return f"gradients that are averaged in the optimizer's step, which runs eagerly: {why}"
+            return f"gradients are averaged in the optimizer's step, which runs eagerly: {why}"
     return ""
 
 
-def why_step_runs_eagerly(optimizer: Optimizer) -> str:
-    """Why the step of an optimizer cannot be recorded; empty if nothing is known against it. Local operation."""
+def reason_for_eager_step(optimizer: Optimizer) -> str:
+    """Return why the optimizer's step cannot be recorded; empty if no reason is known. Local operation."""
     name = type(optimizer).__name__
-    # Ours are written to be recorded.
+    # te_fsdp's own hooks support recording.
     foreign = [
         hook
         for hook in _torch.step_hooks(optimizer)
         if not str(getattr(hook, "__module__", "")).startswith("te_fsdp.")
     ]
     if foreign:
-        return f"{name} has a hook that a recording would not call ({getattr(foreign[0], '__name__', foreign[0])})"
+        return (
+            f"{name} has a hook that a replay would not call ({getattr(foreign[0], '__name__', foreign[0])})"
+        )
     if _te.is_fused_adam(optimizer):
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
@@ -180,18 +185,21 @@ def why_step_runs_eagerly(optimizer: Optimizer) -> str:
         return ""
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
-        return _why_sgd_runs_eagerly(optimizer)
+        return _reason_for_eager_sgd(optimizer)
     if not all("capturable" in group for group in groups):
         return f"{name} has no option capturable"
     return "" if all(group["capturable"] for group in groups) else f"{name} was built without capturable=True"
 
 
-def _why_sgd_runs_eagerly(optimizer: torch.optim.SGD) -> str:
-    """Its fused form alone reads the learning rate on the device, through an operator that DTensor may not know."""
+def _reason_for_eager_sgd(optimizer: torch.optim.SGD) -> str:
+    """Return why SGD runs eagerly.
+
+    Only its fused form reads the learning rate on the device, if DTensor supports it.
+    """
     sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    if sharded and not _torch.has_rule("_fused_sgd_.tensor_lr"):
+    if sharded and not _torch.dtensor_supports("_fused_sgd_.tensor_lr"):
         return (
-            "SGD reads its learning rate on the host, and this torch has no fused SGD of sharded parameters"
+            "SGD reads its learning rate on the host, and this torch has no fused SGD for sharded parameters"
         )
     if all(group.get("fused") for group in optimizer.param_groups):
         return ""
@@ -202,11 +210,11 @@ def _why_sgd_runs_eagerly(optimizer: torch.optim.SGD) -> str:
 
 
 class CudaRecorder:
-    """Records into CUDA graphs that share one pool of memory: they must be replayed one after the other.
+    """Records CUDA graphs that share one memory pool. They must be replayed one after the other.
 
-    Everything runs on one stream of its own, eager steps too: autograd's nodes that add up gradients remember the
-    stream on which they were made, and a capture that meets another stream fails. ``generators`` are those besides the
-    device's own and TransformerEngine's. Tests on the CPU bring a recorder of their own.
+    All steps run on its own stream, including eager ones. Autograd nodes that accumulate gradients store the stream on
+    which they were created, and a capture that encounters another stream fails. ``generators`` are generators in
+    addition to the device's and TransformerEngine's. Tests on the CPU use a different recorder.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
@@ -214,12 +222,12 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._generators = tuple(generators)
         self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
-        # Failed captures: the allocator of pinned memory goes on asking them whether a stream is theirs.
+        # Failed captures stay alive: the pinned memory allocator keeps asking them whether they own a stream.
         self._failed: list[torch.cuda.CUDAGraph] = []
 
     @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Work on the recorder's stream, after and before what the current stream has."""
+    def on_own_stream(self) -> Iterator[None]:
+        """Run on the recorder's stream, after the current stream and before its later work."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -227,26 +235,29 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Record what a function enqueues, without running it; raises what the function or the recording raises."""
+        """Record the kernels that a function enqueues without running them.
+
+        Raise the function's or the recording's error.
+        """
         graph = torch.cuda.CUDAGraph()
         generators = (*_te_modules.random_generators(), *self._generators)
         for generator in generators:
             graph.register_generator_state(generator)
-        # The id of a pool is good while a graph lives that was recorded into it; later the allocators refuse it.
+        # A pool's id is valid while a graph recorded into it is alive.
         pool = next((other.pool() for other in self._recorded), None) or torch.cuda.graph_pool_handle()
         failure: Exception | None = None
         result: Any = None
-        # A collection in the middle may free what belongs to the device: an operation that no capture allows.
+        # Garbage collection during a capture might free device resources, which is not allowed.
         gc.collect()
         collects = gc.isenabled()
         gc.disable()
         try:
-            # "thread_local": NCCL's watchdog asks for its events meanwhile, from a thread of its own.
+            # "thread_local": NCCL's watchdog thread queries its events meanwhile.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
                 try:
                     result = call()
                 except Exception as error:
-                    failure = error  # what ends the capture would raise hides it
+                    failure = error  # an error at the end of the capture would hide it
         except Exception as error:
             failure = failure or error
             self._failed.append(graph)
@@ -260,10 +271,10 @@ class CudaRecorder:
         return graph, result
 
     def _mend(self, pool: Any, generators: Sequence[torch.Generator]) -> None:
-        """Leave the process as before a capture that could not be begun or ended.
+        """Restore the process after a capture that could not be started or ended.
 
-        Up to torch 2.11 generators stay in the state of the capture, and every later draw raises "Offset increment
-        outside graph capture"; a capture that ends well takes them out of it, without a change of what they draw next.
+        Until torch 2.11, generators stay in capture state, and every later draw raises "Offset increment outside graph
+        capture". A successful capture resets them without changing their next draws.
         """
         _torch.end_failed_capture(self._device, pool)
         nothing = torch.zeros((), device=self._device)
@@ -275,20 +286,20 @@ class CudaRecorder:
 
 
 def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> CudaRecorder | None:
-    """The recorder of a device; ``None`` for one that records nothing."""
+    """Return the recorder of a device; ``None`` if the device does not support recording."""
     return CudaRecorder(device, generators) if device.type == "cuda" else None
 
 
 class Signature(NamedTuple):
-    """What of a call's arguments a recording depends on: all but the values of tensors."""
+    """Properties of a call's arguments on which a recording depends: everything except tensor values."""
 
-    structure: Any  #: How the leaves lie in tuples, lists and dictionaries
-    #: Of a tensor its shape, dtype and whether it requires a gradient; else the value itself.
+    structure: Any  #: Structure of tuples, lists and dicts
+    #: Shape, dtype and requires_grad of tensors; other values themselves.
     leaves: list[Any]
 
     @classmethod
     def of(cls, leaves: list[Any], structure: Any) -> Signature:
-        """The signature of flattened arguments."""
+        """Return the signature of flattened arguments."""
         looks = [
             ("tensor", leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
@@ -296,7 +307,7 @@ class Signature(NamedTuple):
         return cls(structure, looks)
 
     def fits(self, other: Signature) -> bool:
-        """Whether what was recorded for one holds for the other."""
+        """Return whether a recording for one signature is valid for the other."""
         return (
             self.structure == other.structure
             and len(self.leaves) == len(other.leaves)
@@ -305,17 +316,17 @@ class Signature(NamedTuple):
 
 
 def _same(mine: Any, other: Any) -> bool:
-    """Whether two values are known to be equal: objects that cannot say are not."""
+    """Return whether two values are equal. Objects without a comparison count as different."""
     if mine is other:
         return True
     try:
         return type(mine) is type(other) and bool(mine == other)
-    except (RuntimeError, ValueError, TypeError):  # arrays, and dataclasses that hold tensors
+    except (RuntimeError, ValueError, TypeError):  # arrays, and dataclasses with tensors
         return False
 
 
 class Inputs:
-    """Flattened arguments of a call whose tensors are copied to addresses that do not change, on ``device``."""
+    """Flattened arguments of a call, with tensors copied to fixed addresses on ``device``."""
 
     def __init__(self, leaves: list[Any], structure: Any, device: torch.device) -> None:
         self._structure = structure
@@ -326,12 +337,12 @@ class Inputs:
         self.take(leaves)
 
     def arguments(self) -> Any:
-        """The arguments, of the structure that was given."""
+        """Return the arguments in their original structure."""
         return _torch.unflatten(self._held, self._structure)
 
     @torch.no_grad()
     def take(self, leaves: list[Any]) -> None:
-        """Copy the tensors of another call in; from pinned memory nothing waits for the copy."""
+        """Copy the tensors of another call. The host does not wait for copies from pinned memory."""
         for held, leaf in zip(self._held, leaves, strict=True):
             if isinstance(held, torch.Tensor):
                 held.copy_(leaf, non_blocking=True)

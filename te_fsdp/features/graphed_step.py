@@ -1,18 +1,19 @@
-"""``graphed_step``: a training step recorded into CUDA graphs once, and replayed from then on.
+"""``graphed_step``: record a training step into CUDA graphs once, then replay it.
 
-    gradients    forward and backward of all microbatches, reductions, the norm and clipping      one graph
-    update       the optimizer's step, with main weights and quantization                         another, or eager
+    gradients    forward and backward of all microbatches, reductions, norm and clipping          one graph
+    update       the optimizer's step with main weights and quantization                          another graph, or
+    eager
 
-The graphs hold what the device did; of what Python did besides, this runs again around each replay:
+The graphs contain the device's work. The following host work runs around each replay:
 
-    before       inputs and learning rates are copied into place; kept weights are released; a look at whether the model
-                 and the optimizer are those of the recording
-    between      ``report_nan`` is asked, so that an error leaves weights as they are
-    after        versions of parameters are counted up; outputs are copied
+    before       copy inputs and learning rates to fixed addresses, reshard weights, and check that the model and the
+                 optimizer are those of the recording
+    between      check ``report_nan``, so that an error leaves the weights unchanged
+    after        increment the versions of parameters, copy outputs
 
-and this is what a recording rests on, since it is the same in each step: sync modes and ``last_microbatches`` (compared
-with each other, and advanced by eager steps alone), the order and number of microbatches, FSDP2's own bookkeeping (as
-after any complete step), the exchanges over the CPU by which ranks agree on orders of reductions (agreed once).
+A recording assumes that the following is the same in each step: sync modes and ``last_microbatches`` (only compared
+with each other, and advanced by eager steps only), order and number of microbatches, FSDP2's state (as after any
+complete step), and the order of reductions on which ranks agree over the CPU (agreed once).
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ from te_fsdp.features.graph_checks import (
     LearningRates,
     Signature,
     Snapshot,
+    reason_for_eager_step,
+    reason_not_recordable,
     recorder_for,
-    why_not,
-    why_step_runs_eagerly,
 )
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.features.main_weights import check_optimizer
@@ -54,15 +55,15 @@ T = TypeVar("T")
 
 _log = logging.getLogger("te_fsdp")
 
-#: How many kinds of inputs are recorded, and how often something is recorded anew: loops that change more run eagerly.
-MOST_KINDS, MOST_RECORDINGS = 4, 16
+#: Maximum number of kinds of inputs, and of recordings. Loops that exceed them run eagerly.
+MAX_KINDS, MAX_RECORDINGS = 4, 16
 
 
 class StepOutput(NamedTuple):
-    """What a step gives back."""
+    """Result of a step."""
 
-    output: Any  #: What the function has returned, tensors detached: copies that the next step leaves alone
-    #: The gradients' norm before clipping, float32 scalar; ``None`` without ``max_norm``.
+    output: Any  #: Output of the function with detached tensors, copied so that the next step does not overwrite it
+    #: Gradient norm before clipping, fp32 scalar; ``None`` without ``max_norm``.
     grad_norm: torch.Tensor | None
 
 
@@ -75,44 +76,43 @@ def graphed_step(
     warmup: int = 3,
     generators: Iterable[torch.Generator] = (),
 ) -> GraphedStep:
-    """Make a training step that is recorded into CUDA graphs and replayed: the host then issues a handful of calls.
+    """Create a training step that is recorded into CUDA graphs and replayed with few host calls.
 
-    ``forward_backward`` runs forward and backward of all microbatches of a step, as a loop would; the step then
-    completes reductions, clips, steps the optimizer and clears gradients. It begins without gradients: those left from
-    before are dropped. The first ``warmup`` calls run eagerly, the next one records and replays. Values are those of
-    the eager loop bit for bit, but the learning rate of a recorded optimizer is a float32 tensor.
+    ``forward_backward`` runs forward and backward of all microbatches of a step, as in a loop. The step then completes
+    reductions, clips, steps the optimizer and clears gradients. Gradients from before the step are dropped. The first
+    ``warmup`` calls run eagerly. The next one records and replays. Results equal the eager loop bit for bit, except
+    that a recorded optimizer reads its learning rate as an fp32 tensor.
 
-    A recording holds while all is as it was but the values of tensors. Inputs with other shapes, dtypes, structure or
-    other values that are not tensors run eagerly once and are then recorded beside the first; a replaced or moved
-    parameter, buffer or optimizer state (loading in place replaces none), another training mode, other options of the
-    optimizer but the learning rate, ``report_nan``, ``grad_comm`` or ``set_auto_sync`` in another state: recorded anew.
-    What the function takes from elsewhere than its arguments, such as a recipe in a closure, is that of the recording:
-    pass it as an argument, or call :meth:`GraphedStep.forget`.
+    A recording is valid while only tensor values change. Inputs with a new signature (shapes, dtypes, structure, or
+    values other than tensors) run eagerly once and are then recorded in addition. The step is recorded again after
+    these changes: a parameter, buffer or optimizer state was replaced or moved (loading in place does neither), the
+    training mode, an option of the optimizer other than the learning rate, ``report_nan``, ``grad_comm`` or
+    ``set_auto_sync``. Values that the function does not get as arguments, such as a recipe in a closure, stay those of
+    the recording. Pass them as arguments, or call :meth:`GraphedStep.forget`.
 
-    What cannot be recorded runs eagerly, and one line in the log says why: all steps on the CPU, or where the capture
-    fails, for example since the function reads a value of the device; the optimizer's step alone where an optimizer
-    reads the host (built without ``capturable=True``, TE's FusedAdam over weights with delayed scaling, hooks of other
-    libraries).
+    Steps that cannot be recorded run eagerly, and the reason is logged once. This applies to all steps on the CPU, and
+    after a failed capture (for example because the function reads a device value). Only the optimizer's step runs
+    eagerly if the optimizer reads host values (without ``capturable=True``, TE's FusedAdam over weights with delayed
+    scaling, hooks of other libraries).
 
-    Collective over the model's ranks when it records: a meeting, and three all-reduces of one integer. All ranks must
-    call it as often, and meet new kinds of inputs in the same call. Otherwise collectives are those of the function
-    and of the optimizer.
+    Collective over the model's ranks when it records: a rendezvous and three all-reduces of one integer. All ranks
+    must make the same number of calls and pass new kinds of inputs in the same call. Other collectives are those of
+    the function and of the optimizer.
 
     Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on, materialised. Call this before the model's
-            first backward: a capture fails where autograd has seen the model on another stream.
-        optimizer: Over the model's parameters, with main weights and sharded states as it shall have them.
-        forward_backward: Gets the arguments of each call, tensors on the model's device; runs forward and backward, of
-            microbatches in :func:`te_fsdp.microbatch`, and returns losses or what else is wanted: tensors in tuples,
-            lists and dictionaries. Neither steps nor clears gradients. It may scale them by a tensor.
-        max_norm: Clip all gradients by :func:`te_fsdp.clip_grad_norm_`.
-        warmup: Eager calls before the first recording, at least 1.
-        generators: Generators of the device that the function draws from, besides the device's own and those of TE's
-            tracker.
+        model: Materialized model passed to :func:`te_fsdp.fully_shard`. Call this before the model's first backward. A
+            capture fails if autograd has run the model on a different stream.
+        optimizer: Optimizer over the model's parameters, with main weights and sharded state already set up.
+        forward_backward: Gets the arguments of each call, with tensors on the model's device. Runs forward and
+            backward of all microbatches in :func:`te_fsdp.microbatch` and returns losses or other values: tensors in
+            tuples, lists and dicts. Neither steps nor clears gradients. It may scale gradients by a tensor.
+        max_norm: Maximum norm for :func:`te_fsdp.clip_grad_norm_`.
+        warmup: Number of eager calls before the first recording, at least 1.
+        generators: Device generators of the function, in addition to the device's default and those of TE's tracker.
 
     Raises:
-        OrderError: A model without sharding state; an optimizer that holds other parameters than the model's.
-        ValueError: ``warmup`` or ``max_norm`` out of range.
+        OrderError: The model is not sharded, or the optimizer has parameters of other models.
+        ValueError: ``warmup`` or ``max_norm`` is out of range.
     """
     require_sharded_model(model, "graphed_step")
     if warmup < 1:
@@ -127,26 +127,26 @@ def graphed_step(
 
 @dataclass
 class _Recording:
-    """A step that was recorded for one kind of inputs."""
+    """A recorded step for one kind of inputs."""
 
     signature: Signature
     inputs: Inputs
     gradients: torch.cuda.CUDAGraph  #: Forward, backward, reductions
-    output: StepOutput  #: What the function has returned, and the norm: written anew by each replay
-    trained: list[torch.Tensor]  #: Parameters that got gradients
-    held: list[torch.Tensor]  #: Their gradients, where somebody reads them between the graphs; else empty
-    microbatches: int  #: How many ``report_nan`` has counted
-    update: torch.cuda.CUDAGraph | None = None  #: The optimizer's step; ``None`` where it runs eagerly
+    output: StepOutput  #: Output of the function and the norm, overwritten by each replay
+    trained: list[torch.Tensor]  #: Parameters with gradients
+    held: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
+    microbatches: int  #: Number of microbatches counted by ``report_nan``
+    update: torch.cuda.CUDAGraph | None = None  #: The optimizer's step; ``None`` if it runs eagerly
 
 
 class GraphedStep:
-    """A training step of :func:`graphed_step`.
+    """A training step created by :func:`graphed_step`.
 
     Attributes:
-        why_eager: Why steps are not recorded; empty while nothing stands in the way.
-        why_step_eager: Why the optimizer's step is not part of what is recorded; empty while nothing stands in the way.
-        recordings: How often a step was recorded.
-        replays: How many steps were replayed.
+        why_eager: Reason why steps are not recorded; empty if they can be.
+        why_step_eager: Reason why the optimizer's step is not recorded; empty if it can be.
+        recordings: Number of recordings.
+        replays: Number of replayed steps.
     """
 
     def __init__(
@@ -171,24 +171,25 @@ class GraphedStep:
             self._run_eagerly(f"there are no CUDA graphs on {self._device.type}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepOutput:
-        """One step with arguments of ``forward_backward``: forward, backward, clipping, update. Collective as these.
+        """Run one step with the arguments of ``forward_backward``. Same collectives as the eager step.
 
         Raises:
-            GradientError: ``report_nan`` has seen one; nothing was updated.
-            OrderError: As the optimizer's step; a call in backward.
+            GradientError: ``report_nan`` has a finding. Nothing was updated.
+            OrderError: As in the optimizer's step, or for a call in backward.
         """
         refuse_in_backward("graphed_step")
         if self._recorder is None:
             return self._eager(args, kwargs)
         leaves, structure = _torch.flatten((args, kwargs))
-        with self._recorder.aside():
-            return self._aside(leaves, structure)
+        with self._recorder.on_own_stream():
+            return self._eager_step(leaves, structure)
 
     def forget(self) -> None:
-        """Drop what was recorded: the next call runs eagerly, the one after it records anew. Local operation.
+        """Drop all recordings. The next call runs eagerly and the one after it records again. Local operation.
 
-        For changes that te_fsdp cannot see, and to try again what could not be recorded (:attr:`why_eager`). Call it on
-        all ranks; and before ``dist.destroy_process_group``, which waits for ever for graphs that hold communication.
+        Use it after changes that te_fsdp cannot detect, and to retry a step that could not be recorded
+        (:attr:`why_eager`). Call it on all ranks. Call it before ``dist.destroy_process_group``, which waits forever
+        for graphs with collectives.
         """
         self._drop()
         self._no_update = ""
@@ -205,9 +206,9 @@ class GraphedStep:
     def _aside(self, leaves: list[Any], structure: Any) -> StepOutput:
         """A step on the recorder's stream."""
         if self._state.unsharded.gathers or self._state.gathered():
-            release_params(self._model)  # of an evaluation: a replay would leave it stale
+            release_params(self._model)  # weights unsharded by an evaluation would be stale after a replay
         if self._snapshot is not None and (what := self._snapshot.changed()):
-            _log.info("graphed_step: recorded anew, since this has changed: %s", what)
+            _log.info("graphed_step: recorded again because this has changed: %s", what)
             self._drop()
         signature = Signature.of(leaves, structure)
         found = next((r for r in self._recorded if r.signature.fits(signature)), None)
@@ -225,7 +226,7 @@ class GraphedStep:
         output = self._eager(*_torch.unflatten(there, structure))
         self._steps += 1
         if not self._has_run(signature):
-            self._known = [*self._known[1 - MOST_KINDS :], signature]
+            self._known = [*self._known[1 - MAX_KINDS :], signature]
         return output
 
     def _eager(self, args: Any, kwargs: Any) -> StepOutput:
@@ -234,13 +235,13 @@ class GraphedStep:
         return StepOutput(output, self._update(norm))
 
     def _gradients(self, args: Any, kwargs: Any) -> StepOutput:
-        """Forward and backward, until nothing is under way on other streams."""
+        """Run forward and backward, until no work is pending on other streams."""
         leaves, structure = _torch.flatten(self._call(*args, **kwargs))
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         require_reduced(self._state, "graphed_step")
         for averages in averages_of(self._state.parameters().values()):
             averages.finish()
-        # With report_nan it waits: a norm asks for what was seen, on the host.
+        # With report_nan the norm is computed later, because it reads the NaN report on the host.
         norm = self._clip() if self._state.components.get(NanReport) is None else None
         return StepOutput(_torch.unflatten(leaves, structure), norm)
 
@@ -248,7 +249,7 @@ class GraphedStep:
         return None if self._max_norm is None else clip_grad_norm_(self._model, self._max_norm)
 
     def _update(self, norm: torch.Tensor | None) -> torch.Tensor | None:
-        """Clipping, unless that is done, and the optimizer's step; leaves no gradients."""
+        """Clip (unless done already), step the optimizer and clear gradients."""
         norm = self._clip() if norm is None else norm
         with nullcontext() if self._recorder is None or self.why_step_eager else self._rates.in_place():
             self._optimizer.step()
@@ -256,16 +257,16 @@ class GraphedStep:
         return norm
 
     def _run_eagerly(self, why: str) -> None:
-        """From now on; says so once."""
+        """Run all following steps eagerly, and log the reason once."""
         self.why_eager = why
         self._drop()
         _log.warning("graphed_step: steps run eagerly: %s", why)
 
     def _step_can_be_recorded(self) -> bool:
-        """Whether the optimizer's step can be; says once why not."""
-        why = self._no_update or why_step_runs_eagerly(self._optimizer)
+        """Return whether the optimizer's step can be recorded. Log once if not."""
+        why = self._no_update or reason_for_eager_step(self._optimizer)
         if why and why != self.why_step_eager:
-            _log.warning("graphed_step: the optimizer's step runs eagerly, beside the graph: %s", why)
+            _log.warning("graphed_step: the optimizer's step runs eagerly, outside of the graph: %s", why)
         self.why_step_eager = why
         return not why
 
@@ -275,29 +276,29 @@ class GraphedStep:
         return any(known.fits(signature) for known in self._known)
 
     def _may_record(self, signature: Signature) -> bool:
-        """Whether a kind of inputs is to be recorded now: one that has run, after the first steps."""
+        """Return whether to record now: the kind of inputs has run before, and the first steps are done."""
         if self.why_eager or self._steps < self._warmup or not self._has_run(signature):
             return False
         why = ""
-        if len(self._recorded) == MOST_KINDS:
-            why = f"inputs of more than {MOST_KINDS} kinds (shapes, dtypes, or values beside tensors)"
-        elif self.recordings == MOST_RECORDINGS:
-            why = f"the model or the optimizer has changed after each of {MOST_RECORDINGS} recordings"
+        if len(self._recorded) == MAX_KINDS:
+            why = f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, or non-tensor values)"
+        elif self.recordings == MAX_RECORDINGS:
+            why = f"the model or the optimizer has changed after each of {MAX_RECORDINGS} recordings"
         if why:
             self._run_eagerly(why)
         return not why
 
     def _record(self, signature: Signature, inputs: Inputs, leaves: list[Any]) -> _Recording | None:
-        """Record a step, or find out on all ranks that it cannot be. Collective over the model's ranks."""
+        """Record a step; return ``None`` if some rank cannot. Collective over the model's ranks."""
         with collective_call("graphed_step", self._state.meshes.device_mesh):
-            why = why_not(self._optimizer, leaves)
+            why = reason_not_recordable(self._optimizer, leaves)
             if on_any_rank(bool(why), self._state.meshes.device_mesh):
-                self._run_eagerly(why or "another rank cannot record its step")
+                self._run_eagerly(why or "a different rank cannot record its step")
                 return None
             recording = self._record_gradients(signature, inputs)
             if recording is not None and self._step_can_be_recorded():
                 self._record_update(recording)
-            self._settle()
+            self._clear_events()
         if recording is None:
             return None
         if recording.update is not None and self._state.components.get(NanReport) is None:
@@ -311,7 +312,7 @@ class GraphedStep:
         return recording
 
     def _record_gradients(self, signature: Signature, inputs: Inputs) -> _Recording | None:
-        """The first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
+        """Record the first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
         args, kwargs = inputs.arguments()
         zero_grad(self._model)
         self._settle()
@@ -320,7 +321,7 @@ class GraphedStep:
             report.forget()
         made = self._on_all_ranks(lambda: self._gradients(args, kwargs))
         if isinstance(made, str):
-            self._settle()
+            self._clear_events()
             self._run_eagerly(made)
             return None
         replay, output = made
@@ -333,18 +334,18 @@ class GraphedStep:
         """The second graph, unless it fails on any rank. Collective over the model's ranks."""
         report = self._state.components.get(NanReport)
         if report is not None:
-            report.check()  # asked now, it is not asked in the recording
+            report.check()  # a check inside of the recording is then not needed
         output, norm = recording.output
         made = self._on_all_ranks(lambda: self._update(norm))
         if isinstance(made, str):
             self._no_update = made
-            self._step_can_be_recorded()  # says so
+            self._step_can_be_recorded()  # logs the reason
             return
         recording.update, clipped = made
         recording.output = StepOutput(output, clipped)
 
-    def _settle(self) -> None:
-        """Leave nothing of a recording, or of the step before one, that a stream could wait for."""
+    def _clear_events(self) -> None:
+        """Clear all events of a recording, or of the step before one, on which a stream could wait."""
         if self._device.type != "cpu":
             torch.get_device_module(self._device.type).synchronize(self._device)
         for root in self._state.roots():
@@ -354,13 +355,13 @@ class GraphedStep:
             release_params(self._model)
 
     def _on_all_ranks(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T] | str:
-        """What was recorded, or why that has failed, here or on another rank. Collective over the model's ranks."""
+        """Return the recording, or why it failed on this or another rank. Collective over the model's ranks."""
         assert self._recorder is not None
-        made, why = None, "the capture has failed on another rank"
+        made, why = None, "the capture has failed on a different rank"
         try:
             made = self._recorder.record(call)
         except Exception as error:
-            # Whatever it is: the step runs eagerly then, and raises what is wrong with it.
+            # Catch any error. The step then runs eagerly and raises its own error.
             lines = str(error).splitlines() or [""]
             why = f"the capture has failed ({type(error).__name__}: {lines[0][:200]})"
         failed = on_any_rank(made is None, self._state.meshes.device_mesh)

@@ -1,15 +1,15 @@
-"""Let TE's FusedAdam step on the local tensors of DTensors.
+"""Steps of TE's FusedAdam on the local tensors of DTensors.
 
-FusedAdam reads ``.data`` of each parameter and gradient. Of a DTensor that is an operation, which DTensor answers in
-Python: some 70 calls for each parameter and step. Its kernel takes local memory alone. So for the time of a step the
-local tensors stand in the groups, with the local gradients and states:
+FusedAdam reads ``.data`` of each parameter and gradient. For a DTensor this is an operation in Python: about 70 calls
+per parameter and step. Its kernel only needs local memory. So the local tensors, gradients and states replace the
+DTensors during a step:
 
     group["params"]     parameter or main weight (a DTensor)    ->  its local tensor
-    optimizer.state     {parameter: states (DTensors)}          ->  and {local tensor: local states}
+    optimizer.state     {parameter: states (DTensors)}          ->  {local tensor: local states}
 
-FusedAdam writes to all of these in place, so that nothing has to be copied back. What has no state yet (before the
-first step) or no gradient stays as it is, as do quantized weights, and everything with ``capturable=True``, whose step
-may ask a gradient scaler.
+FusedAdam updates all of them in place, so nothing is copied back. Parameters without state (before the first step) or
+gradient are not replaced. Neither are quantized weights, nor any parameter with ``capturable=True``, because that step
+may read a gradient scaler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Replaced(NamedTuple):
-    """A member of a group that its local tensor stands in for."""
+    """A member of a group that its local tensor replaces."""
 
     members: list[torch.Tensor]  #: ``group["params"]``
     place: int  #: Its index there
@@ -36,8 +36,11 @@ class Replaced(NamedTuple):
     local: torch.Tensor
 
 
-def put_locals_in(optimizer: Any) -> list[Replaced]:
-    """Put local tensors into the groups of a FusedAdam, before its step. Local operation; nothing for others."""
+def install_local_tensors(optimizer: Any) -> list[Replaced]:
+    """Replace parameters in the groups of a FusedAdam by local tensors. Other optimizers are not changed.
+
+    Local operation.
+    """
     found: list[Replaced] = []
     if not _te.is_stock_fused_adam(optimizer) or optimizer.capturable:
         return found
@@ -72,8 +75,8 @@ def put_locals_in(optimizer: Any) -> list[Replaced]:
     return found
 
 
-def take_locals_out(optimizer: Optimizer, replaced: list[Replaced]) -> None:
-    """Undo :func:`put_locals_in`. Local operation."""
+def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None:
+    """Undo :func:`install_local_tensors`. Local operation."""
     scales = _scales_of(optimizer)
     for members, place, parameter, local in replaced:
         if place < len(members) and members[place] is local:
@@ -86,5 +89,5 @@ def take_locals_out(optimizer: Optimizer, replaced: list[Replaced]) -> None:
 
 
 def _scales_of(optimizer: Any) -> dict[Any, Any]:
-    """FusedAdam's scales of low-precision states, by parameter (``_scales``, TE 2.18 to 2.20)."""
+    """Return FusedAdam's scales of low-precision states by parameter (``_scales``, TE 2.18 to 2.20)."""
     return getattr(optimizer, "_scales", {})

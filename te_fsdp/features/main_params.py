@@ -1,23 +1,22 @@
-"""``MainParameters``: what an optimizer updates in place of the model's parameters, while its ``step`` runs.
+"""``MainParameters``: parameters that an optimizer updates in place of the model's during its ``step``.
 
-    model's parameters   what forward reads; the optimizer's groups and state refer to them between steps
-    main weights         fp32 rows of quantized or other low-precision parameters, ``state[parameter]["master_param"]``
-    own rows             of a parameter that other ranks hold as well: of its main weight, or of itself (a view)
+    model's parameters   read by forward; referenced by the optimizer's groups and state between steps
+    main weights         fp32 rows of quantized or low-precision parameters, ``state[parameter]["master_param"]``
+    own rows             rows of a replicated parameter: of its main weight, or of the parameter itself (a view)
     FusedAdam's own      main weights of quantized weights
-    (:func:`te_fsdp.features.main_weights.use_fused_adam_master_weights`)
+                         (:func:`te_fsdp.features.main_weights.use_fused_adam_master_weights`)
 
-A parameter has a main parameter if it is of low precision, or if the optimizer's state is cut over its replicas
-(:mod:`te_fsdp.features.hfsdp.optimizer_shards`), or both. Before a step gradients are averaged over the replicas,
-each rank
-keeping its rows, and main parameters take their parameters' places in the groups, with their state. After it they give
-them back, the replicas gather all rows, and each parameter becomes its main weight, rounded or quantized once. Nothing
-else changes: ``zero_grad``, learning rate schedulers and the groups' options see the model's parameters.
+A parameter has a main parameter if it is of low precision, if the optimizer's state is sharded over its replicas
+(:mod:`te_fsdp.features.hfsdp.optimizer_shards`), or both. Before a step, gradients are averaged over the replicas, and
+each rank keeps its rows. Main parameters then replace their parameters in the groups, with their state. After the step
+the parameters are restored, the replicas all-gather all rows, and each parameter becomes its main weight, rounded or
+quantized once. ``zero_grad``, learning rate schedulers and the groups' options only see the model's parameters.
 
-``state_dict`` shows states and main weights as the DTensors that they are, and ``load_state_dict`` takes them back. But
-DTensor has no words for rows that are cut unevenly several times, and DCP, which goes by its arithmetic, would put them
-in wrong places without an error (torch 2.11 to 2.15). Such states are padded to the same number of rows on all ranks,
-and get a leading dim for each axis that cuts them: right on the same mesh, and of another shape, hence refused, on any
-other. te_fsdp.checkpoint goes by :attr:`OptimizerShard.low` and ``high``, and has no such limit.
+``state_dict`` contains states and main weights as DTensors, and ``load_state_dict`` loads them. But DTensor placements
+cannot represent rows that several axes shard unevenly. DCP would silently store them at wrong offsets (torch 2.11 to
+2.15). Such states are padded to the same number of rows on all ranks and get a leading dim per sharding axis. They
+load on the same mesh, and have a different shape (which raises) on any other mesh. te_fsdp.checkpoint uses
+:attr:`OptimizerShard.low` and ``high`` and does not have this limitation.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.features.hfsdp.gradients import OuterAverages
 from te_fsdp.features.hfsdp.main_parameter import MainParameter
 from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard, all_gather_main_params, optimizer_shard
-from te_fsdp.features.local_step import Replaced, put_locals_in, take_locals_out
+from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import assign_main_gradients, gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
@@ -46,19 +45,19 @@ from te_fsdp.upstream.patches import apply_patch_to
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-#: Name of the main weight in an optimizer's state; FusedAdam's own.
+#: Name of the main weight in an optimizer's state, as in FusedAdam.
 MAIN = "master_param"
 
 
 def is_low_precision(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is quantized, or a floating-point one below fp32."""
+    """Return whether a parameter is quantized, or a floating-point parameter below fp32."""
     if parameter.dtype not in (torch.float32, torch.float64):
         return parameter.is_floating_point()
     return _te.is_quantized(_torch.local_of(parameter))
 
 
 def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
-    """A new fp32 tensor with the value that a local tensor was initialised with."""
+    """Return a new fp32 tensor with the value with which a local tensor was initialized."""
     kept = _te.high_precision_value(local)
     if kept is not None:
         return kept.to(device=local.device, dtype=torch.float32, copy=True)
@@ -68,19 +67,19 @@ def initial_main_weight(local: torch.Tensor) -> torch.Tensor:
 
 
 def main_parameters_of(optimizer: Optimizer) -> MainParameters | None:
-    """The main parameters of an optimizer that cuts its state, ``None`` for any other."""
+    """Return the main parameters of an optimizer with sharded state, else ``None``."""
     found = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     return found if found is not None and found.cuts else None
 
 
 def optimizer_shard_in(optimizer: Optimizer, parameter: torch.Tensor) -> OptimizerShard | None:
-    """The rows of a parameter that this rank keeps state for; ``None`` if the optimizer does not cut it."""
+    """Return the rows of a parameter for which this rank keeps state; ``None`` if its state is not sharded."""
     main_parameters = main_parameters_of(optimizer)
     return main_parameters.of(parameter).shard if main_parameters is not None else None
 
 
 def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, int, int] | None:
-    """Dim and half-open range of it of the part of a local tensor that a state covers; ``None`` if it is not cut."""
+    """Return dim, start and end of the part of a local tensor that a state covers; ``None`` if it is not sharded."""
     own = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
     if not isinstance(value, DTensor) or value.device_mesh.ndim != own + 1:
         return None
@@ -91,14 +90,14 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
 
 
 class MainParameters:
-    """The main parameters of one optimizer, which keeps them, taking part in its steps and its state dicts.
+    """The main parameters of one optimizer. The object takes part in its steps and its state dicts.
 
     Attributes:
-        lent: Whether they are those that TE's FusedAdam keeps itself.
-        known: What is known of each parameter, by its id.
-        pairs: Of those whose main parameters are in their places now; empty between steps.
-        locals: Members of the groups whose local tensors are in their places now; empty between steps.
-        averages: Of the gradients, over the replicas; ``None`` where state is not cut: there are main weights alone.
+        lent: Whether TE's FusedAdam keeps the main weights itself.
+        known: ``MainParameter`` of each parameter, by id.
+        pairs: Those whose main parameters are in the groups; empty between steps.
+        locals: Members of the groups that local tensors have replaced; empty between steps.
+        averages: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
     """
 
     def __init__(self, optimizer: Optimizer, *, lent: bool = False) -> None:
@@ -113,15 +112,15 @@ class MainParameters:
         self._before = optimizer.register_step_pre_hook(self._before_step)
         after = optimizer.register_step_post_hook(self._after_step)
         hooks: Any = after.hooks_dict_ref()  # an OrderedDict
-        # Before those of the user's: they shall see the parameters, with their new values.
+        # Run before the user's hooks, which must see the parameters with their new values.
         hooks.move_to_end(after.id, last=False)
         if lent:
-            # After a step that raised they are still there, and its state dicts know parameters alone.
-            optimizer.register_state_dict_pre_hook(self.put_back)
-            optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: self.put_back(one))
+            # A failed step leaves main parameters in the groups, but state dicts need the parameters.
+            optimizer.register_state_dict_pre_hook(self.restore_params)
+            optimizer.register_load_state_dict_pre_hook(lambda one, state_dict: self.restore_params(one))
         elif _te.is_fused_adam(optimizer):
-            # With main parameters in place to the end of its methods, which go on after torch's, and look at the groups
-            # again: hooks of torch's would be too early.
+            # FusedAdam reads the groups after torch's hooks have run, so hooks would restore the parameters too
+            # early.
             apply_patch_to(optimizer, "save", functools.partial(self._save, optimizer, optimizer.state_dict))
             apply_patch_to(
                 optimizer, "load", functools.partial(self._load, optimizer, optimizer.load_state_dict)
@@ -137,18 +136,18 @@ class MainParameters:
 
     @property
     def cuts(self) -> bool:
-        """Whether state is cut over the replicas of parameters."""
+        """Return whether state is sharded over the replicas of parameters."""
         return self.averages is not None
 
     def cut(self, shards: Iterable[OptimizerShard]) -> None:
-        """From now on cut state over the replicas of parameters: so far of these. Local operation."""
+        """Enable sharding of optimizer state across replicas, and register the given shards. Local operation."""
         self.averages = OuterAverages(self)
         self.known.clear()
         for shard in shards:
             self.of(shard.parameter, shard)
 
     def of(self, parameter: torch.Tensor, shard: OptimizerShard | None = None) -> MainParameter:
-        """What is known of a parameter, and maybe its ``shard``. Local operation."""
+        """Return the ``MainParameter`` of a parameter; set its ``shard`` if given. Local operation."""
         known = self.known.get(id(parameter))
         if known is None:
             known = self.known[id(parameter)] = MainParameter(parameter)
@@ -160,13 +159,13 @@ class MainParameters:
         return known
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The main parameter of a parameter, without gradient; ``None`` for one that needs none. Local operation.
+        """Return the main parameter of a parameter, without a gradient; ``None`` if none is needed. Local operation.
 
-        A new main weight begins at the value that the parameter was initialised with; FusedAdam's own where that does.
+        A new main weight starts with the parameter's initial value, or with the value that FusedAdam uses.
         """
         shard, local, low = self.of(parameter).shard, _torch.local_of(parameter), is_low_precision(parameter)
         if self.lent:
-            # FusedAdam's, begun as its step would. Weights with delayed scaling its own kernel quantizes.
+            # Initialized as in FusedAdam's step. Its own kernel quantizes weights with delayed scaling.
             if not _te.is_quantized(local) or _te.has_delayed_scale(local):
                 return None
             if not optimizer.state.get(parameter):
@@ -175,11 +174,11 @@ class MainParameters:
         if not low and shard is None:
             return None
         if not low:
-            # A view where rows lie together; TE's FusedAdam goes through memory without strides.
+            # A view if the rows are contiguous. TE's FusedAdam ignores strides.
             return shard.distributed(shard.of(local.detach()).contiguous())
         main = optimizer.state.get(parameter, {}).get(MAIN)
         if main is None or (shard is not None and rows_of_state(main, parameter) is None):
-            # Of a whole one that main_weights has made only this rank's rows stay.
+            # Keep only this rank's rows of an unsharded main weight created by main_weights.
             whole = initial_main_weight(local) if main is None else _torch.local_of(main)
             if shard is None:
                 main = _torch.placed_like(whole, parameter)
@@ -190,12 +189,15 @@ class MainParameters:
         return main
 
     def start(self, optimizer: Optimizer) -> None:
-        """Give each parameter its main weight now, so that its memory is taken and its beginning kept."""
+        """Create all main weights now, so that they are allocated and start with the initial values."""
         for parameter in [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]:
             self.make(optimizer, parameter)
 
     def trained(self) -> list[MainParameter]:
-        """The trained parameters whose state is cut, in the optimizer's order; the same on all replicas. Local."""
+        """Return trained parameters with sharded state in the optimizer's order, identical on all replicas.
+
+        Local operation.
+        """
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         found = []
@@ -208,10 +210,7 @@ class MainParameters:
         return found
 
     def look(self, parameters: Sequence[torch.Tensor], optimizer: Any = None) -> list[MainParameter | None]:
-        """Parameters with the main parameters that a step now would use, made where the last look does not hold. Local.
-
-        ``None`` for those that need none, and for frozen ones without state.
-        """
+        """Return the main parameters for a step, created or updated as needed; ``None`` if not needed. Local."""
         optimizer = self._optimizer() if optimizer is None else optimizer
         assert optimizer is not None
         found: list[MainParameter | None] = []
@@ -221,9 +220,10 @@ class MainParameters:
                 found.append(None)
                 continue
             own = self.known.get(id(parameter)) or self.of(parameter)
-            # The last look holds as long as the parameter has the same local tensor (initialising and loading may
-            # replace it), and its state the same main weight (so may loading). Rows of a parameter itself are looked at
-            # anew in each step: maybe a copy. With an averaged gradient a main parameter stays.
+            # The cached main parameter is valid while the parameter has the same local tensor (initialization and
+            # loading may replace it) and its state the same main weight (loading may replace it). Rows of the
+            # parameter itself may be a copy, so they are updated in each step. A main parameter with an averaged
+            # gradient stays.
             averaged = own.source is not None
             kept = state.get(MAIN) is own.main if state and own.low else averaged
             if own.local is not local or not (own.main is None or kept):
@@ -235,12 +235,12 @@ class MainParameters:
     # --- in the parameters' places, and out of them
 
     def install_main_params(self, optimizer: Any, *, stepping: bool = False, keep_main: bool = False) -> None:
-        """Put main parameters into the groups, and the state under their names.
+        """Replace parameters in the groups by main parameters, and re-key the state.
 
-        ``stepping`` leaves frozen parameters out: FusedAdam makes states for all that it sees. ``keep_main`` leaves
-        main weights in the state as well, as state dicts show them.
+        ``stepping`` excludes frozen parameters, because FusedAdam creates state for all parameters that it sees.
+        ``keep_main`` keeps main weights in the state, as in state dicts.
         """
-        self.put_back(optimizer)  # a step that raised has left them in
+        self.restore_params(optimizer)  # a failed step has left them there
         scales = hasattr(optimizer, "_scales")
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
@@ -262,23 +262,23 @@ class MainParameters:
                 self.pairs.append(pair)
                 live.append(pair.main)
         ids = {id(parameter) for _, held in self._groups for parameter in held}
-        if len(self.known) > len(ids):  # also of parameters that it has no longer
+        if len(self.known) > len(ids):  # drop parameters that the optimizer no longer has
             self.known = {key: known for key, known in self.known.items() if key in ids}
         if self.cuts and _te.is_fused_adam(optimizer):
-            # Main parameters are the main weights: it shall make none of them.
+            # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False
 
     def remove_main_params(self, optimizer: Optimizer) -> None:
-        """Give the parameters their places and their state back; averaged gradients are forgotten."""
+        """Restore parameters and state, and drop averaged gradients."""
         assign_main_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
-        self.put_back(optimizer)
+        self.restore_params(optimizer)
         if self.averages is not None:
             self.averages.clear()
 
-    def put_back(self, optimizer: Any) -> None:
-        """As :meth:`remove_main_params`, but averaged gradients stay."""
+    def restore_params(self, optimizer: Any) -> None:
+        """Restore parameters and state, and keep averaged gradients."""
         if self.locals:
-            take_locals_out(optimizer, self.locals)
+            remove_local_tensors(optimizer, self.locals)
         for live, held in self._groups:
             live[:] = held
         scales = hasattr(optimizer, "_scales")
@@ -297,7 +297,7 @@ class MainParameters:
     # --- hooks of the optimizer
 
     def install_main_params_again(self) -> None:
-        """Let hooks that the user has registered since see the parameters before a step. Local operation."""
+        """Let hooks that the user has registered since run before this object's hook. Local operation."""
         hooks: Any = self._before.hooks_dict_ref()
         hooks.move_to_end(self._before.id)
 
@@ -308,10 +308,10 @@ class MainParameters:
                 f"{type(optimizer).__name__}.step(closure) with main weights",
                 expected="step() after backward()",
                 got="a closure",
-                why="Its gradients would come too late for the main weights",
+                why="The closure computes gradients after the main weights need them",
                 fix="call backward() first, then step() without a closure",
             )
-        self.put_back(optimizer)
+        self.restore_params(optimizer)
         if self.averages is not None:
             self.averages.make()
         self.install_main_params(optimizer, stepping=True)
@@ -321,7 +321,7 @@ class MainParameters:
         else:
             mains, gradients = [pair.main for pair in whole], gradients_of([pair.parameter for pair in whole])
             assign_main_gradients(mains, _torch.in_dtypes_of(gradients, mains))
-        self.locals = put_locals_in(optimizer)
+        self.locals = install_local_tensors(optimizer)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -343,7 +343,7 @@ class MainParameters:
         try:
             result = stock()
         finally:
-            self.put_back(optimizer)
+            self.restore_params(optimizer)
         self._after_save(optimizer, result)
         return result
 
@@ -358,29 +358,30 @@ class MainParameters:
         if self.cuts:
             self.install_main_params(optimizer, keep_main=True)
         else:
-            self.put_back(optimizer)
+            self.restore_params(optimizer)
 
     def _after_save(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        self.put_back(optimizer)
+        self.restore_params(optimizer)
         for key, shard in self._shards(optimizer, state_dict):
             state = state_dict["state"].get(key)
             if state and not _is_exact(shard):
                 state_dict["state"][key] = {name: _padded(shard, value) for name, value in state.items()}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Loaded state is cast to the dtype of the parameters in the groups: these must be the fp32 ones."""
+        """Install main parameters first, because loaded state is cast to the dtype of the parameters in the groups."""
         alone = [key for key, state in state_dict["state"].items() if set(state) == {MAIN}]
         if alone:
             raise CheckpointError(
-                f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) with main weights alone",
-                expected="the whole state",
-                got="that of an optimizer that has not stepped",
-                why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
-                fix="use te_fsdp.checkpoint.load, which makes the missing state",
+                f"{type(optimizer).__name__}.load_state_dict: {len(alone)} parameter(s) that have only "
+                "main weights",
+                expected="the full state",
+                got="the state of an optimizer that has not stepped",
+                why="DCP loads only the entries that the given state dict contains",
+                fix="use te_fsdp.checkpoint.load, which creates the missing state",
             )
         states = dict(state_dict["state"])
-        self.put_back(optimizer)
-        for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of what is cut
+        self.restore_params(optimizer)
+        for key, shard in self._shards(optimizer, state_dict):  # this rank's rows of sharded states
             if key in states:
                 states[key] = {name: _own_rows(shard, name, value) for name, value in states[key].items()}
         self.install_main_params(optimizer)
@@ -388,35 +389,37 @@ class MainParameters:
 
     @torch.no_grad()
     def _after_load(self, optimizer: Optimizer) -> None:
-        """Copy loaded main weights into those that are there, and end the swap."""
+        """Copy loaded main weights into the existing ones, and restore the parameters."""
         for pair in self.pairs:
             loaded = optimizer.state.get(pair.main, {}).pop(MAIN, None)
             if loaded is not None and pair.low:
                 _torch.local_of(pair.main).copy_(_torch.local_of(loaded))
-        self.put_back(optimizer)
+        self.restore_params(optimizer)
 
     def _shards(self, optimizer: Optimizer, state_dict: Any) -> Iterator[tuple[Any, OptimizerShard]]:
-        """Key in the state dict and rows of each cut parameter."""
+        """Yield (key in the state dict, shard) of each parameter with sharded state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        for key, parameter in zip(keys, held, strict=False):  # torch compares the groups, with a message
+        for key, parameter in zip(
+            keys, held, strict=False
+        ):  # torch checks the groups and raises if they differ
             shard = self.of(parameter).shard
             if shard is not None:
                 yield key, shard
 
 
 def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Key FusedAdam's scales of low-precision states by another parameter (``_scales``, TE 2.18 .. 2.20)."""
+    """Re-key FusedAdam's scales of low-precision states to a different parameter (``_scales``, TE 2.18 to 2.20)."""
     scales = getattr(optimizer, "_scales", {})
     if source in scales:
         scales[target] = scales.pop(source)
 
 
 def _assign_without_cast(optimizer: Any, parameters: dict[int, torch.Tensor]) -> None:
-    """Give main weights, by whose ``id`` parameters are found, their gradients in the dtype that these have.
+    """Assign gradients to main weights without casting. ``parameters`` maps id(main weight) to parameter.
 
-    Of which FusedAdam takes any, but in one group one dtype for all parameters in fp32, and with ``capturable=True``
-    theirs alone. Where that is not so gradients become fp32 ones.
+    FusedAdam accepts any gradient dtype, but one dtype per group of fp32 parameters, and with ``capturable=True`` only
+    the parameters' dtype. Otherwise gradients are cast to fp32.
     """
     name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for group in optimizer.param_groups:
@@ -436,19 +439,19 @@ def _assign_without_cast(optimizer: Any, parameters: dict[int, torch.Tensor]) ->
 
 
 def _axes_that_shard_dim0(shard: OptimizerShard) -> list[int]:
-    """The axes of ``shard.mesh`` that cut dim 0, in their order there; the last one cuts first."""
+    """Return the axes of ``shard.mesh`` that shard dim 0, in mesh order; the last one shards first."""
     return [axis for axis, p in enumerate(shard.placements) if _torch.shard_dim_of(p) == 0]
 
 
 def _is_exact(shard: OptimizerShard) -> bool:
-    """Whether DTensor's arithmetic is right: one axis cuts the rows, or each does so evenly."""
+    """Return whether DTensor placements represent the shard: one axis shards the rows, or each does so evenly."""
     sizes = [size for axis in _axes_that_shard_dim0(shard) if (size := shard.mesh.size(axis)) > 1]
-    # A further dim was chosen because it is even.
+    # dims other than 0 are chosen only if they divide evenly
     return shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
 
 
 def _padded(shard: OptimizerShard, value: Any) -> Any:
-    """A state of unevenly cut rows with one leading dim for each axis that cuts them, and padded rows after these."""
+    """Return a state of unevenly sharded rows, with a leading dim per sharding axis and padded rows."""
     if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:
         return value
     mesh, axes, rows, local = shard.mesh, _axes_that_shard_dim0(shard), value.shape[0], _torch.local_of(value)
@@ -464,7 +467,7 @@ def _padded(shard: OptimizerShard, value: Any) -> Any:
 
 
 def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
-    """A loaded state as this rank's rows: cut and maybe padded, or of the whole shard."""
+    """Return this rank's rows of a loaded state: already sharded (possibly padded), or of the full parameter shard."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     local, leading = _torch.local_of(value), len(_axes_that_shard_dim0(shard))
@@ -477,6 +480,6 @@ def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
             f"load_state_dict: {name} of a parameter of shape {tuple(shard.parameter.shape)}",
             expected=f"this rank's rows, {shard.shape}, or those of its shard",
             got=f"{tuple(local.shape)} of {tuple(value.shape)}",
-            fix="load it on the mesh that it was saved on, or through te_fsdp.checkpoint",
+            fix="load it on the same mesh, or use te_fsdp.checkpoint",
         )
     return shard.distributed(local)

@@ -1,19 +1,19 @@
-"""``Muon``: torch's Muon on whole matrices, wherever their pieces lie, and AdamW for all other parameters.
+"""``Muon``: torch's Muon on unsharded matrices, and AdamW for all other parameters.
 
-Muon orthogonalises the update of a whole matrix. Between ranks that hold its pieces, one of them, the owner, does that
-for all; owners are dealt out so that each rank computes about as much:
+Muon orthogonalizes the update of an unsharded matrix. Among the ranks that shard a matrix, one rank (the owner)
+computes it. Owners are assigned so that all ranks compute about the same amount:
 
-    every rank       momentum and update of its pieces, element by element; the update in bf16, as the first operation
-                     of the orthogonalisation makes it
-    all-to-all       pieces to their owners
-    owner            puts the original matrix together, box by box; cuts fused ones (QKV, gated fc1) into their
-                     matrices; orthogonalises each
-    all-to-all       pieces of the result back
-    every rank       weight decay and update of its pieces, element by element
+    every rank       momentum and update of its shards, elementwise; the update in bf16, as in the first operation of
+                     the orthogonalization
+    all-to-all       shards to their owners
+    owner            assembles the original matrix from boxes; splits fused ones (QKV, gated fc1) into their
+                     matrices; orthogonalizes each
+    all-to-all       parts of the result back
+    every rank       weight decay and update of its shards, elementwise
 
-The operations, their order and their shapes are those of one process: given equal gradients, so are the bits. Where
-nothing cuts a matrix (one process, ``no_shard``), each rank computes it by itself and nothing is sent; replicas
-(``dp_replicate``, or ``tp`` of a weight that is not cut over it) each compute their own.
+Operations, order and shapes are those of a single process, so equal gradients give bitwise equal results. If a matrix
+is not sharded (one process, ``no_shard``), each rank computes it itself without communication. Replicas
+(``dp_replicate``, or ``tp`` for a weight that tp does not shard) each compute their own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 if TYPE_CHECKING:
     from torch import nn
 
-#: How often matrices take turns along the rows of a fused weight, and how many rows each has in a turn.
+#: Number of interleaved groups along the rows of a fused weight, and relative heights of its matrices.
 _Fused = tuple[int, tuple[int, ...]]
 _WHOLE: _Fused = (1, (1,))
 
@@ -52,33 +52,33 @@ _WHOLE: _Fused = (1, (1,))
 class Muon(Optimizer):
     """Muon for the matrices of a model, AdamW for its other parameters; exact on every mesh.
 
-    The arithmetic is that of ``torch.optim.Muon`` and ``torch.optim.AdamW``. Works with every strategy, tensor and
+    The arithmetic is that of ``torch.optim.Muon`` and ``torch.optim.AdamW``. It supports every strategy, tensor and
     expert parallelism, quantized and bf16 weights (after :func:`te_fsdp.main_weights`) and
-    :func:`te_fsdp.shard_optimizer`; call these as for any other optimizer. State (``momentum_buffer``, ``exp_avg``,
-    ``exp_avg_sq``) is placed as the parameters, and ``te_fsdp.checkpoint`` loads it on any other mesh.
+    :func:`te_fsdp.shard_optimizer`. Call these as for other optimizers. State (``momentum_buffer``, ``exp_avg``,
+    ``exp_avg_sq``) has the parameters' placements, and ``te_fsdp.checkpoint`` loads it on any mesh.
 
-    Each ``step`` is collective over the ranks that hold pieces of a weight: two all-to-alls, of 2 bytes per element of
-    a rank's shards; the first one also exchanges which rank holds what. Memory during ``step``: 4 bytes per element of
-    a rank's shards and 2 of the matrices that it owns, and what the orthogonalisation of one matrix takes.
+    Each ``step`` is collective over the ranks that shard a weight: two all-to-alls of 2 bytes per element of a rank's
+    shards. The first step also exchanges the ranks' layouts. Memory during ``step``: 4 bytes per element of a rank's
+    shards, 2 per element of the matrices that it owns, and the memory to orthogonalize one matrix.
 
     Args:
-        model: The model, sharded and materialised, or of one process.
-        params: Matrices that Muon updates: parameters, or groups of them with options of their own. ``None``: all
-            weights of TransformerEngine's linear layers; not embeddings and heads of other classes.
+        model: A sharded and materialized model, or an unsharded model.
+        params: Matrices for Muon: parameters, or groups of them with their own options. ``None``: all weights of
+            TransformerEngine's linear layers, without embeddings and heads of other classes.
         adamw: Options of AdamW for the model's other trainable parameters (``lr``, ``betas``, ``eps``,
-            ``weight_decay``); ``None``: they are left to another optimizer.
-        split_fused: Whether the matrices in one fused weight (query, key and value; gate and up) are orthogonalised one
-            by one, as separate weights would be. ``False``: as one matrix, as ``torch.optim.Muon`` does it.
-        **options: Options of ``torch.optim.Muon``, with its defaults: ``lr``, ``weight_decay``, ``momentum``,
+            ``weight_decay``); ``None``: a different optimizer updates these.
+        split_fused: Whether the matrices in a fused weight (query, key and value; gate and up) are orthogonalized
+            separately. ``False``: as one matrix, like ``torch.optim.Muon``.
+        **options: Options of ``torch.optim.Muon`` with its defaults: ``lr``, ``weight_decay``, ``momentum``,
             ``nesterov``, ``ns_coefficients``, ``eps``, ``ns_steps``, ``adjust_lr_fn``.
 
     Raises:
-        PlacementError: A parameter for Muon that is not a real matrix, such as one weight of all experts.
-        OrderError: Parameters that are not the model's.
-        ValueError: Options that torch's optimizers refuse, or that AdamW has here no use for.
+        PlacementError: A parameter for Muon is not a real matrix, such as one weight of all experts.
+        OrderError: A parameter is not the model's.
+        ValueError: torch's optimizers reject the options, or AdamW does not use them here.
     """
 
-    # Of a copy, and of one from a pickle: torch's optimizers take their groups and state alone along.
+    # Defaults for copies and unpickled optimizers, to which torch passes groups and state only.
     _model: nn.Module | None = None
     _plan: _ExchangePlan | None = None
 
@@ -93,7 +93,7 @@ class Muon(Optimizer):
     ) -> None:
         require_model(model, "Muon(model, params)")
         require_flags("Muon", split_fused=split_fused)
-        # torch's own constructors check the options, and know the defaults.
+        # torch's constructors check the options and define the defaults.
         some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
         defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}
         others = _adamw_options(some, adamw)
@@ -111,20 +111,20 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[bad-override]
-        """One step of all parameters that have a gradient. Collective over the ranks that hold pieces of a weight.
+        """Step all parameters with a gradient. Collective over the ranks that shard a weight.
 
-        Gives what ``closure`` returns, which is refused where ``AdamW.step(closure)`` is.
+        Returns the result of ``closure``, which is rejected where ``AdamW.step(closure)`` is.
 
         Raises:
-            OrderError: A copy of another Muon, which knows no model.
+            OrderError: This is a copy of a different Muon, without a model.
         """
         if self._model is None:
             raise OrderError(
-                "Muon.step of a copy, or of one from a pickle",
+                "Muon.step of a copied or unpickled optimizer",
                 expected="te_fsdp.Muon(model, ...)",
-                got="one without a model",
-                why="Which matrices its parameters hold follows from the model",
-                fix="build it anew, and give it state by load_state_dict or te_fsdp.checkpoint.load",
+                got="an optimizer without a model",
+                why="The matrices in its parameters are determined by the model",
+                fix="build a new one, and load its state with load_state_dict or te_fsdp.checkpoint.load",
             )
         loss = None
         if closure is not None:
@@ -137,11 +137,14 @@ class Muon(Optimizer):
         return loss
 
     def _muon(self, model: nn.Module) -> None:
-        """As ``torch.optim.Muon``, but for who computes what. The plan is made anew for other parameters."""
+        """Step as ``torch.optim.Muon``, with matrices distributed over ranks.
+
+        A new set of parameters needs a new plan.
+        """
         main_parameters = getattr(self, KEEPS_MAIN_WEIGHTS, None)
         pairs = [] if main_parameters is None else main_parameters.pairs
         originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
-        # Main weights are found by the parameters that they stand in for, which stay.
+        # Main weights are identified by their parameters, which are constant.
         held = [
             (parameter, original, group)
             for group in self.param_groups
@@ -184,18 +187,18 @@ class Muon(Optimizer):
                 local[rows] = local[rows].add(update[rows], alpha=-own_rate)
 
     def _update(self, parameter: torch.Tensor, given: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """This rank's piece of what is orthogonalised, 1-D, bf16, in memory of its own."""
+        """Return this rank's part of the tensor to orthogonalize: 1-D, bf16, in its own memory."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(given)
         gradient, buffer = _torch.local_of(given), _torch.local_of(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
-        # A copy in any case: torch before 2.15 writes into what is bf16 already, here the momentum.
+        # Always copy: torch before 2.15 overwrites a bf16 tensor, here the momentum.
         return update.to(torch.bfloat16, copy=True).flatten()
 
     def _adamw(self, group: dict[str, Any]) -> None:
-        """As ``torch.optim.AdamW``."""
+        """Step as ``torch.optim.AdamW``."""
         parameters = [p for p in group["params"] if p.grad is not None]
         states = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
@@ -222,7 +225,7 @@ class Muon(Optimizer):
 
 
 def _adamw_options(some: list[Any], adamw: Mapping[str, Any] | None) -> dict[str, Any]:
-    """AdamW's options with their defaults."""
+    """Return AdamW's options with their defaults."""
     known = ("lr", "betas", "eps", "weight_decay")
     unknown = sorted(set(adamw or ()) - set(known))
     if unknown:
@@ -231,7 +234,7 @@ def _adamw_options(some: list[Any], adamw: Mapping[str, Any] | None) -> dict[str
                 "Muon(adamw=...)",
                 expected=f"options among {', '.join(known)}",
                 got=", ".join(unknown),
-                fix="leave it out, or adamw=None and an optimizer of your own for the other parameters",
+                fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
             )
         )
     defaults = torch.optim.AdamW(some, **(adamw or {})).defaults
@@ -239,7 +242,7 @@ def _adamw_options(some: list[Any], adamw: Mapping[str, Any] | None) -> dict[str
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups of parameters, of what torch's optimizers take."""
+    """Return groups of parameters for any input that torch's optimizers accept."""
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     # With or without names, as from named_parameters().
@@ -247,20 +250,20 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def _matrices_of(model: nn.Module) -> list[torch.Tensor]:
-    """The trainable weights of TransformerEngine's linear layers, one weight of all experts included."""
+    """Return the trainable weights of TransformerEngine's linear layers, including single weights of all experts."""
     weights = {
         id(place.parameter): place.parameter
         for place in iter_param_owners(model)
         if place.parameter.requires_grad
         and place.parameter.ndim > 1
-        and not (place.parameter.ndim == 2 and "bias" in place.name)  # of all experts
+        and not (place.parameter.ndim == 2 and "bias" in place.name)  # single bias of all experts
         and _te.kind_of(place.owner) not in (None, "unknown")
     }
     return list(weights.values())
 
 
 def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
-    """Raise unless it is a real matrix."""
+    """Check that a parameter is a real matrix; raise PlacementError otherwise."""
     if parameter.ndim == 2 and not parameter.is_complex():
         return
     names = [place.label for place in iter_param_owners(model) if place.parameter is parameter]
@@ -268,38 +271,38 @@ def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
     raise PlacementError(
         f"Muon: {names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)}, {parameter.dtype}",
         expected="a real matrix",
-        why="Muon orthogonalises matrices",
-        fix="GroupedLinear(single_grouped_weight=False), which has a weight for each expert"
+        why="Muon orthogonalizes matrices",
+        fix="use GroupedLinear(single_grouped_weight=False), which has one weight per expert"
         if experts
-        else "leave it out of params: adamw={...} updates what Muon does not",
+        else "omit it from params; adamw={...} updates all other parameters",
     )
 
 
 @dataclass
 class _MuonWeight:
-    """One weight."""
+    """One weight that Muon updates."""
 
-    index: int  #: Its place among all that Muon updates
-    label: str  #: Its name
-    shape: tuple[int, ...]  #: Of the original
-    fused: _Fused  #: The matrices in it
-    boxes: tuple[Box, ...]  #: Rectangles of the original that make up this rank's local tensor
-    boxes_of: Sequence[tuple[Box, ...]] = ()  #: Likewise of each of the ranks that hold pieces of it
-    owner: int = 0  #: Which of these computes it
+    index: int  #: Index among all weights that Muon updates
+    label: str  #: FQN
+    shape: tuple[int, ...]  #: Original shape
+    fused: _Fused  #: Its fused matrices
+    boxes: tuple[Box, ...]  #: Boxes of the original that form this rank's local tensor
+    boxes_of: Sequence[tuple[Box, ...]] = ()  #: Boxes of each rank that shards it
+    owner: int = 0  #: Index of the owner among these ranks
 
     @property
     def heights(self) -> list[int]:
-        """Rows that each matrix has in a turn."""
+        """Return the number of rows per group of each matrix."""
         turns, parts = self.fused
         return [self.shape[0] // (turns * sum(parts)) * part for part in parts]
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """Of the matrices."""
+        """Return the shapes of the matrices."""
         return [(self.fused[0] * height, self.shape[1]) for height in self.heights]
 
     def matrices(self, whole: torch.Tensor) -> list[torch.Tensor]:
-        """The matrices of a whole weight."""
+        """Split an unsharded weight into its matrices."""
         if len(self.fused[1]) == 1:
             return [whole]
         turns, columns = self.fused[0], self.shape[1]
@@ -307,14 +310,14 @@ class _MuonWeight:
         return [part.reshape(-1, columns) for part in parts]
 
     def joined(self, matrices: list[torch.Tensor]) -> torch.Tensor:
-        """The opposite of :meth:`matrices`."""
+        """Merge matrices into a weight (inverse of :meth:`matrices`)."""
         if len(matrices) == 1:
             return matrices[0]
         turns, columns = self.fused[0], self.shape[1]
         return torch.cat([m.reshape(turns, -1, columns) for m in matrices], 1).view(-1, columns)
 
     def rows(self) -> list[torch.Tensor]:
-        """Which rows of the local tensor belong to each matrix."""
+        """Return the rows of the local tensor that belong to each matrix."""
         owners = torch.arange(len(self.heights)).repeat_interleave(torch.tensor(self.heights))
         owners = owners.repeat(self.fused[0])
         rows_here = max((box.local[0] + box.sizes[0] for box in self.boxes), default=0)
@@ -324,12 +327,12 @@ class _MuonWeight:
         return [(local == index).nonzero().flatten() for index in range(len(self.heights))]
 
 
-#: Ranks that hold pieces of some weights, ``None`` where this rank holds all of each; and these weights.
+#: (group of the ranks that shard some weights, or ``None`` if this rank has them unsharded; the weights)
 _Exchange = tuple["dist.ProcessGroup | None", list[_MuonWeight]]
 
 
 class _ExchangePlan(NamedTuple):
-    """Who owns which matrix, for the parameters that ``key`` stands for; weights in the order of these."""
+    """Owners of all matrices, for the parameters identified by ``key`` and in their order."""
 
     key: tuple[Any, ...]
     weights: list[_MuonWeight]
@@ -339,7 +342,10 @@ class _ExchangePlan(NamedTuple):
 def _make_exchange_plan(
     model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
 ) -> tuple[list[_MuonWeight], list[_Exchange]]:
-    """The weights of parameters, and who exchanges which. Collective over the ranks that hold pieces."""
+    """Return the weights of parameters, and the exchanges between ranks.
+
+    Collective over the ranks that shard them.
+    """
     fused = fused_matrices(model) if split_fused else {}
     places: dict[int, ParamOwner] = {}
     for place in iter_param_owners(model):
@@ -358,7 +364,7 @@ def _make_exchange_plan(
         cut = rows_of_state(parameter, original)
         boxes = (
             info.boxes if cut is None else cut_boxes(info.boxes, *cut)
-        )  # shard_optimizer has cut it further
+        )  # shard_optimizer has sharded it further
         matrices = fused.get((id(place.owner), place.name), _WHOLE)
         weight = _MuonWeight(len(found), place.label, info.original_shape, matrices, boxes)
         found.append(weight)
@@ -372,9 +378,9 @@ def _make_exchange_plan(
 
 
 def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup | None:
-    """The ranks that together hold a weight once; ``None`` where this rank holds it whole.
+    """Return the group of ranks that shard one replica of a weight; ``None`` if this rank has it unsharded.
 
-    Collective over the world where such a group is made: for state that is sharded over replicas.
+    Collective over the world if the group must be created (state sharded over replicas).
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -394,22 +400,25 @@ def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup |
 
 
 def _assign_owners(group: dist.ProcessGroup, weights: list[_MuonWeight]) -> None:
-    """Learn which rank holds what, and give each weight an owner. Collective over the group, for small objects."""
-    told = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
-    if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in told):
+    """Exchange the layouts of all ranks and assign an owner to each weight.
+
+    Collective over the group (small objects).
+    """
+    layouts = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
+    if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in layouts):
         raise MeshError(
-            "Muon.step: ranks that hold pieces of the same weights",
-            expected="the same parameters in the same order on all of them",
-            got=f"{[len(other) for other in told]} matrices, here {', '.join(w.label for w in weights[:3])}, ...",
+            "Muon.step: ranks that shard the same weights",
+            expected="the same parameters in the same order on all ranks",
+            got=f"{[len(other) for other in layouts]} matrices, here {', '.join(w.label for w in weights[:3])}, ...",
             fix="build Muon from the same params on all ranks",
         )
-    for weight, ranks in zip(weights, zip(*told, strict=True), strict=True):
+    for weight, ranks in zip(weights, zip(*layouts, strict=True), strict=True):
         weight.boxes_of = [boxes for _, _, boxes in ranks]
-    # So that the most that one rank computes is little: large ones first, to the idlest.
-    loads = [0] * len(told)
+    # Balance the load: assign large matrices first, each to the rank with the smallest load.
+    loads = [0] * len(layouts)
     costs = {weight.index: math.prod(weight.shape) * min(weight.shape) for weight in weights}
     for weight in sorted(weights, key=lambda w: -costs[w.index]):
-        weight.owner = min(range(len(told)), key=loads.__getitem__)
+        weight.owner = min(range(len(layouts)), key=loads.__getitem__)
         loads[weight.owner] += costs[weight.index]
 
 
@@ -419,9 +428,9 @@ def _exchange(
     updates: Mapping[int, torch.Tensor],
     orthogonalized: Callable[[_MuonWeight, torch.Tensor], torch.Tensor],
 ) -> dict[int, torch.Tensor]:
-    """Orthogonalise this rank's pieces of updates, by ``_MuonWeight.index``: 1-D, bf16; their memory is given away.
+    """Orthogonalize the updates, indexed by ``_MuonWeight.index``: this rank's parts, 1-D, bf16. Frees their memory.
 
-    Weights that are not there have no gradient, on any rank. Collective over the ranks: two all-to-alls.
+    Missing weights have no gradient on any rank. Collective over the ranks: two all-to-alls.
     """
     weights = [weight for weight in weights if weight.index in updates]
     if group is None or not weights:
@@ -450,11 +459,11 @@ def _orthogonalize(
     pieces: Sequence[torch.Tensor],
     orthogonalized: Callable[[_MuonWeight, torch.Tensor], torch.Tensor],
 ) -> None:
-    """Put one weight together, and its result into the memory that the ranks' pieces came in."""
+    """Assemble one weight, and write its result into the memory of the received parts."""
     whole = pieces[0].new_empty(weight.shape)
     views = []
     for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
-        # The boxes of a local tensor follow each other in its memory: stacked blocks are cut along rows alone.
+        # The boxes of a local tensor are contiguous, because stacked blocks are sharded along rows only.
         for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
             views.append((box.original_slices(), values.view(box.sizes)))
     for where, values in views:

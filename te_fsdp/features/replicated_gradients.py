@@ -1,17 +1,16 @@
-"""Gradients of parameters that every data-parallel rank holds whole: added up over the ranks, exactly once each.
+"""Gradients of parameters that are replicated over data parallel, reduced over the ranks exactly once.
 
-    backward     .grad <- what earlier backwards left unreduced; autograd adds to it
-    its end      .grad <- .grad from before + the sum over the ranks of what is unreduced (or, where it shall
-                 not reduce, that is put aside)
+    backward            .grad <- unreduced gradients of earlier backwards; autograd accumulates into it
+    end of backward     .grad <- previous .grad + sum over the ranks of the unreduced gradients (or these are stored
+                        if this backward must not reduce)
 
-So ``.grad`` is the reduced gradient, or ``None``, whenever no backward runs, and a plain loop over microbatches adds up
-reduced gradients: what was reduced is never reduced again.
+So ``.grad`` is the reduced gradient or ``None`` whenever no backward is running, and a plain loop over microbatches
+accumulates reduced gradients. A reduced gradient is never reduced again.
 
-Gradients of one unit with strategy ``no_shard`` are sent together as soon as backward has left the unit
-(:mod:`te_fsdp.collectives.async_work`), those of a unit that may not begin early at the end of backward; all
-others at the end,
-together, in the order of the parameters' names, which is the same on all ranks. A parameter that had no gradient on
-this rank is sent as zeros, with a flag, since another rank may have one.
+Gradients of a unit with strategy ``no_shard`` are sent together once backward has left the unit
+(:mod:`te_fsdp.collectives.async_work`), or at the end of backward if the unit may not start early. All others are sent
+together at the end, ordered by parameter name, which is the same on all ranks. A parameter without a gradient on this
+rank is sent as zeros with a flag, because another rank may have one.
 """
 
 from __future__ import annotations
@@ -59,18 +58,18 @@ _log = logging.getLogger("te_fsdp")
 class ReplicatedGradients(Component):
     """Reduces the gradients of a model's replicated parameters by the end of each backward.
 
-    The reduction is bound to the gradients of what the root's forward returns.
+    The reduction is triggered by the gradients of the root's outputs.
 
     Args:
-        model: The root.
-        replicated: What stays whole.
-        meshes: The job's meshes.
-        units: Names of the units that stay whole, as backward leaves them if forward runs through the tree.
-        grads_dtype: Accumulate gradients in this dtype; ``None``: the parameters' own.
-        average: Divide gradients by the number of data-parallel ranks, an expert's too, over whose data the loss is the
-            mean; otherwise they are sums.
-        beside_fsdp2: Whether FSDP2 manages other parameters of the model: its reductions and those that begin during
-            backward then need process groups of their own, which are made here. Collective over the world.
+        model: The root module.
+        replicated: The replicated parameters.
+        meshes: Meshes of the job.
+        units: Names of units with replicated parameters, in the order in which backward leaves them.
+        grads_dtype: Accumulation dtype of gradients; ``None``: the parameters' own.
+        average: Divide gradients by the number of data-parallel ranks (for experts, too), whose data the mean loss
+            covers. Otherwise gradients are sums.
+        with_fsdp2: Whether FSDP2 manages other parameters of the model. Its reductions and early reductions then need
+            separate process groups, which are created here. Collective over the world.
     """
 
     def __init__(
@@ -82,9 +81,9 @@ class ReplicatedGradients(Component):
         units: Sequence[str] = (),
         grads_dtype: torch.dtype | None = None,
         average: bool = True,
-        beside_fsdp2: bool = False,
+        with_fsdp2: bool = False,
     ) -> None:
-        apart = beside_fsdp2 and bool(units)
+        apart = with_fsdp2 and bool(units)
         divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
         dense = experts = ReductionGroup.of(
             meshes.fsdp, "data", meshes.device_mesh if apart else None, divisor
@@ -96,7 +95,7 @@ class ReplicatedGradients(Component):
             plan = parameter.plan
             ranks = experts if plan.experts else dense
             partial = plan.rule is not None and plan.rule.partial_grad and meshes.size("tp") > 1
-            # Sums over tp belong to no moment in backward: the few parameters that need one wait for its end.
+            # Sums over tp have no defined time in backward. The few parameters that need one are reduced at its end.
             at_end = partial or ranks.group is None or plan.storage.strategy == REPLICATED
             self._slots.append(
                 GradientSlot(parameter, ranks, partial, None if at_end else plan.unit, grads_dtype)
@@ -114,7 +113,8 @@ class ReplicatedGradients(Component):
         self._streams: list[torch.Stream] = []
         self._words: Any = None
         if self._units and dist.is_gloo_available() and not is_simulated():
-            # Over the CPU: no word waits for the device. Not over the world, where other stages have other models.
+            # Use the CPU, so that nothing waits for the device. Not the world: other pipeline stages have other
+            # models.
             self._words = group_of_ranks(meshes.device_mesh.mesh.flatten().tolist(), "no_shard flags", "gloo")
         self._said: tuple[Any, torch.Tensor] | None = None
         self._gave_up = False
@@ -125,7 +125,7 @@ class ReplicatedGradients(Component):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(
             "deepcopy of a model with no_shard parameters after fully_shard",
-            why="The copy's gradients would be reduced together with the original's",
+            why="The copy's gradients would be reduced together with those of the original",
             fix="copy the model before te_fsdp.fully_shard",
         )
 
@@ -155,10 +155,10 @@ class ReplicatedGradients(Component):
         if not self._running or _torch.in_backward():
             return False
         started, self._reduction = self._reduction, None
-        self._leave()
+        self._restore_gradients()
         if started is not None and started.early:
             started.abandon()
-            self._say(True)
+            self._send_abort_flag(True)
             self.settle()  # this rank has the answer
         return True
 
@@ -174,13 +174,13 @@ class ReplicatedGradients(Component):
         found, self._gave_up = self._gave_up, False
         return found
 
-    def _say(self, gave_up: bool) -> None:
-        """Tell all ranks whether this one gives the reduction up that has just been completed; nothing waits for it.
+    def _send_abort_flag(self, gave_up: bool) -> None:
+        """Start the all-reduce of the "aborted" flag for the reduction just completed, without waiting.
 
-        Collective over all ranks that hold this model: one all-reduce of one integer, on the CPU.
+        Collective over all ranks with this model: one all-reduce of one integer, on the CPU.
         """
         if self._words is not None:
-            self._gave_up = self.settle()
+            self._gave_up = self.was_aborted()
             word = torch.tensor(gave_up, dtype=torch.int32)
             work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
             self._said = work, word
@@ -193,9 +193,9 @@ class ReplicatedGradients(Component):
     def reduce_gradients(self) -> None:
         """Reduce the gradients that are not reduced yet, if there are some, and add them to ``.grad``.
 
-        Collective over data parallel, on all ranks: an all-reduce for each unit, dtype and group of ranks, and one for
-        all that is sent with no unit (and one over tp for gradients that tp ranks hold parts of), one more for each
-        tensor larger than a bucket; at first all are sent with no unit.
+        Collective over data parallel, on all ranks: an all-reduce per unit, dtype and process group, one for all
+        gradients without a unit (and one over tp for partial gradients), and one per tensor larger than a bucket.
+        Until the ranks have agreed on an order, all gradients are sent without a unit.
         """
         if not self.unreduced():
             return
@@ -203,7 +203,7 @@ class ReplicatedGradients(Component):
         self._finish(self._new_reduction())
 
     def reduce_after_microbatches(self) -> None:
-        """Reduce what the backwards of a pipeline's microbatches have left, once a stage reduces again.
+        """Reduce the gradients of a pipeline's microbatches, once a stage enables reductions again.
 
         Collective as :meth:`reduce_gradients`, outside of backward; within one its own end does that.
         """
@@ -211,7 +211,7 @@ class ReplicatedGradients(Component):
             self.reduce_gradients()
 
     def waiting(self) -> list[torch.Tensor]:
-        """The local gradients of this rank that wait for their reduction."""
+        """Return the unreduced local gradients of this rank."""
         return [_torch.local_of(slot.unreduced) for slot in self._slots if slot.unreduced is not None]
 
     def drop_unreduced(self) -> None:
@@ -229,7 +229,10 @@ class ReplicatedGradients(Component):
         return {id(slot.parameter) for slot in self._slots}
 
     def attach(self) -> None:
-        """Watch the gradients of the parameters there are now: loading and initialisation replace them. Local."""
+        """Register hooks on the current parameters. Loading and initialization replace parameters.
+
+        Local operation.
+        """
         replaced = False
         for slot in self._slots:
             parameter = slot.parameter
@@ -241,11 +244,11 @@ class ReplicatedGradients(Component):
             self._buckets = None
             if slot.grads_dtype is not None and parameter.dtype != slot.grads_dtype:
                 parameter.grad_dtype = slot.grads_dtype
-            slot.handles = [parameter.register_hook(functools.partial(self._arrive, slot))]
+            slot.handles = [parameter.register_hook(functools.partial(self._before_accumulation, slot))]
         model = self._model()
         state = get_sharded_model(model) if replaced and model is not None else None
         if state is not None:
-            attach_state_to_params(state)  # optimizer hooks know a model by its parameters
+            attach_state_to_params(state)  # optimizer hooks identify a model by its parameters
 
     def before_method(self) -> None:
         """As :meth:`attach`."""
@@ -258,8 +261,8 @@ class ReplicatedGradients(Component):
     def before_conversion(self) -> None:
         """Remove the hooks on parameters, which the next forward registers again. Local operation.
 
-        A conversion swaps quantized parameters with ``torch.utils.swap_tensors``: it refuses those with weak references
-        to them, and takes their hooks away.
+        A conversion swaps quantized parameters with ``torch.utils.swap_tensors``. It rejects parameters with weak
+        references and removes their hooks.
         """
         for slot in self._slots:
             for handle in slot.handles:
@@ -281,7 +284,10 @@ class ReplicatedGradients(Component):
         self.recover()
 
     def watch(self, output: Any) -> None:
-        """Let every rank that runs backward come to the reduction, those without any such gradient included. Local."""
+        """Make every rank that runs backward participate in the reduction, even without such a gradient.
+
+        Local operation.
+        """
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -300,8 +306,8 @@ class ReplicatedGradients(Component):
             self._streams.clear()
             _torch_autograd.at_end_of_backward(self._end)
 
-    def _arrive(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
-        """A gradient is about to be added to ``.grad``: let it meet those of its kind."""
+    def _before_accumulation(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
+        """Pre-accumulation hook: move ``.grad`` aside so that only unreduced gradients accumulate."""
         self._begin(gradient)
         self._start_complete(slot)
         if slot.unit is not None:
@@ -313,15 +319,15 @@ class ReplicatedGradients(Component):
             self._inside[slot] = None
 
     def _start_complete(self, slot: GradientSlot) -> None:
-        """Begin the reductions of units that backward has left; now that a gradient of ``slot`` arrives.
+        """Start the reductions of units that backward has left, when a gradient of a later ``slot`` is computed.
 
-        Not when their last gradient arrives: it is not added up before the hooks of its parameter have run.
+        They cannot start with their own last gradient, which is accumulated after the hooks of its parameter.
         """
         if slot in self._away:
             raise OrderError(
                 f"{slot.replicated.plan.label}: a gradient after the reduction of its unit has begun",
-                expected="no more uses of the parameter than in the first backward that reduced",
-                got="one more in a backward within the backward (checkpoint with use_reentrant=True)",
+                expected="the same uses of the parameter as in the first backward that reduced",
+                got="a further use in a nested backward (checkpoint with use_reentrant=True)",
                 fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
                 "te_fsdp.finish_grad_reduce(model)",
             )
@@ -334,7 +340,7 @@ class ReplicatedGradients(Component):
 
     def _end(self) -> None:
         reduction, self._reduction = self._reduction, None
-        self._leave(keep=True)
+        self._restore_gradients(keep=True)
         self._owes = reduction is None
         if reduction is None:
             self._mark()
@@ -344,10 +350,11 @@ class ReplicatedGradients(Component):
                 self._order.agree(self._meshes.device_mesh, self._device)
                 self._buckets = None
 
-    def _leave(self, *, keep: bool = False) -> None:
-        """Put ``.grad`` from before back; what the backward gave waits, or is forgotten (the backward raised).
+    def _restore_gradients(self, *, keep: bool = False) -> None:
+        """Restore the previous ``.grad``.
 
-        Gradients that were cleared since then stay cleared.
+        The gradients of this backward are stored (``keep``), or dropped if it raised. Gradients that were cleared
+        since then stay cleared.
         """
         for slot in self._inside:
             parameter = slot.parameter
@@ -362,15 +369,14 @@ class ReplicatedGradients(Component):
     # ---------------------------------------------------------------------------------------------- the reduction
 
     def _new_reduction(self) -> Reduction:
-        """A reduction of all that is trained now, not begun."""
+        """Create a reduction of all trained gradients, not started."""
         trained = tuple(slot for slot in self._slots if slot.parameter.requires_grad)
         if trained != self._trained:
             self._trained, self._buckets = trained, None
             self._order = self._orders.setdefault(trained, UnitOrder(self._units))
         if self._buckets is None:
-            # Unit by unit also what does not begin early: the transport adds in an order that depends on the place in a
-            # bucket, and the first backward shall have the bits that it would have had as a later one, of a training
-            # that goes on.
+            # Send unit by unit even without an early start. The summation order depends on the position in a bucket,
+            # and the first backward must give the same bits as a later one of a resumed training.
             agreed = self._order.agreed or ()
             units: dict[str | None, list[GradientSlot]] = {unit: [] for unit in agreed}
             for slot in trained:
@@ -383,7 +389,7 @@ class ReplicatedGradients(Component):
         early, rest = self._buckets
         model = self._model()
         comm = comm_of(model) if model is not None else None
-        # In a wider dtype than they add up in, gradients would take more memory on their way than before it.
+        # In a wider dtype than the accumulation dtype, gradients in flight would take more memory than before.
         if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
             early, rest = [], [*(bucket for _, bucket in early), *rest]
         return Reduction(early, rest, comm, self._take)
@@ -411,12 +417,12 @@ class ReplicatedGradients(Component):
         for slot, value in reduction.finish():
             _add(slot.parameter, value)
         if reduction.early:
-            self._say(False)
+            self._send_abort_flag(False)
 
     def _take(self, slot: GradientSlot) -> torch.Tensor | None:
-        """A slot's gradient, for a bucket: it is nobody's else from now on."""
+        """Return a slot's gradient for a bucket. Ownership of the gradient passes to the bucket."""
         gradient, slot.unreduced = slot.unreduced, None
-        if slot in self._inside:  # backward still runs
+        if slot in self._inside:  # backward is still running
             parameter = slot.parameter
             gradient, parameter.grad = parameter.grad, slot.reduced
             slot.reduced = None
@@ -425,7 +431,7 @@ class ReplicatedGradients(Component):
         if gradient is None:
             return None
         local, now = _torch.local_of(gradient), current_stream(self._device)
-        for stream in self._streams:  # where gradients may have been made
+        for stream in self._streams:  # streams on which gradients may have been computed
             if now is not None and stream != now:
                 now.wait_stream(stream)
                 local.record_stream(now)
@@ -433,7 +439,7 @@ class ReplicatedGradients(Component):
 
 
 def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Add a reduced local gradient to a parameter's."""
+    """Add a reduced local gradient to a parameter's gradient."""
     if parameter.grad is not None:
         apply_deferred_grad_scale(parameter.grad)
         _torch.local_of(parameter.grad).add_(value)
@@ -468,7 +474,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
         units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
         grads_dtype=None if state.precision is None else state.precision.policy.main_grads_dtype,
         average=state.average_gradients,
-        beside_fsdp2=bool(state.modules),
+        with_fsdp2=bool(state.modules),
     )
     state.components.attach(own)
     if state.meshes.pp is not None and fsdp2_units.is_fsdp_module(state.model):

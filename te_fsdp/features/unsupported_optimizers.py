@@ -42,14 +42,14 @@ def _unsupported_reason(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[s
     """Return what the optimizer has, why it cannot update that, and the fix."""
     kind, got = type(optimizer), f"{len(sharded)} sharded ones"
     if kind in [getattr(torch.optim, unfit) for unfit in _UNFIT]:
-        fix = "an optimizer that works element by element, such as torch.optim.AdamW"
+        fix = "use an optimizer that works element by element, such as torch.optim.AdamW"
         return got, "It uses operations that torch's DTensor refuses", fix
     if _te.is_fused_sgd(optimizer):
-        why = "TransformerEngine hands them to a kernel as DTensors, which have no memory of their own"
+        why = "TransformerEngine passes DTensors to a kernel, which have no memory of their own"
         return got, why, "torch.optim.SGD(..., foreach=True)"
     if kind is getattr(torch.optim, "Muon", None) and any(map(_has_empty_shards, sharded)):
-        fix = "te_fsdp.Muon(model, params, ...), which takes any shards"
-        return "some of which a rank has no rows", "torch's DTensor cannot update them", fix
+        fix = "use te_fsdp.Muon(model, params, ...), which takes any shards"
+        return f"{got}, some of them without rows on a rank", "torch's DTensor cannot update them", fix
     if isinstance(optimizer, torch.optim.LBFGS):
         return _flat_vector_problem(sharded)
     # One operator for all parameters. DTensor may have no rule for it.
@@ -59,11 +59,11 @@ def _unsupported_reason(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[s
         if not group.get("fused") or not any(id(p) in ids for p in group["params"]):
             continue
         by_tensor = isinstance(group.get("lr"), torch.Tensor)
-        if not _torch.has_rule(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
+        if not _torch.dtensor_supports(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
             return (
                 f"{got}, and fused=True",
                 f"This torch's DTensor has no rule for {operator}",
-                f"{kind.__name__}(..., foreach=True), which takes a few kernels as well; Adam and AdamW take "
+                f"{kind.__name__}(..., foreach=True), which also needs only a few kernels; Adam and AdamW support "
                 "fused=True",
             )
     return None
@@ -71,7 +71,7 @@ def _unsupported_reason(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[s
 
 def _flat_vector_problem(sharded: list[DTensor]) -> tuple[str, str, str] | None:
     """Return the reason if ``LBFGS`` cannot build its vector of all gradients, which needs equal row shards."""
-    fix = "sizes that dp_shard divides and no tp, parameters that are all trained; or torch.optim.AdamW"
+    fix = "use sizes that dp_shard divides, no tp and only trained parameters, or torch.optim.AdamW"
     for parameter in sharded:
         mesh, dims = parameter.device_mesh, map(_torch.shard_dim_of, parameter.placements)
         cut = [
@@ -80,10 +80,10 @@ def _flat_vector_problem(sharded: list[DTensor]) -> tuple[str, str, str] | None:
         # Whether each rank has the same number of full rows, or all rows: the same on all ranks.
         is_equal = not cut or (len(cut) == 1 and cut[0][1] == 0 and parameter.shape[0] % cut[0][0] == 0)
         if not is_equal:
-            got = f"{label_of(parameter)}, which ranks do not hold equal parts of rows of"
-            return got, "It puts all gradients into one vector, which DTensor does with such parts alone", fix
+            got = f"{label_of(parameter)}, without equal shards of rows on all ranks"
+            return got, "It concatenates all gradients, which DTensor supports only for such shards", fix
         if not parameter.requires_grad:
-            why = "It takes zeros for a gradient that is not there, as a tensor that DTensor takes with no others"
+            why = "It uses zeros for a missing gradient, as a plain tensor that DTensor does not mix with DTensors"
             return f"{label_of(parameter)}, which is not trained", why, fix
     return None
 

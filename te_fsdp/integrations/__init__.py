@@ -1,12 +1,13 @@
-"""Thin seams to other frameworks: each module is imported by whoever uses its framework, and imports that.
+"""Integrations of te_fsdp with training frameworks.
 
-    fabric         Lightning Fabric: a strategy
-    accelerate     Hugging Face accelerate: an Accelerator
-    transformers   Hugging Face transformers: a Trainer
-    peft           Hugging Face PEFT: LoRA on TransformerEngine's layers
-    torchtitan     torchtitan: base class of models, parallelize function, checkpoint manager
+  fabric         Lightning Fabric: a strategy
+  accelerate     Hugging Face accelerate: an Accelerator
+  transformers   Hugging Face transformers: a Trainer
+  peft           Hugging Face PEFT: LoRA on TransformerEngine's layers
+  torchtitan     torchtitan: base class of models, parallelize function, checkpoint manager
 
-What works and what does not is a table for each in docs/integrations.md.
+Each module imports its framework and must be imported by its own name. docs/integrations.md has a table of
+supported features for each.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def needs(extra: str) -> Iterator[None]:
-    """Context of imports of a framework: where one fails, the ``ImportError`` names the extra of pip that brings it."""
+    """Wrap the imports of a framework. A failing import raises an ImportError that names the pip extra to install."""
     try:
         yield
     except ImportError as error:
@@ -33,8 +34,8 @@ def needs(extra: str) -> Iterator[None]:
         raise type(error)(text, name=error.name) from error
 
 
-def refused(error: type[TeFsdpError], what: str, **facts: str) -> Any:
-    """A method that raises, whatever it is given: of a framework's class, in place of what te_fsdp cannot do right."""
+def raising_method(error: type[TeFsdpError], what: str, **facts: str) -> Any:
+    """Return a method that always raises. It replaces a method of a framework class that te_fsdp cannot support."""
 
     def method(*unused: Any, **also_unused: Any) -> NoReturn:
         raise error(what, **facts)
@@ -44,12 +45,12 @@ def refused(error: type[TeFsdpError], what: str, **facts: str) -> Any:
 
 
 def check_keywords(sharding: Mapping[str, Any]) -> None:
-    """Raise ``TypeError`` for a keyword that ``te_fsdp.fully_shard`` does not have."""
+    """Raise TypeError for a keyword that ``te_fsdp.fully_shard`` does not have."""
     inspect.signature(te_fsdp.fully_shard).bind(None, None, **sharding)
 
 
 def shard(model: nn.Module, meshes: te_fsdp.Meshes, seed: int | None, sharding: Mapping[str, Any]) -> None:
-    """Shard a model and initialise what is on meta. Collective over the world."""
+    """Shard a model and initialize its meta tensors. Collective over the world."""
     te_fsdp.fully_shard(model, meshes, **sharding)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         te_fsdp.materialize(model, seed=seed)

@@ -1,13 +1,11 @@
-"""Hugging Face accelerate on te_fsdp: an ``Accelerator`` that shards, clips, accumulates, saves and loads as it does.
+"""Hugging Face accelerate on te_fsdp.
 
-    meshes = te_fsdp.Meshes.build(tp=2)
-    accelerator = TeFsdpAccelerator(meshes)
-    model = build_model(**meshes.te_kwargs())
-    optimizer = torch.optim.AdamW(model.parameters())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    meshes = te_fsdp.Meshes.build(tp=2) accelerator = TeFsdpAccelerator(meshes) model =
+    build_model(**meshes.te_kwargs()) optimizer = torch.optim.AdamW(model.parameters()) model, optimizer, loader
+    = accelerator.prepare(model, optimizer, loader)
 
-accelerate's own FSDP2 and DDP stay off: to it, ranks are processes that it only starts and feeds. What it offers and
-te_fsdp cannot do right raises. Source: accelerate 1.15.
+accelerate's own FSDP2 and DDP are disabled. accelerate only starts the processes and distributes the data.
+Features that te_fsdp cannot support raise. Source: accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from te_fsdp import checkpoint
 from te_fsdp.collectives.agreement import world_size
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError
 from te_fsdp.features.main_weights import rebind_optimizer_params
-from te_fsdp.integrations import check_keywords, needs, refused, shard
+from te_fsdp.integrations import check_keywords, needs, raising_method, shard
 from te_fsdp.mesh import Meshes, as_meshes
 from te_fsdp.sharded_model import get_sharded_model, sharded_model_of
 
@@ -41,7 +39,7 @@ __all__ = ["TeFsdpAccelerator"]
 _log = logging.getLogger("te_fsdp")
 _Accelerator: Any = accelerate.Accelerator
 
-#: Argument of ``Accelerator`` that would have no effect -> what to do instead.
+#: Argument of ``Accelerator`` without effect -> replacement.
 _INSTEAD = {
     "deepspeed_plugin": "strategies of te_fsdp.fully_shard",
     "deepspeed_plugins": "strategies of te_fsdp.fully_shard",
@@ -49,40 +47,40 @@ _INSTEAD = {
     "megatron_lm_plugin": "meshes with tp",
     "torch_tp_plugin": "te_fsdp.Meshes.build(tp=...)",
     "parallelism_config": "te_fsdp.Meshes.build(dp_replicate=..., dp_shard=..., cp=..., tp=...)",
-    "dynamo_backend": "torch.compile of what lies between units",
-    "dynamo_plugin": "torch.compile of what lies between units",
+    "dynamo_backend": "torch.compile of the code between units",
+    "dynamo_plugin": "torch.compile of the code between units",
 }
-#: The same of handlers.
+#: Class name of a handler without effect -> replacement.
 _HANDLERS = {
     "DistributedDataParallelKwargs": "sharding={...}, keywords of te_fsdp.fully_shard",
     "GradScalerKwargs": "bf16, which needs no scaling",
     "InitProcessGroupKwargs": "torch.distributed.init_process_group before te_fsdp.Meshes.build",
 }
-#: What ``accelerate launch`` sets by its configuration file.
+#: Environment variables that ``accelerate launch`` sets from its configuration file.
 _LAUNCHED = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
 _FOLDER = "te_fsdp"
 
 
 class TeFsdpAccelerator(_Accelerator):
-    """accelerate's ``Accelerator`` for models of TransformerEngine's modules.
+    """accelerate's ``Accelerator`` for models with TransformerEngine modules.
 
-    ``prepare`` shards a model with :func:`te_fsdp.fully_shard` and initialises what is on meta; an optimizer that is
-    given with it gets the sharded parameters in its groups. Call :func:`te_fsdp.main_weights` or
-    :func:`te_fsdp.shard_optimizer` where they are needed afterwards, on ``optimizer.optimizer``. ``accumulate`` and
-    ``no_sync`` let gradients add up on each rank, ``clip_grad_norm_`` takes the norm over all ranks. ``save_state``
-    writes model and optimizer by :func:`te_fsdp.checkpoint.save` into the folder ``te_fsdp`` beside accelerate's own
-    files, and ``load_state`` takes them onto any mesh.
+    ``prepare`` shards a model with :func:`te_fsdp.fully_shard` and initializes its meta tensors. An optimizer
+    passed in the same call gets the sharded parameters. Afterwards, call :func:`te_fsdp.main_weights` or
+    :func:`te_fsdp.shard_optimizer` on ``optimizer.optimizer`` if needed. ``accumulate`` and ``no_sync``
+    accumulate unreduced gradients. ``clip_grad_norm_`` computes the norm over all ranks. ``save_state`` writes
+    model and optimizer with :func:`te_fsdp.checkpoint.save` into the folder ``te_fsdp`` next to accelerate's
+    files. ``load_state`` loads them on any mesh.
 
     Args:
-        meshes: The job's; the model's modules were, or will be, built with them.
-        seed: Of :func:`te_fsdp.materialize`. ``None``: the current generator, the same on all ranks.
+        meshes: Meshes of the job, with which the model is built.
+        seed: Seed of :func:`te_fsdp.materialize`. ``None``: the current generator, identical on all ranks.
         sharding: Keywords of :func:`te_fsdp.fully_shard`.
-        **options: Of ``Accelerator``.
+        **options: Arguments of ``Accelerator``.
 
     Raises:
-        OrderError: An option that would have no effect, with what to use instead.
-        PrecisionError: ``mixed_precision`` other than ``"no"``.
-        TypeError: A keyword that ``fully_shard`` does not have.
+        OrderError: An option has no effect here. The error names a replacement.
+        PrecisionError: ``mixed_precision`` is not ``"no"``.
+        TypeError: ``fully_shard`` does not have the keyword.
     """
 
     def __init__(
@@ -97,21 +95,21 @@ class TeFsdpAccelerator(_Accelerator):
         self._seed, self._sharding = seed, dict(sharding or {})
         check_keywords(self._sharding)
         _refuse(options)
-        # Before accelerate notes it for all accelerators of the process, of whatever follows this error too.
+        # Check this first. accelerate stores the precision for all later accelerators of the process.
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        _refuse_precision(options.get("mixed_precision") or precision)
+        _check_precision(options.get("mixed_precision") or precision)
         options.setdefault("cpu", self.meshes.device_type == "cpu")
         super().__init__(**options)
-        _refuse_precision(self.mixed_precision)
+        _check_precision(self.mixed_precision)
         super().register_save_state_pre_hook(self._save)
         super().register_load_state_pre_hook(self._load)
 
     # ------------------------------------------------------------------------------------------------------- prepare
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As accelerate's; an optimizer's parameters become those of the model beside it. Collective over the world.
+        """Prepare objects as accelerate does. An optimizer gets the parameters of the model passed with it.
 
-        ``OrderError``: an optimizer that holds other parameters, or has stepped.
+        Collective over the world. Raise OrderError if the optimizer has other parameters or has stepped.
         """
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
@@ -122,7 +120,7 @@ class TeFsdpAccelerator(_Accelerator):
             with contextlib.ExitStack() as stack:
                 for optimizer in optimizers:
                     if any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
-                        fix = "build it from the parameters of one model, right before"
+                        fix = "build it from the parameters of one model, right before this call"
                         stack.enter_context(
                             rebind_optimizer_params(model, optimizer, "Accelerator.prepare", fix)
                         )
@@ -132,14 +130,14 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Shard a model, or leave it as it is for ``evaluation_mode=True``. Collective over the world."""
+        """Shard a model, or leave it unchanged with ``evaluation_mode=True``. Collective over the world."""
         if not evaluation_mode and not get_sharded_model(model):
             shard(model, self.meshes, self._seed, self._sharding)
-        # In this mode accelerate wraps nothing.
+        # accelerate does not wrap the model in this mode.
         return super().prepare_model(model, device_placement=bool(evaluation_mode), evaluation_mode=True)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
-        """As accelerate's, for an optimizer over the models that were prepared; ``OrderError``: over others."""
+        """Prepare an optimizer over prepared models. Raise OrderError if it has other parameters."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             states = [sharded_model_of(p) for group in optimizer.param_groups for p in group["params"]]
             models = {id(state): state.model for state in states if state is not None}
@@ -149,13 +147,16 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """As accelerate's: data of its own for each data-parallel rank, the same for ranks of ``tp`` and ``cp``."""
+        """Prepare a data loader with different data on each data-parallel rank.
+
+        Ranks of ``tp`` and ``cp`` share data.
+        """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader)
         shared = self.meshes.data_size != self.num_processes
         if shared and self.dispatch_batches:
             what = "DataLoaderConfiguration(dispatch_batches=True)"
-            self._refuse_shared_data(what, "dispatch_batches=False")
+            self._require_unshared_data(what, "dispatch_batches=False")
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -176,18 +177,21 @@ class TeFsdpAccelerator(_Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """As accelerate's; ``OrderError`` where processes share data: it steps once for each, which would run ahead."""
+        """Prepare a scheduler.
+
+        Raise OrderError if several processes share data, because it would step once per process.
+        """
         if self.step_scheduler_with_optimizer and not self.split_batches:
             fix = "step_scheduler_with_optimizer=False, or leave the scheduler out of prepare"
-            self._refuse_shared_data("Accelerator.prepare(scheduler)", fix)
+            self._require_unshared_data("Accelerator.prepare(scheduler)", fix)
         return super().prepare_scheduler(scheduler)
 
-    def _refuse_shared_data(self, what: str, fix: str) -> None:
-        """Raise where accelerate counts processes, and several of them have the same data."""
+    def _require_unshared_data(self, what: str, fix: str) -> None:
+        """Raise OrderError if several processes have the same data, because accelerate counts processes."""
         if self.meshes.data_size != self.num_processes:
             raise OrderError(
                 what,
-                expected="data of its own for each process",
+                expected="different data on each process",
                 got=f"{self.meshes.data_size} parts of the data on {self.num_processes} processes ({self.meshes})",
                 why="accelerate counts processes",
                 fix=fix,
@@ -196,41 +200,44 @@ class TeFsdpAccelerator(_Accelerator):
     # --------------------------------------------------------------------------------------------------------- train
 
     def no_sync(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """:func:`te_fsdp.no_sync`."""
+        """Accumulate unreduced gradients: :func:`te_fsdp.no_sync`."""
         return te_fsdp.no_sync(model)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """:func:`te_fsdp.sync`."""
+        """Reduce gradients in each backward: :func:`te_fsdp.sync`."""
         return te_fsdp.sync(model)
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """:func:`te_fsdp.clip_grad_norm_`. Collective."""
+        """Clip gradients by their norm over all ranks: :func:`te_fsdp.clip_grad_norm_`. Collective."""
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    clip_grad_value_ = refused(
+    clip_grad_value_ = raising_method(
         PlacementError,
         "Accelerator.clip_grad_value_",
         why="A gradient may still wait for its average over dp_replicate",
         fix="accelerator.clip_grad_norm_(model.parameters(), max_norm)",
     )
-    join_uneven_inputs = refused(
+    join_uneven_inputs = raising_method(
         OrderError,
         "Accelerator.join_uneven_inputs",
-        why="Each rank takes part in the gathers of each step",
+        why="Every rank participates in the all-gathers of each step",
         fix="even_batches=True, the default, or drop_last=True of the DataLoader",
     )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As accelerate's; ``OrderError`` where processes share data, which would count more than once."""
-        self._refuse_shared_data("Accelerator.gather_for_metrics", "gather over meshes.fsdp")
+        """Gather metrics.
+
+        Raise OrderError if several processes share data, because it would be counted repeatedly.
+        """
+        self._require_unshared_data("Accelerator.gather_for_metrics", "gather over meshes.fsdp")
         return super().gather_for_metrics(input_data, use_gather_object)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Any:
-        """As accelerate's; ``OrderError`` where several processes must have the same data."""
-        self._refuse_shared_data("Accelerator.split_between_processes", "split by meshes.data_rank")
+        """Split inputs. Raise OrderError if several processes need the same data."""
+        self._require_unshared_data("Accelerator.split_between_processes", "split by meshes.data_rank")
         return super().split_between_processes(inputs, apply_padding)
 
     # --------------------------------------------------------------------------------------------------- checkpoints
@@ -238,22 +245,22 @@ class TeFsdpAccelerator(_Accelerator):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> Path:
-        """Model and optimizer by :func:`te_fsdp.checkpoint.save`, all else as accelerate does. Collective.
+        """Save model and optimizer with :func:`te_fsdp.checkpoint.save`, other objects as accelerate does.
 
-        Its folder ``te_fsdp`` must not exist; options of how accelerate writes a model are refused.
+        Collective. The folder ``te_fsdp`` must not exist. Options for accelerate's own model files raise.
 
         Raises:
-            CheckpointError: No prepared model, or several, or several optimizers; or what ``save`` raises. Nothing was
-                written then but an empty folder.
+            CheckpointError: There is not exactly one prepared model, there are several optimizers, or ``save``
+                raises. At most an empty folder was created.
         """
         if not safe_serialization or save_model_func_kwargs:
             raise CheckpointError(
                 "Accelerator.save_state",
-                expected="the folder alone",
+                expected="no option except the folder",
                 got=", ".join(save_model_func_kwargs) or "safe_serialization=False",
-                fix="leave it out: te_fsdp writes a checkpoint that any mesh loads",
+                fix="omit it; te_fsdp writes a checkpoint that loads on any mesh",
             )
-        with self._apart():
+        with self._hide_from_accelerate():
             return super().save_state(output_dir)
 
     def load_state(
@@ -262,28 +269,28 @@ class TeFsdpAccelerator(_Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """What :meth:`save_state` has written, from any mesh. Collective over the world.
+        """Load the output of :meth:`save_state` on any mesh. Collective over the world.
 
-        Random states are accelerate's, a file for each process: on another number of processes they are not those that
-        a run without a break would have, which a warning says.
+        accelerate stores random states in one file per process. With a different number of processes they differ from
+        those of an uninterrupted run, and a warning is logged.
 
-        ``load_model_func_kwargs`` are keywords of :func:`te_fsdp.checkpoint.load`; where it raises nothing was changed.
+        ``load_model_func_kwargs`` are keywords of :func:`te_fsdp.checkpoint.load`. If it raises, nothing was changed.
         """
         self._loading = load_model_func_kwargs
-        with self._apart():
+        with self._hide_from_accelerate():
             super().load_state(input_dir, load_kwargs)
         self.step = self._loaded["step"]
 
     @contextlib.contextmanager
-    def _apart(self) -> Iterator[None]:
-        """Hide model and optimizer from accelerate, which would write and read the parts of one rank."""
+    def _hide_from_accelerate(self) -> Iterator[None]:
+        """Hide model and optimizer from accelerate, which would write and read this rank's shards only."""
         models, optimizers = self._models, self._optimizers
         if len(models) != 1 or len(optimizers) > 1:
             raise CheckpointError(
                 "Accelerator.save_state or load_state",
-                expected="one model and at most one optimizer from prepare",
+                expected="one prepared model and at most one prepared optimizer",
                 got=f"{len(models)} models and {len(optimizers)} optimizers",
-                fix="te_fsdp.checkpoint.save and load for each model",
+                fix="call te_fsdp.checkpoint.save and load for each model",
             )
         self._kept = models[0], optimizers[0].optimizer if optimizers else None
         self._models, self._optimizers = [], []
@@ -293,63 +300,67 @@ class TeFsdpAccelerator(_Accelerator):
             self._models, self._optimizers = models, optimizers
 
     def _save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Hook of ``save_state``, before accelerate writes its own files."""
+        """Save model and optimizer before accelerate writes its own files (hook of ``save_state``)."""
         model, optimizer = self._kept
         extra = {"step": self.step, "processes": world_size()}
         checkpoint.save(Path(output_dir, _FOLDER), model, optimizer, extra=extra)
 
     def _load(self, models: list[nn.Module], input_dir: str) -> None:
-        """Hook of ``load_state``, before accelerate reads its own files."""
+        """Load model and optimizer before accelerate reads its own files (hook of ``load_state``)."""
         self._loaded = checkpoint.load(Path(input_dir, _FOLDER), *self._kept, **self._loading)
         saved, here = self._loaded["processes"], world_size()
         if saved != here:
-            text = "%s is of %d processes, these are %d: random states go on otherwise"
+            text = (
+                "%s was saved by %d processes and is loaded by %d. Random states will differ from "
+                "those of an uninterrupted run."
+            )
             _log.warning(text, input_dir, saved, here)
 
-    # accelerate gives such hooks models' state dicts, which are parts here.
-    register_save_state_pre_hook = register_load_state_pre_hook = refused(
+    # accelerate passes state dicts to such hooks. Here these would contain one rank's shards.
+    register_save_state_pre_hook = register_load_state_pre_hook = raising_method(
         CheckpointError,
         "Accelerator.register_save_state_pre_hook or register_load_state_pre_hook",
-        why="te_fsdp saves and loads model and optimizer by itself",
-        fix="register_for_checkpointing(object) for what belongs to the run beside them",
+        why="te_fsdp itself saves and loads the model and the optimizer",
+        fix="register_for_checkpointing(object) for further objects",
     )
-    #: ``save_model`` goes through it as well.
-    get_state_dict = refused(
+    #: ``save_model`` calls it as well.
+    get_state_dict = raising_method(
         CheckpointError,
         "Accelerator.get_state_dict or save_model",
-        expected="a model that one rank holds",
-        got="a sharded one",
+        expected="an unsharded model",
+        got="a sharded model",
         fix="te_fsdp.checkpoint.save_huggingface, or save_state and the command te-fsdp ckpt convert",
     )
 
 
-def _refuse_precision(asked: Any) -> None:
-    """Raise for an autocast of accelerate's."""
+def _check_precision(asked: Any) -> None:
+    """Raise PrecisionError if accelerate's autocast is enabled."""
     if str(asked) != "no":
         raise PrecisionError(
             f"TeFsdpAccelerator(mixed_precision={str(asked)!r})",
             expected="no",
             got=asked,
-            why="Its autocast, and its loss scaling, would meet weights that FSDP2 casts and shards",
+            why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
             fix='mixed_precision="no", also for accelerate launch; te.autocast in the forward of the model; '
-            'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy of FSDP2',
+            'sharding={"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}, with the policy '
+            "of FSDP2",
         )
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise for options of ``Accelerator``, and of ``accelerate launch``, that would have no effect."""
+    """Raise OrderError for options of ``Accelerator`` and of ``accelerate launch`` without effect here."""
     given = [name for name, value in options.items() if value is not None]
     found = {f"{name}=": _INSTEAD[name] for name in given if name in _INSTEAD}
     handlers = [type(handler).__name__ for handler in options.get("kwargs_handlers") or ()]
     found |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
     for name in (f"ACCELERATE_USE_{word}" for word in _LAUNCHED):
         if os.environ.get(name, "false").lower() == "true":
-            found[f"{name}=true"] = "accelerate launch --multi_gpu, or torchrun, without it"
+            found[f"{name}=true"] = "accelerate launch --multi_gpu or torchrun, without this option"
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         found["ACCELERATE_DYNAMO_BACKEND"] = _INSTEAD["dynamo_backend"]
     if found:
         raise OrderError(
             f"TeFsdpAccelerator: {', '.join(found)}",
-            why="It would have no effect: te_fsdp shards, and starts the process group",
+            why="It would have no effect, because te_fsdp shards the model and initializes the process group",
             fix="; ".join(dict.fromkeys(found.values())),
         )

@@ -1,12 +1,11 @@
-"""Lightning Fabric on te_fsdp: a strategy that shards, clips, accumulates, saves and loads as te_fsdp does.
+"""Lightning Fabric on te_fsdp.
 
-    strategy = TeFsdpStrategy(tp=2)
-    fabric = Fabric(devices=8, strategy=strategy)
+    strategy = TeFsdpStrategy(tp=2) fabric = Fabric(devices=8, strategy=strategy)
     fabric.launch()                                                                 # processes and meshes
-    model = fabric.setup_module(build_model(**strategy.meshes.te_kwargs()))         # sharded, initialised
+    model = fabric.setup_module(build_model(**strategy.meshes.te_kwargs()))         # sharded, initialized
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
 
-What Fabric offers and te_fsdp cannot do right raises. Source: lightning-fabric 2.6.
+Features of Fabric that te_fsdp cannot support raise. Source: lightning-fabric 2.6.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from te_fsdp import checkpoint
 from te_fsdp.checkpoint.directory import open_checkpoint
 from te_fsdp.collectives.agreement import from_rank_0
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, PrecisionError, shorten
-from te_fsdp.integrations import check_keywords, needs, refused, shard
+from te_fsdp.integrations import check_keywords, needs, raising_method, shard
 from te_fsdp.mesh import Meshes
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.upstream import te as _te
@@ -38,7 +37,10 @@ __all__ = ["TeFsdpStrategy"]
 
 
 def _fabric(part: str) -> Any:
-    """A module of Fabric: of ``lightning`` or of ``lightning_fabric``, whose classes do not know each other."""
+    """Import a module of Fabric from ``lightning`` or ``lightning_fabric``.
+
+    The two packages have separate classes.
+    """
     names = ("lightning.fabric", "lightning_fabric")
     loaded = [name for name in names if name in sys.modules]
     installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
@@ -50,35 +52,36 @@ with needs("fabric"):
 
 
 class _AccumulateLocally:
-    """What Fabric asks for ``no_backward_sync``."""
+    """Fabric's interface for ``no_backward_sync``."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        """``enabled``: gradients add up on each rank; else the backward is the last one of its step, which helps."""
+        """Return a context that accumulates unreduced gradients, or marks the last backward if not ``enabled``."""
         return te_fsdp.no_sync(module) if enabled else te_fsdp.microbatch(module, is_last=True)
 
 
 class TeFsdpStrategy(_ModelParallelStrategy):
-    """Fabric's strategy for models of TransformerEngine's modules.
+    """Fabric's strategy for models with TransformerEngine modules.
 
-    ``setup_module`` shards a model with :func:`te_fsdp.fully_shard` and initialises what is on meta. Build the
-    optimizer afterwards and give it to ``setup_optimizers``; before or after that call :func:`te_fsdp.main_weights`
-    (on ``model.module``) or :func:`te_fsdp.shard_optimizer` where they are needed. ``no_backward_sync`` lets gradients
-    add up on each rank, ``clip_gradients`` takes the norm over all ranks, ``save`` and ``load`` are those of
-    :mod:`te_fsdp.checkpoint`: one model, at most one optimizer, and plain values or objects with a state dict.
+    ``setup_module`` shards a model with :func:`te_fsdp.fully_shard` and initializes its meta tensors. Build the
+    optimizer afterwards and pass it to ``setup_optimizers``. Before or after that, call
+    :func:`te_fsdp.main_weights` (on ``model.module``) or :func:`te_fsdp.shard_optimizer` if needed.
+    ``no_backward_sync`` accumulates unreduced gradients. ``clip_gradients`` computes the norm over all ranks.
+    ``save`` and ``load`` use :mod:`te_fsdp.checkpoint`. They accept one model, at most one optimizer, and plain
+    values or objects with a state dict.
 
     Args:
         dp_replicate, dp_shard, cp, ep, tp: As for :meth:`te_fsdp.Meshes.build`.
-        seed: Of :func:`te_fsdp.materialize`. ``None``: the current generator, the same on all ranks after
+        seed: Seed of :func:`te_fsdp.materialize`. ``None``: the current generator, identical on all ranks after
             ``seed_everything``.
         process_group_backend: As for Fabric's own strategies.
-        timeout: Of the process group.
+        timeout: Timeout of the process group.
         **sharding: Keywords of :func:`te_fsdp.fully_shard`: ``units``, ``strategy``, ``precision``, ...
 
     Attributes:
-        meshes: The job's, once ``fabric.launch()`` has been called.
+        meshes: Meshes of the job, available after ``fabric.launch()``.
 
     Raises:
-        TypeError: A keyword that ``fully_shard`` does not have.
+        TypeError: ``fully_shard`` does not have the keyword.
     """
 
     def __init__(
@@ -106,10 +109,10 @@ class TeFsdpStrategy(_ModelParallelStrategy):
     # ------------------------------------------------------------------------------------------------------- set up
 
     def setup_environment(self) -> None:
-        """Start the process group and build the meshes. Collective over the world.
+        """Initialize the process group and build the meshes. Collective over the world.
 
         Raises:
-            PrecisionError: A precision of Fabric's that works otherwise than TransformerEngine's modules do.
+            PrecisionError: Fabric's precision conflicts with TransformerEngine's modules.
         """
         plugins = _fabric("plugins.precision")
         known = type(self.precision) is plugins.Precision or isinstance(
@@ -120,10 +123,13 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 f"Fabric(precision={getattr(self.precision, 'precision', self.precision)!r})",
                 expected="32-true, bf16-true, 16-true or TransformerEnginePrecision(...)",
                 got=type(self.precision).__name__,
-                why="Its autocast, and its loss scaling, would meet weights that FSDP2 casts and shards",
-                fix="TeFsdpStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), FSDP2's",
+                why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
+                fix=(
+                    "TeFsdpStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), with "
+                    "the policy class of FSDP2"
+                ),
             )
-        # As ModelParallelStrategy does, but for its mesh.
+        # As in ModelParallelStrategy, but without its mesh.
         super(_ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
         self.meshes = Meshes.build(**self._axes, device_type=self.root_device.type)
@@ -131,16 +137,19 @@ class TeFsdpStrategy(_ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Which part of the data is this rank's; ranks of one ``tp`` or ``cp`` group get the same."""
+        """Return the arguments of a DistributedSampler. Ranks of one ``tp`` or ``cp`` group get the same data."""
         return {"num_replicas": self.meshes.data_size, "rank": self.meshes.data_rank}
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """As Fabric's. TransformerEngine's modules have a device of their own, which ``empty_init`` does not reach."""
+        """Return Fabric's context.
+
+        ``empty_init`` does not affect TransformerEngine's modules, which set their own device.
+        """
         self._on_meta = bool(empty_init)
         return super().module_init_context(empty_init)
 
     def _shard(self, module: nn.Module, mesh: Any) -> nn.Module:
-        """The parallelize function of ``setup_module``."""
+        """Shard a module (parallelize function of ``setup_module``)."""
         owners = [(name, inner) for name, inner in module.named_modules() if _te.kind_of(inner)]
         built = [
             name for name, inner in owners if not all(p.is_meta for p in inner.parameters(recurse=False))
@@ -148,28 +157,28 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         if self._on_meta and built:
             raise OrderError(
                 "Fabric.init_module(empty_init=True)",
-                expected="modules on meta",
+                expected="modules on the meta device",
                 got=f"{shorten(built)} on the device",
                 why="TransformerEngine's modules take their device as an argument",
-                fix='give them device="meta"',
+                fix='pass device="meta" to the modules',
             )
         self._on_meta = False
         shard(module, self.meshes, self._seed, self._sharding)
         self._models.append(module)
         return module
 
-    setup_module_and_optimizers = refused(
+    setup_module_and_optimizers = raising_method(
         OrderError,
         "Fabric.setup(model, optimizer)",
-        expected="an optimizer over the sharded model",
-        got="one from before",
-        why="Sharding puts new parameters into the model",
+        expected="an optimizer over the sharded parameters",
+        got="an optimizer over the original parameters",
+        why="Sharding replaces the parameters of the model",
         fix="model = fabric.setup_module(model), then optimizer = fabric.setup_optimizers(...) over "
         "model.parameters()",
     )
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Raise ``OrderError`` unless the optimizer holds parameters of the models that were set up."""
+        """Check that the optimizer has parameters of models that were set up; raise OrderError otherwise."""
         if not self._models:
             raise OrderError(
                 f"Fabric.setup_optimizers({type(optimizer).__name__}) before setup_module",
@@ -188,11 +197,11 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """:func:`te_fsdp.clip_grad_norm_` over the optimizer's parameters. Collective."""
+        """Clip gradients of the optimizer's parameters: :func:`te_fsdp.clip_grad_norm_`. Collective."""
         parameters = self.precision.main_params(optimizer)
         return te_fsdp.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
-    clip_gradients_value = refused(
+    clip_gradients_value = raising_method(
         PlacementError,
         "Fabric.clip_gradients(clip_val=...)",
         why="A gradient may still wait for its average over dp_replicate",
@@ -208,20 +217,20 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         storage_options: Any = None,
         filter: dict[str, Any] | None = None,
     ) -> None:
-        """:func:`te_fsdp.checkpoint.save`, a directory per checkpoint: rank 0's ``path``. Collective over the world.
+        """Save with :func:`te_fsdp.checkpoint.save` into the directory ``path`` of rank 0. Collective over the world.
 
-        ``state`` has one model, at most one optimizer; of other objects with a state dict that is saved, of others
-        themselves, rank 0's. The other arguments are refused.
+        ``state`` contains one model and at most one optimizer. For other objects their state dict is saved, or
+        the object itself if it has none, from rank 0. The other arguments raise.
 
         Raises:
-            CheckpointError: Something else, or what ``save`` raises.
+            CheckpointError: Another argument was given, or ``save`` raises.
         """
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value is not None:
                 raise CheckpointError(
                     f"Fabric.save({name}=...)",
-                    why="te_fsdp writes whole checkpoints into a directory",
-                    fix="save without it; a load may leave parts out",
+                    why="te_fsdp writes complete checkpoints into a directory",
+                    fix="omit it; a load may skip parts of the checkpoint",
                 )
         model, optimizer, others = _sorted(state)
         extra = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in others.items()}
@@ -234,23 +243,23 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """:func:`te_fsdp.checkpoint.load`, from any mesh, of rank 0's ``path``. Collective over the world.
+        """Load with :func:`te_fsdp.checkpoint.load` from rank 0's ``path``, on any mesh. Collective over the world.
 
-        ``state`` is as saved, or a part of it with the model in it; or the model alone (``Fabric.load_raw``). With
-        ``strict`` all of it must be in the checkpoint. ``weights_only=True`` changes nothing: no checkpoint of te_fsdp
-        runs code. False is refused.
+        ``state`` has the saved keys, or some of them including the model. It may be the model itself
+        (``Fabric.load_raw``). With ``strict`` all keys must be in the checkpoint. ``weights_only=True`` has no
+        effect because te_fsdp's checkpoints contain no pickled objects. ``weights_only=False`` raises.
 
         Returns:
-            What was saved and is not in ``state``.
+            Saved values that are not in ``state``.
 
         Raises:
-            CheckpointError: Something else, or what ``load`` raises; nothing was changed then.
+            CheckpointError: An argument is wrong, or ``load`` raises. Nothing was changed.
         """
         if weights_only is False:
             raise CheckpointError(
                 "Fabric.load(weights_only=False)",
-                why="te_fsdp's checkpoints hold no pickled objects",
-                fix="leave it out",
+                why="te_fsdp's checkpoints contain no pickled objects",
+                fix="omit it",
             )
         path = Path(self.broadcast(path))
         if isinstance(state, nn.Module):
@@ -262,9 +271,9 @@ class TeFsdpStrategy(_ModelParallelStrategy):
             if missing := sorted(others.keys() - saved):
                 raise CheckpointError(
                     f"Fabric.load: {path} lacks {shorten(missing)}",
-                    expected=f"{shorten(sorted(others))} beside the model",
+                    expected=f"{shorten(sorted(others))} in addition to the model",
                     got=shorten(sorted(saved)) or "nothing",
-                    fix="leave them out of the state, or strict=False",
+                    fix="remove them from the state, or pass strict=False",
                 )
         loaded = dict(checkpoint.load(path, model, optimizer, strict=strict))
         for name in others.keys() & loaded.keys():
@@ -276,7 +285,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
 
 
 def _sorted(state: dict[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[str, Any]]:
-    """The one sharded model, the optimizer and the rest of what is saved or loaded."""
+    """Split a state to save or load into the model, the optimizer and the rest."""
     models = [
         name for name, value in state.items() if isinstance(value, nn.Module) and get_sharded_model(value)
     ]
@@ -286,7 +295,7 @@ def _sorted(state: dict[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[st
             "Fabric.save or load",
             expected="a state with one model from setup_module, and at most one optimizer",
             got=f"{len(models)} models and {len(optimizers)} optimizers among {shorten(list(state)) or 'nothing'}",
-            fix="a checkpoint for each model; parameter groups of one optimizer instead of several optimizers",
+            fix="use one checkpoint per model, and parameter groups of one optimizer instead of several optimizers",
         )
     others = {name: value for name, value in state.items() if name not in (*models, *optimizers)}
     return state[models[0]], state[optimizers[0]] if optimizers else None, others

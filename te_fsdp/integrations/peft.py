@@ -1,21 +1,20 @@
-"""LoRA of Hugging Face PEFT on TransformerEngine's layers, sharded, also over tp, with frozen and quantized bases.
+"""LoRA of Hugging Face PEFT on TransformerEngine's layers, with frozen and quantized bases and tp.
 
     add_adapters(model, peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "proj"]))    # before fully_shard
-    te_fsdp.fully_shard(model, meshes)
-    te_fsdp.materialize(model)
+    te_fsdp.fully_shard(model, meshes) te_fsdp.materialize(model)
     with base_of(model):                                               # names as without adapters
         te_fsdp.checkpoint.load("pretrained", model)
-    ...                                                                # train what requires gradients
-    te_fsdp.checkpoint.save("adapters", adapters_of(model), optimizer)
-    merge(model)
+    ...                                                                # train the parameters that require
+    gradients te_fsdp.checkpoint.save("adapters", adapters_of(model), optimizer) merge(model)
 
-PEFT's own layer for TransformerEngine (0.21) knows no tp, cannot be merged, gives the adapter of a ``LayerNormLinear``
-what comes before the norm, and fails where a layer returns its bias, as in ``te.TransformerLayer``. Here:
+PEFT's own layer for TransformerEngine (0.21) does not support tp or merging. It passes the input of the norm to the
+adapter of a ``LayerNormLinear``. It fails if a layer returns its bias, as in ``te.TransformerLayer``. Layout here:
 
     layer           A, (r, in)                      B, (out, r)
-    column          whole on each tp rank           rows cut over tp: te.Linear
-    row             columns cut over tp: te.Linear  whole on each tp rank
-    no mode, tp=1   whole                           whole
+    column          replicated over tp              rows sharded over tp: te.Linear
+    row             columns sharded over tp:        replicated over tp
+                    te.Linear
+    no mode, tp=1   not sharded by tp               not sharded by tp
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError, PlacementError, shorten
-from te_fsdp.integrations import needs, refused
+from te_fsdp.integrations import needs, raising_method
 from te_fsdp.quantized.components import drop_derived_state
-from te_fsdp.quantized.shards import quantize_whole
+from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.records import binding_of, shard_info
 from te_fsdp.sharded_model import require_sharded_model
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -45,7 +44,7 @@ with needs("peft"):
 __all__ = ["adapters_of", "add_adapters", "base_of", "merge"]
 
 _LoraLayer: Any = LoraLayer
-#: Options of ``LoraConfig`` that need more than two matrices beside a frozen layer, and their value without effect.
+#: Options of ``LoraConfig`` that need more than two matrices next to a frozen layer -> value without effect.
 _PLAIN = {
     "bias": "none",
     "init_lora_weights": True,
@@ -58,15 +57,15 @@ _PLAIN = {
 
 
 def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default") -> nn.Module:
-    """Put LoRA adapters beside a model's layers, in place, and freeze all else; gives the model back. Local operation.
+    """Add LoRA adapters to a model's layers in place, freeze all other parameters and return the model.
 
-    As ``peft.inject_adapter_in_model``, for ``te.Linear``, ``te.LayerNormLinear`` and ``nn.Linear``. Adapters are fp32
-    and compute outside of recipes. On meta they get their values from :func:`te_fsdp.materialize`: A as ``nn.Linear``
-    has them, B zeros.
+    Local operation. It corresponds to ``peft.inject_adapter_in_model`` for ``te.Linear``, ``te.LayerNormLinear`` and
+    ``nn.Linear``. Adapters are fp32 and are not quantized. Meta adapters are initialized by
+    :func:`te_fsdp.materialize`: A as in ``nn.Linear``, B with zeros.
 
     Raises:
-        OrderError: The model is bound or sharded already.
-        PlacementError: Layers or options that cannot be done right; nothing was changed.
+        OrderError: The model is bound to meshes or sharded already.
+        PlacementError: A layer or an option is not supported. Nothing was changed.
     """
     if not isinstance(config, peft.LoraConfig):
         fix = "peft.LoraConfig(r=8, target_modules=[...])"
@@ -76,19 +75,19 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
     chosen = {name: one for name, one in model.named_modules() if check_target_module_exists(config, name)}
     _check(model, chosen, config)
     kinds = (_te.module_class("Linear"), _te.module_class("LayerNormLinear"), nn.Linear)
-    # PEFT's guide for models of one's own names this method.
+    # PEFT's guide for custom models refers to this method.
     config._register_custom_module(dict.fromkeys(kinds, LoraLinear))  # noqa: SLF001
     return peft.inject_adapter_in_model(config, model, adapter_name)
 
 
 def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
-    """Everything that :func:`add_adapters` refuses."""
+    """Check the model and the configuration of :func:`add_adapters`; raise if they are not supported."""
     bound = [name for name, module in model.named_modules() if binding_of(module) is not None]
     if bound or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise OrderError(
             "add_adapters after fully_shard or set_device_mesh",
             why="Adapters are sharded with their layers",
-            fix="add them to the model as it was built",
+            fix="add them right after building the model",
         )
     given = {name: getattr(config, name, plain) for name, plain in _PLAIN.items()}
     odd = [f"{name}={value!r}" for name, value in given.items() if (value or _PLAIN[name]) != _PLAIN[name]]
@@ -97,8 +96,8 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
     if odd or type(config) is not peft.LoraConfig:
         raise PlacementError(
             f"add_adapters: {', '.join(odd) or type(config).__name__}",
-            expected="a LoraConfig of two matrices beside each frozen layer",
-            why="Ranks of tp would draw different masks, or parts of the base would be trained",
+            expected="a LoraConfig with two matrices per frozen layer",
+            why="Ranks of tp would draw different dropout masks, or parts of the base would be trained",
             fix=", ".join(f"{name}={plain!r}" for name, plain in (_PLAIN | {"lora_dropout": 0.0}).items()),
         )
     module: Any
@@ -108,15 +107,15 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
                 f"add_adapters: {name}",
                 expected="Linear or LayerNormLinear of TransformerEngine, or torch's Linear",
                 got=type(module).__name__,
-                why="What lies between its matrices is out of an adapter's reach",
-                fix="leave it out of target_modules, or build the model of te.LayerNormLinear and te.Linear",
+                why="An adapter cannot access the values between the matrices of the module",
+                fix="remove it from target_modules, or build the model with te.LayerNormLinear and te.Linear",
             )
         gathered = getattr(module, "return_layernorm_output_gathered", False)
         weights = list(getattr(module, "weight_names", ["weight"]))
         if gathered or len(weights) > 1:
             raise PlacementError(
                 f"add_adapters: {name}",
-                expected="one weight, beside which the adapter's input is at hand",
+                expected="a layer with one weight whose input is available to the adapter",
                 got="return_layernorm_output_gathered=True" if gathered else f"weights {shorten(weights)}",
                 fix="fuse_qkv_params=True, and return_layernorm_output_gathered=False",
             )
@@ -126,25 +125,25 @@ def _check(model: nn.Module, chosen: dict[str, nn.Module], config: Any) -> None:
     if fused & set(map(id, chosen.values())):
         raise PlacementError(
             "add_adapters: fused projections with qkv_weight_interleaved=False",
-            why="Rows of the adapter would not follow those of the weight onto another tensor-parallel size",
+            why="The adapter's rows would not match those of the weight on a different tp size",
             fix="qkv_weight_interleaved=True",
         )
 
 
 class _Zeros(nn.Linear):
-    """A linear layer that begins at zero."""
+    """A linear layer initialized with zeros."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
 
 
 def _uniform(weight: torch.Tensor) -> None:
-    """As ``nn.Linear`` begins, and with it LoRA's A."""
+    """Initialize as ``nn.Linear`` does. LoRA initializes A the same way."""
     nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
 
 
-def _of_base(name: str) -> property:
-    """An attribute that is the layer's."""
+def _base_property(name: str) -> property:
+    """Return a property that forwards an attribute to the base layer."""
 
     def read(layer: Any) -> Any:
         return getattr(layer.base_layer, name)
@@ -156,7 +155,7 @@ def _of_base(name: str) -> property:
 
 
 class LoraLinear(nn.Module, _LoraLayer):
-    """A ``te.Linear``, ``te.LayerNormLinear`` or ``nn.Linear`` and its adapters; to callers it is the layer."""
+    """A ``te.Linear``, ``te.LayerNormLinear`` or ``nn.Linear`` with its adapters. It replaces the layer."""
 
     def __init__(
         self,
@@ -175,14 +174,14 @@ class LoraLinear(nn.Module, _LoraLayer):
             base_layer.return_layernorm_output = True  # type: ignore[assignment]  # the adapter's input
         self.update_layer(adapter_name, r, lora_alpha=lora_alpha, config=config)
 
-    # What attention asks its projections for, or tells them.
-    parallel_mode = _of_base("parallel_mode")
-    name = _of_base("name")
-    output_quantizer_role = _of_base("output_quantizer_role")
-    grad_input_quantizer_role = _of_base("grad_input_quantizer_role")
+    # Attributes that attention reads from or sets on its projections.
+    parallel_mode = _base_property("parallel_mode")
+    name = _base_property("name")
+    output_quantizer_role = _base_property("output_quantizer_role")
+    grad_input_quantizer_role = _base_property("grad_input_quantizer_role")
 
     def update_layer(self, adapter_name: str, r: int, lora_alpha: int, config: Any, **kwargs: Any) -> None:
-        """Make an adapter, as PEFT's layers do."""
+        """Create an adapter, as PEFT's layers do."""
         base: Any = self.base_layer
         mode = base.parallel_mode if getattr(base, "tp_size", 1) > 1 else None
         split = bool(getattr(base if mode else base.weight, "sequence_parallel", False))
@@ -191,13 +190,13 @@ class LoraLinear(nn.Module, _LoraLayer):
         a: Any = nn.Linear(base.in_features, r, **whole) if mode != "row" else None
         b: Any = _Zeros(r, base.out_features, **whole) if mode != "column" else None
         for half in filter(None, (a, b)):
-            if split:  # it sees a part of each sequence: te_fsdp adds its gradient up over tp
+            if split:  # its input is sequence parallel: te_fsdp sums its gradient over tp
                 half.weight.sequence_parallel = True
         if mode is not None:
             cut = {**common, "params_dtype": torch.float32, "parallel_mode": mode, "sequence_parallel": split}
             cut |= {"tp_group": base.tp_group, "tp_size": base.tp_size}
             linear: Any = _te.module_class("Linear")
-            # TE counts what tp leaves of a layer, and is told of the whole one.
+            # TE divides the given size by tp, so pass the global one.
             a = a or linear(base.in_features * base.tp_size, r, init_method=_uniform, **cut)
             b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **cut)
         self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
@@ -210,7 +209,7 @@ class LoraLinear(nn.Module, _LoraLayer):
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The layer's output, with those of the active adapters added."""
+        """Return the output of the layer plus those of the active adapters."""
         result = self.base_layer(x, *args, **kwargs)
         if self.returns_norm is not None:
             *result, x = result
@@ -224,10 +223,10 @@ class LoraLinear(nn.Module, _LoraLayer):
         rest += [x] if self.returns_norm else []
         return (output, *rest) if rest else output
 
-    merge = refused(OrderError, "LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
-    # What quantization has rounded away cannot come back.
-    unmerge = refused(
-        OrderError, "LoraLinear.unmerge", fix="load the base anew: te_fsdp.checkpoint.load in base_of(model)"
+    merge = raising_method(OrderError, "LoraLinear.merge", fix="te_fsdp.integrations.peft.merge(model)")
+    # Rounding by quantization cannot be undone.
+    unmerge = raising_method(
+        OrderError, "LoraLinear.unmerge", fix="reload the base: te_fsdp.checkpoint.load in base_of(model)"
     )
 
 
@@ -236,10 +235,10 @@ def _layers(model: nn.Module) -> list[tuple[str, LoraLinear]]:
 
 
 def adapters_of(model: nn.Module) -> nn.Module:
-    """The adapters alone, as a tree of modules for :func:`te_fsdp.checkpoint.save` and ``load``. Local operation.
+    """Return the adapters as a module tree for :func:`te_fsdp.checkpoint.save` and ``load``. Local operation.
 
-    Its modules are those of the model, under the same names; so are its parameters. It has no forward. An optimizer
-    over the parameters that require gradients may be saved with it.
+    Modules and parameters have the FQNs of the model. The tree has no forward. An optimizer over the parameters
+    that require gradients can be saved with it.
 
     Raises:
         OrderError: The model has no adapters.
@@ -261,10 +260,10 @@ def adapters_of(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def base_of(model: nn.Module) -> Iterator[nn.Module]:
-    """Context in which a model has the names, and computes the function, that it had before :func:`add_adapters`.
+    """Return a context in which a model has its FQNs and its forward from before :func:`add_adapters`.
 
-    For :func:`te_fsdp.checkpoint.load` and ``save`` of the base, ``load_huggingface`` and ``save_huggingface``. Local
-    operation.
+    Use it for :func:`te_fsdp.checkpoint.load` and ``save`` of the base, ``load_huggingface`` and
+    ``save_huggingface``. Local operation.
     """
     layers = _layers(model)
 
@@ -284,13 +283,13 @@ def base_of(model: nn.Module) -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def merge(model: nn.Module) -> None:
-    """Add the active adapters to the weights of their layers, and set them to zero: the model computes the same.
+    """Add the active adapters to the weights of their layers and set them to zero. The output stays the same.
 
-    Each weight is rounded once, or quantized once, with the scale of the whole weight. Save adapters that are still
-    needed before. Collective over the model's mesh: the adapters are gathered, layer by layer.
+    Each weight is rounded or quantized once, with the scale of the unsharded weight. Save the adapters first if
+    they are still needed. Collective over the model's mesh: adapters are all-gathered layer by layer.
 
     Raises:
-        OrderError: The model is not sharded, has no adapters, or trains such a weight; nothing was changed.
+        OrderError: The model is not sharded, has no adapters, or trains such a weight. Nothing was changed.
     """
     state = require_sharded_model(model, "merge")
     layers = _layers(model)
@@ -298,9 +297,9 @@ def merge(model: nn.Module) -> None:
     if trained or not layers:
         raise OrderError(
             f"merge: {shorten(trained) or 'no adapters'}",
-            expected="adapters beside frozen layers",
-            why="An optimizer's main weight of such a layer would undo it",
-            fix="add_adapters(model, config), which freezes the layers",
+            expected="adapters on frozen layers",
+            why="An optimizer's main weight of this layer would overwrite the result",
+            fix="use add_adapters(model, config), which freezes the layers",
         )
     for _, unit in state.gathered():
         unit.reshard()  # type: ignore[operator]
@@ -309,14 +308,14 @@ def merge(model: nn.Module) -> None:
 
 
 def _merge(layer: LoraLinear) -> None:
-    """One layer's. Collective."""
+    """Merge the adapters of one layer. Collective."""
     base: Any = layer.base_layer
     local: Any = _torch.local_of(base.weight)
     boxes = shard_info(base, "weight", base.weight).boxes
     quantized = _te.is_quantized(local)
     value = local.dequantize(dtype=torch.float32) if quantized else local.to(torch.float32, copy=True)
     for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        # On all ranks; rows of a half lie in one block: shards follow each other.
+        # Every rank gathers the adapters, whatever its boxes. The rows of one half are contiguous.
         halves = layer.lora_A[name].weight, layer.lora_B[name].weight
         a, b = ((half.full_tensor() if isinstance(half, DTensor) else half).float() for half in halves)
         for box in boxes:
@@ -324,7 +323,7 @@ def _merge(layer: LoraLinear) -> None:
             value[box.local_slices()] += b[rows] @ a[:, columns] * layer.scaling[name]
         _torch.local_of(layer.lora_B[name].weight).zero_()
     if quantized:
-        quantize_whole(base, "weight", local, value)
+        quantize_with_shared_scale(base, "weight", local, value)
         drop_derived_state(local)
     else:
         local.copy_(value)

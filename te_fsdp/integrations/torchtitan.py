@@ -1,13 +1,13 @@
-"""torchtitan on te_fsdp: the base class of a model, the parallelize function and a checkpoint manager for its trainer.
+"""torchtitan on te_fsdp.
 
-    class MyModel(TeModel): ...                                       # of TransformerEngine's modules, see TeModel
-    spec = ModelSpec(name="my", flavor="8B", model=MyModel.Config(...), parallelize_fn=parallelize,
+    class MyModel(TeModel): ...                                       # of TransformerEngine's modules, see
+    TeModel spec = ModelSpec(name="my", flavor="8B", model=MyModel.Config(...), parallelize_fn=parallelize,
                      pipelining_fn=None, post_optimizer_build_fn=keep_main_weights, state_dict_adapter=None)
     Trainer.Config(model_spec=spec, checkpoint=CheckpointManager.Config(enable=True), ...)
 
-The trainer builds the model on meta, calls ``parallelize``, ``to_empty`` and ``init_weights``, and builds the optimizer
-then. Its losses are sums over a rank's tokens, divided by all tokens, so that gradients are summed over data parallel.
-Options that would have no effect here raise. Source: torchtitan 0.3.
+The trainer builds the model on the meta device and calls ``parallelize``, ``to_empty`` and ``init_weights``.
+Then it builds the optimizer. Its losses are sums over a rank's tokens, divided by the number of all tokens.
+Gradients are therefore summed over data parallel. Options without effect here raise. Source: torchtitan 0.3.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _Manager: Any = BaseCheckpointManager
 
 
 class TeModel(_BaseModel):
-    """Base class of a model of TransformerEngine's modules.
+    """Base class of a model with TransformerEngine modules.
 
     A subclass calls ``super().__init__(config)`` and builds its modules with ``device="meta"`` and
-    ``**self.meshes.te_kwargs()``. Its nested ``Config`` derives from this one's and has ``get_nparams_and_flops``.
+    ``**self.meshes.te_kwargs()``. Its nested ``Config`` derives from this one and defines ``get_nparams_and_flops``.
 
     Attributes:
-        meshes: The job's meshes.
+        meshes: Meshes of the job.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(_BaseModel.Config):
-        """Sizes of the mesh; a subclass adds those of the model."""
+        """Sizes of the mesh axes. A subclass adds those of the model."""
 
         axes: dict[str, int] = field(default_factory=dict)
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
-            """Take over the degrees of parallelism; called by the trainer before the model is built."""
+            """Copy the degrees of parallelism. The trainer calls it before it builds the model."""
             given = config.parallelism
             self.axes = {
                 "dp_replicate": given.data_parallel_replicate_degree,
@@ -68,18 +68,21 @@ class TeModel(_BaseModel):
         self.meshes = te_fsdp.Meshes.build(**axes)
 
     def verify_module_protocol(self) -> None:
-        """Nothing: TransformerEngine's modules are none of torchtitan's, and need not be."""
+        """Do nothing. TransformerEngine's modules do not implement torchtitan's module protocol."""
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> TeModel:
-        """Nothing: parameters get their memory with their values, quantized ones included."""
+        """Do nothing. :func:`te_fsdp.materialize` allocates parameters, including quantized ones."""
         return self
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """:func:`te_fsdp.materialize`; ``OrderError``: before ``parallelize``. Collective over the world."""
+        """Initialize with :func:`te_fsdp.materialize`; raise OrderError before ``parallelize``.
+
+        Collective over the world.
+        """
         if get_sharded_model(self) is None:
             raise OrderError(
                 "TeModel.init_weights before parallelize",
-                why="Each rank initialises its own shards",
+                why="Each rank initializes its own shards",
                 fix="ModelSpec(parallelize_fn=te_fsdp.integrations.torchtitan.parallelize), and no seed checkpoint",
             )
         te_fsdp.materialize(self)
@@ -96,16 +99,16 @@ def parallelize(
     dump_folder: str = "",
     **sharding: Any,
 ) -> nn.Module:
-    """``parallelize_fn`` of a ``ModelSpec``: :func:`te_fsdp.fully_shard` with the options of the trainer.
+    """Shard a model with the options of the trainer (``parallelize_fn`` of a ``ModelSpec``).
 
-    Of the trainer's ``mixed_precision_param`` and ``mixed_precision_reduce`` become FSDP2's policy, and
-    ``fsdp_reshard_after_forward`` is taken over; degrees are those of ``model.meshes``. ``sharding`` are more keywords
-    of ``fully_shard``: ``units``, ``strategy``, ``experts``. Gives ``model`` back. Collective over the world.
+    Collective over the world. The trainer's ``mixed_precision_param`` and ``mixed_precision_reduce`` become FSDP2's
+    policy. ``fsdp_reshard_after_forward`` is applied. Degrees of parallelism are those of ``model.meshes``.
+    ``sharding`` contains further keywords of ``fully_shard``: ``units``, ``strategy``, ``experts``. Returns ``model``.
 
     Raises:
-        PlacementError: Options that would have no effect, or none that is right, with what to do instead.
+        PlacementError: An option has no effect or is not supported. The error names a replacement.
     """
-    refused = {
+    unsupported = {
         "parallelism.pipeline_parallel_degree": (parallelism.pipeline_parallel_degree > 1, "1"),
         "parallelism.expert_parallel_degree": (parallelism.expert_parallel_degree > 1, "1"),
         "parallelism.spmd_backend": (parallelism.spmd_backend != "partial_dtensor", "partial_dtensor"),
@@ -118,14 +121,14 @@ def parallelize(
         ),
         "activation_checkpoint": (ac_config is not None, "None, and te.checkpoint in the model"),
     }
-    if found := {name: instead for name, (is_set, instead) in refused.items() if is_set}:
+    if found := {name: instead for name, (is_set, instead) in unsupported.items() if is_set}:
         raise PlacementError(
             f"parallelize: {', '.join(found)}",
-            why="torchtitan's own code for it does not know TransformerEngine's modules",
+            why="torchtitan's own code for it does not support TransformerEngine's modules",
             fix="; ".join(f"{name}={instead}" for name, instead in found.items()),
         )
     if not {"strategy", "precision"} & sharding.keys():
-        # "default" is "always" without pipelines.
+        # Without pipeline parallelism, "default" means "always".
         sharding["reshard_after_forward"] = parallelism.fsdp_reshard_after_forward != "never"
     if "precision" not in sharding:
         dtypes = training.mixed_precision_param, training.mixed_precision_reduce
@@ -134,10 +137,10 @@ def parallelize(
 
 
 def keep_main_weights(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
-    """``post_optimizer_build_fn`` of a ``ModelSpec``, which each model needs: :func:`te_fsdp.main_weights`.
+    """Add main weights with :func:`te_fsdp.main_weights` (``post_optimizer_build_fn`` of every ``ModelSpec``).
 
-    torchtitan's container of optimizers is an optimizer as well, over the same parameters, whose step would be taken
-    for theirs: its own groups are emptied. Local operation.
+    torchtitan's container of optimizers is itself an optimizer over the same parameters. Its groups are emptied
+    so that its step is not mistaken for theirs. Local operation.
     """
     for optimizer in optimizers:
         te_fsdp.main_weights(model_parts[0], optimizer)
@@ -145,26 +148,29 @@ def keep_main_weights(optimizers: Any, model_parts: list[nn.Module], parallel_di
 
 
 class CheckpointManager(_Manager):
-    """torchtitan's checkpoints by :mod:`te_fsdp.checkpoint`: a directory ``step-N`` each, loadable on any mesh.
+    """torchtitan's checkpoint manager on :mod:`te_fsdp.checkpoint`: one directory ``step-N`` per checkpoint.
 
-    The trainer makes it, with one model and one optimizer. Of the data loader each rank's state is kept, and taken on a
-    mesh of the same size. ``sd_adapter`` is unused: ``te_fsdp.checkpoint.save_huggingface`` reads the layout off the
-    model.
+    Checkpoints load on any mesh. The trainer creates the manager with one model and one optimizer. The data loader's
+    state is saved per rank and loaded on meshes of the same size only. ``sd_adapter`` is unused because
+    ``te_fsdp.checkpoint.save_huggingface`` infers the layout from the model.
 
     Raises:
-        CheckpointError: Options that would have no effect, several models or several optimizers.
-        OrderError: Optimizers that :func:`keep_main_weights` was not called on.
+        CheckpointError: An option has no effect, or there are several models or optimizers.
+        OrderError: :func:`keep_main_weights` was not called on the optimizers.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(_Manager.Config):
-        """torchtitan's, but that optimizers are always saved and loaded; ``asynchronous`` is te_fsdp's."""
+        """torchtitan's configuration. Optimizers are always saved and loaded.
+
+        ``asynchronous`` is te_fsdp's option.
+        """
 
         initial_load_model_only: bool = False
         last_save_model_only: bool = False
         asynchronous: bool = False
 
-    #: Options without effect here. They must have their defaults.
+    #: Options without effect, which must keep their defaults.
     _UNUSED = (
         "initial_load_in_hf",
         "last_save_in_hf",
@@ -189,7 +195,7 @@ class CheckpointManager(_Manager):
         self.save_future: Any = None
         if not self.enable:
             return
-        # Not a configuration with defaults: making one may warn of them.
+        # Do not create a default configuration: this may log warnings.
         defaults = {
             f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)
         }
@@ -203,7 +209,7 @@ class CheckpointManager(_Manager):
         if optimizers.param_groups:
             raise OrderError(
                 "CheckpointManager before keep_main_weights",
-                why="The container of optimizers would step as one of them",
+                why="The container of optimizers would count as a further optimizer",
                 fix="ModelSpec(post_optimizer_build_fn=te_fsdp.integrations.torchtitan.keep_main_weights)",
             )
         self.config, self.folder = config, Path(base_folder, config.folder)
@@ -219,7 +225,7 @@ class CheckpointManager(_Manager):
         model_only = last_step and config.last_save_model_only
         extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}
         if hasattr(self.dataloader, "state_dict"):
-            extra["dataloader"] = checkpoint.PerRank(_plain(self.dataloader.state_dict()))
+            extra["dataloader"] = checkpoint.PerRank(_encode_bytes(self.dataloader.state_dict()))
         self.save_future = checkpoint.save(
             self.folder / f"step-{curr_step}",
             self.model,
@@ -243,11 +249,11 @@ class CheckpointManager(_Manager):
         for name, other in self.others.items():
             other.load_state_dict(loaded[name])
         if loaded.get("dataloader") is not None:
-            self.dataloader.load_state_dict(_restored(loaded["dataloader"]))
+            self.dataloader.load_state_dict(_decode_bytes(loaded["dataloader"]))
         return True
 
     def _maybe_wait_for_staging(self) -> None:
-        """Nothing: an asynchronous save has copied what it writes when it returns."""
+        """Do nothing. An asynchronous save has copied its data when it returns."""
 
     def _wait_for_saving(self) -> None:
         future, self.save_future = self.save_future, None
@@ -261,12 +267,12 @@ class CheckpointManager(_Manager):
 _BYTES = "bytes: "
 
 
-def _plain(state: dict[str, Any]) -> dict[str, Any]:
-    """A data loader's state as a checkpoint can hold it: torchtitan keeps bytes in it, a pickle of its own."""
+def _encode_bytes(state: dict[str, Any]) -> dict[str, Any]:
+    """Encode a data loader's state for a checkpoint. torchtitan stores bytes (a pickle) in it."""
     return {n: _BYTES + value.hex() if isinstance(value, bytes) else value for n, value in state.items()}
 
 
-def _restored(state: dict[str, Any]) -> dict[str, Any]:
-    """What :func:`_plain` was given."""
+def _decode_bytes(state: dict[str, Any]) -> dict[str, Any]:
+    """Decode the output of :func:`_encode_bytes`."""
     marked = {name for name, value in state.items() if isinstance(value, str) and value.startswith(_BYTES)}
     return {n: bytes.fromhex(v.removeprefix(_BYTES)) if n in marked else v for n, v in state.items()}

@@ -1,11 +1,10 @@
-"""``transformers.Trainer`` on te_fsdp: a trainer with :class:`TeFsdpAccelerator` and te_fsdp's checkpoints.
+"""``transformers.Trainer`` on te_fsdp, with :class:`TeFsdpAccelerator` and te_fsdp's checkpoints.
 
-    meshes = te_fsdp.Meshes.build(tp=2)
-    trainer = TeFsdpTrainer(build_model(**meshes.te_kwargs()), arguments, meshes=meshes, train_dataset=data)
-    trainer.train()
+    meshes = te_fsdp.Meshes.build(tp=2) trainer = TeFsdpTrainer(build_model(**meshes.te_kwargs()), arguments,
+    meshes=meshes, train_dataset=data) trainer.train()
 
-The trainer makes its accelerator, and saves and loads, by methods that have no public seam: they are overridden here.
-Source: transformers 5.23.
+The trainer creates its accelerator, saves and loads in private methods, which are overridden here. Source:
+transformers 5.23.
 """
 
 from __future__ import annotations
@@ -33,28 +32,28 @@ with needs("accelerate"):
 __all__ = ["TeFsdpTrainer"]
 
 _Trainer: Any = transformers.Trainer
-#: Arguments of that prefix that are not DDP's.
+#: Arguments with the prefix ``ddp_`` that do not configure DDP.
 _OTHER = ("ddp_backend", "ddp_timeout")
 _FOLDER, _SCHEDULER = "te_fsdp", "scheduler.pt"
 
 
 class TeFsdpTrainer(_Trainer):
-    """Hugging Face's ``Trainer`` for models of TransformerEngine's modules.
+    """Hugging Face's ``Trainer`` for models with TransformerEngine modules.
 
-    The model is sharded when training begins, and initialised where it is on meta; the optimizer, the trainer's or one
-    that is given, gets the sharded parameters, and fp32 main weights where they are bf16 or quantized. A folder
-    ``checkpoint-N`` has the trainer's own files and, in ``te_fsdp``, model and optimizer by
-    :func:`te_fsdp.checkpoint.save`, which any mesh loads.
+    Training starts by sharding the model and initializing its meta tensors. The optimizer (given or created) gets the
+    sharded parameters, with fp32 main weights if these are bf16 or quantized. A folder ``checkpoint-N`` contains the
+    trainer's own files. Its subfolder ``te_fsdp`` contains model and optimizer from :func:`te_fsdp.checkpoint.save`,
+    which load on any mesh.
 
     Args:
-        *given: Of ``Trainer``.
-        meshes: The job's; the model's modules were built with them.
-        init_seed: Of :func:`te_fsdp.materialize`. ``None``: the current generator, the same on all ranks.
+        *given: Arguments of ``Trainer``.
+        meshes: Meshes of the job, with which the model was built.
+        init_seed: Seed of :func:`te_fsdp.materialize`. ``None``: the current generator, identical on all ranks.
         sharding: Keywords of :func:`te_fsdp.fully_shard`.
-        **options: Of ``Trainer``.
+        **options: Keyword arguments of ``Trainer``.
 
     Raises:
-        OrderError, PrecisionError: Options that would have no effect, such as ``fsdp`` and ``bf16`` of
+        OrderError, PrecisionError: An option has no effect here, such as ``fsdp`` and ``bf16`` of
             ``TrainingArguments``.
     """
 
@@ -73,7 +72,7 @@ class TeFsdpTrainer(_Trainer):
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options = super()._build_accelerator_args(**kwargs)
-        # Without its arguments for DDP and torch.compile, the trainer gives such objects all the same.
+        # The trainer passes these objects even without arguments for DDP and torch.compile.
         given = [name for name, value in vars(self.args).items() if value is not None]
         handlers = options.get("kwargs_handlers") or []
         if not any(name.startswith("ddp_") and name not in _OTHER for name in given):
@@ -85,7 +84,7 @@ class TeFsdpTrainer(_Trainer):
         return options
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the trainer's, with te_fsdp's accelerator in place of its own."""
+        """Create te_fsdp's accelerator in place of the trainer's own."""
         super().create_accelerator_and_postprocess()
         options: Any = {"seed": self._init_seed, "sharding": self._sharding, **self._accelerator_options}
         self.accelerator = TeFsdpAccelerator(self.meshes, **options)
@@ -93,19 +92,19 @@ class TeFsdpTrainer(_Trainer):
         self.gather_function = functools.partial(gather, use_gather_object=objects)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: sharding does it, and parameters on meta have nothing to move."""
+        """Do nothing. Sharding moves the model, and meta tensors have nothing to move."""
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the trainer's, which calls it when the optimizer holds sharded parameters: it gets main weights first."""
+        """Create the scheduler after adding main weights. The optimizer has sharded parameters at this point."""
         te_fsdp.main_weights(self.model, self.optimizer.optimizer)
         return super().create_scheduler(num_training_steps, optimizer)
 
     def get_tp_size(self) -> int:
-        """Ranks that share their data, for batch sizes and counts of tokens."""
+        """Return the size of tp. Ranks of tp share data, which affects batch sizes and token counts."""
         return self.meshes.size("tp")
 
     def get_cp_size(self) -> int:
-        """As :meth:`get_tp_size`."""
+        """Return the size of cp. Ranks of cp share data."""
         return self.meshes.size("cp")
 
     # --------------------------------------------------------------------------------------------------------- train
@@ -119,12 +118,12 @@ class TeFsdpTrainer(_Trainer):
     # --------------------------------------------------------------------------------------------------- checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The model alone, by :func:`te_fsdp.checkpoint.save`, into the folder ``te_fsdp``. Collective over the world.
+        """Save the model only, with :func:`te_fsdp.checkpoint.save` into the folder ``te_fsdp``.
 
-        For ``from_pretrained`` call :func:`te_fsdp.checkpoint.save_huggingface`.
+        Collective over the world. For ``from_pretrained`` call :func:`te_fsdp.checkpoint.save_huggingface`.
         """
         folder = output_dir or self.args.output_dir
-        # Of a checkpoint of the trainer's, _save_optimizer_and_scheduler writes the model as well.
+        # In a checkpoint of the trainer, _save_optimizer_and_scheduler writes the model as well.
         if not _internal_call or self.args.save_only_model:
             checkpoint.save(Path(folder, _FOLDER), self.model)
 
@@ -134,7 +133,7 @@ class TeFsdpTrainer(_Trainer):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Nothing: the model is not sharded yet. :meth:`_load_optimizer_and_scheduler` loads it."""
+        """Do nothing. The model is not sharded yet, so :meth:`_load_optimizer_and_scheduler` loads it."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -1,1 +1,1 @@
-"""``set_device_mesh`` per TE module kind; forward on local tensors; initialisation of sharded parameters."""
+"""Mixins of TE module classes, their placement plan, and their initialization."""

@@ -1,29 +1,30 @@
-"""What a bound module's ``_extra_state`` says in a plain state dict: right, or a refusal, under plain DCP too.
+"""Entries ``_extra_state`` of bound modules in plain state dicts.
 
-TE's entry is a tensor: empty for stateless recipes, and a pickle under delayed scaling, which ``torch.load`` with
-``weights_only=True`` reads but TE's modules take only with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. Here it is a
-tensor too, that any of our modules takes back. Until version 0.1 it was a dict, which is still read.
+TE's entry is a tensor. It is empty for stateless recipes and contains a pickle under delayed scaling.
+``torch.load`` with ``weights_only=True`` reads the pickle, but TE's modules only load it with
+``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. te_fsdp's entry is a tensor that every te_fsdp module loads. Until
+version 0.1 it was a dict, which is still supported.
 
-Plain ``torch.distributed.checkpoint`` refuses to write delayed scaling's state: it keeps one rank's copy, whose
-newest amaxes are not those of the others, and a fresh model, which has no such state before its first forward, could
-not take it.
+Plain ``torch.distributed.checkpoint`` raises when it writes delayed scaling's state. It would store one rank's copy,
+whose newest amaxes differ from those of other ranks. A new model has no state before its first forward and could not
+load it.
 
-Quantized tensors cannot be resharded by plain DCP: a slice of them may be a temporary, the write to it lost. The entry
-of a module with such weights has a shape that tells the condition. On another mesh DCP stops at it, by name and before
-it reads anything. Versions before 0.3 wrote entries for stacked rows, too, in the order of the ranks of tp.
+Plain DCP cannot reshard quantized tensors: a slice may be a temporary, so that a write to it is lost. The entry of a
+module with quantized weights therefore encodes the load condition in its shape. On a different mesh DCP raises with
+the entry's name before it reads data. Versions before 0.3 also wrote entries for stacked rows in tp rank order.
 
-High-precision values may always be loaded into quantized weights: each becomes one quantization, with the
-scale of the whole weight. Entries are bytes that say what they are, in a shape that says where they fit:
+High-precision values can always be loaded into quantized weights. They are quantized once with the scale of the
+unsharded weight. Contents and shapes of entries:
 
     state of the module             entry (uint8)             shape
-    nothing to say                  TE's own, empty           (0,)
+    none                            TE's own, empty           (0,)
     rows stacked for tp=2           text                      (n, 2)
     quantized, tp=2 and 4 shards    text                      (n, 2, 4)
     delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
 
-Where nothing is cut (dims of 1), text without further state is left out: ``n`` is 0, and stock TE takes the entry as
-its own. Elsewhere stock TE refuses it as a pickle that it does not read. Scripts may clone and cast entries: the shape
-survives anything, and integers up to 255 every floating dtype of 16 bits or more.
+If nothing is sharded (dims of 1) and the entry has no state, the text is omitted. Then ``n`` is 0 and stock TE
+accepts the entry. In other cases stock TE rejects it as an unsupported pickle. Scripts may clone and cast
+entries. The shape is preserved, and floating dtypes of at least 16 bits represent integers up to 255.
 """
 
 from __future__ import annotations
@@ -45,29 +46,30 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 if TYPE_CHECKING:
     from torch import nn
 
-#: What entries begin with. No operation of pickle does, so that TE cannot take one for a pickle.
+#: Prefix of entries. No pickle opcode starts with it, so TE never loads an entry as a pickle.
 _MAGIC = b"#te_fsdp "
-#: Digits of the length of the JSON, always as many.
+#: Number of digits of the length of the JSON.
 _LENGTH = 8
 _NUMBERS = re.compile(r"tp=(\d+)|(\d+) FSDP shard")
 
 
 class DamagedEntryError(ValueError):
-    """An entry whose bytes are not as they were packed."""
+    """Raised if an entry's bytes were changed after packing."""
 
 
 def describe_load_condition(marks: tuple[int, ...]) -> str:
-    """The words of marks: on what mesh weights can be loaded that plain DCP cannot reshard."""
+    """Return the text of a load condition: the mesh that plain DCP needs to load the weights."""
     if len(marks) == 1:
         return f"rows stacked for tp={marks[0]}, other tp sizes need te_fsdp.checkpoint"
     return f"quantized for tp={marks[0]} and {marks[1]} FSDP shard(s), other meshes need te_fsdp.checkpoint"
 
 
 def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
-    """The entry of a module: uint8 on the CPU, ``(n, *marks)``. Local operation.
+    """Return a module's entry: uint8 on the CPU, shape ``(n, *marks)``. Local operation.
 
-    Equally long for states of equal shapes under equal recipes. ``marks`` are nothing, or tp size of stacked rows, or
-    tp size and FSDP shards of quantized weights; ``state`` has ``recipe``, plain values, and fp32 tensors by name.
+    States of equal shapes under equal recipes have equal lengths. ``marks`` is empty, or the tp size of stacked rows,
+    or the tp size and the number of FSDP shards of quantized weights. ``state`` contains ``recipe``, plain values, and
+    fp32 tensors by name.
     """
     data = b"" if state is None and max(marks, default=1) == 1 else _text(marks)
     if state is not None:
@@ -79,7 +81,7 @@ def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
         ).encode()
         data += f"{len(text):0{_LENGTH}d}".encode() + text + values
     each = math.prod(marks)
-    # At least one row more than without state, so that the shape tells that there is one.
+    # Add at least one row, so that the shape shows that there is state.
     data = data.ljust((_rows(marks) + 1) * each if state is not None else 0, b"\0")
     data += b"\0" * (-len(data) % each)
     if not data:
@@ -88,14 +90,18 @@ def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
 
 
 def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None] | None:
-    """The marks and the state of an entry; ``None`` for TE's own. ``DamagedEntryError``: values were changed. Local."""
+    """Return marks and state of an entry; ``None`` for an entry of TE. Local operation.
+
+    Raises:
+        DamagedEntryError: Values were changed.
+    """
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)
     if not data.startswith(_MAGIC):
         if entry.ndim == 1:
             return None
-        # Without further state the shape says all there is to say, whatever became of the text.
+        # Without state the shape contains all information, even if the text was changed.
         if entry.shape[0] > _rows(marks):
-            raise DamagedEntryError("what it begins with")
+            raise DamagedEntryError("its prefix differs")
         return marks, None
     at = data.find(b"\n") + 1
     length = data[at : at + _LENGTH]
@@ -107,7 +113,7 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
         sizes = {key: math.prod(shape) * 4 for key, shape in described["shapes"].items()}
         values = data[end : end + sum(sizes.values())]
         if f"{zlib.crc32(values):08x}" != described["crc"]:
-            raise DamagedEntryError("the checksum of its values")
+            raise DamagedEntryError("the checksum of its values differs")
         state: dict[str, Any] = {"recipe": described["recipe"]}
         parts = torch.frombuffer(bytearray(values), dtype=torch.float32).split(
             [n // 4 for n in sizes.values()]
@@ -120,10 +126,9 @@ def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None]
 
 
 def bytes_of(entry: torch.Tensor) -> bytes:
-    """The bytes of an entry, in any dtype that holds whole numbers up to 255. Local operation.
+    """Return the bytes of an entry in any dtype that represents integers up to 255. Local operation.
 
-    None of them if its values are no bytes and its shape has marks; ``DamagedEntryError`` where only they say what it
-    holds.
+    Return no bytes if the values are not bytes but the shape has marks. Without marks, raise DamagedEntryError.
     """
     values = entry.detach().cpu().reshape(-1)
     if values.dtype != torch.uint8:
@@ -131,19 +136,19 @@ def bytes_of(entry: torch.Tensor) -> bytes:
         whole = wide.round().clamp(0, 255)
         if not torch.equal(whole, wide):
             if entry.ndim == 1:
-                raise DamagedEntryError(f"{values.dtype} values that are no bytes")
+                raise DamagedEntryError(f"{values.dtype} values that are not bytes")
             return b""
         values = whole.to(torch.uint8)
     return values.numpy().tobytes()
 
 
 def marks_of(condition: str) -> tuple[int, ...]:
-    """The marks that :func:`describe_load_condition` puts into words; older state dicts have the words as a key."""
+    """Parse the text of :func:`describe_load_condition`. Older state dicts have it as a key."""
     return tuple(int(tp or shards) for tp, shards in _NUMBERS.findall(condition)) or (-1,)
 
 
 def _rows(marks: tuple[int, ...]) -> int:
-    """First dim of an entry without state."""
+    """Return the first dimension of an entry without state."""
     return -(-len(_text(marks)) // math.prod(marks)) if max(marks, default=1) > 1 else 0
 
 
@@ -156,7 +161,7 @@ DELAYED = "delayed scaling"
 
 
 class _AnySize(Sequence[int]):
-    """The size of an entry, equal to every other one: DCP compares sizes, but bytes may have any number."""
+    """Size of an entry, which compares equal to every size. DCP compares sizes, but entries vary in length."""
 
     def __init__(self, size: torch.Size) -> None:
         self._size = size
@@ -176,27 +181,28 @@ class _AnySize(Sequence[int]):
         return self._size[index]
 
     def numel(self) -> int:
-        """As ``torch.Size`` has it."""
+        """Return the number of elements, as ``torch.Size`` does."""
         return self._size.numel()
 
 
 class _Entry(torch.Tensor):
-    """A tensor for state dicts; what is made of it, ``torch.save`` included, is an ordinary one.
+    """A state dict tensor that DCP writes as bytes.
 
-    DCP writes it as bytes, which may be read into an entry of any length: a model that has not run yet has no state.
+    Results of operations, including ``torch.save``, are plain tensors. DCP can read the bytes into an entry of any
+    length. A model before its first forward has no state.
     """
 
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, which DCP compares."""
+        """Return the size, which DCP compares."""
         return _AnySize(super().size()) if dim is None else super().size(dim)
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
         return boxed_dtensor.byte_item(fqn) if self.numel() else boxed_dtensor.tensor_item(fqn, tensor)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return []  # tensors of other entries have no state
+        return []  # entries of other models have no state
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
         return self.as_subclass(torch.Tensor)
@@ -209,34 +215,35 @@ class _Entry(torch.Tensor):
 
 
 class _NotForDcp(_Entry):
-    """An entry that plain DCP cannot write; nor can it write copies and casts, which are of this class too."""
+    """An entry that plain DCP must not write. Copies and casts have this class, too."""
 
-    # A class method of torch.Tensor, here of this class.
+    # Binds torch.Tensor's class method to this class.
     __torch_function__ = classmethod(torch.Tensor.__torch_function__.__func__)  # type: ignore[bad-override]
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> NoReturn:
-        """DCP asks for this when it plans to write the tensor."""
+        """Raise when DCP plans to write the tensor."""
         raise CheckpointError(
             f"{fqn}: delayed scaling's state in a plain state dict",
             expected="a state dict for torch.save or load_state_dict",
             got="torch.distributed.checkpoint",
-            why="A model that has not run yet could not take it back, and would lose the amax history in silence",
-            fix="save with te_fsdp.checkpoint.save (dropping the _extra_state keys loses the amax history)",
+            why="A new model could not load it before its first forward and would silently lose the amax history",
+            fix="save with te_fsdp.checkpoint.save (removing the _extra_state keys loses the amax history)",
         )
 
 
 def encode_extra_state(module: nn.Module, stock: Any) -> Any:
-    """What a bound module's ``get_extra_state`` returns, of what TE's own has returned: a tensor on the CPU. Local.
+    """Convert the result of TE's ``get_extra_state`` for a bound module. Returns a CPU tensor. Local operation.
 
-    Raises ``PrecisionError`` for delayed scaling inside a custom recipe, whose state has no fixed shape.
+    Raises:
+        PrecisionError: A custom recipe contains delayed scaling, whose state then has no fixed shape.
     """
     if binding_of(module) is None or not isinstance(stock, torch.Tensor):
         return stock
-    # Bytes without states are the pickle of a custom recipe, which TE ignores when it loads it.
+    # Bytes without states are the pickle of a custom recipe. TE ignores it when it loads the entry.
     states = _te.delayed_states(module) if stock.numel() else None
     if states is None:
         return stock.new_empty(0).as_subclass(_Entry)
-    # Its tensors, and what it takes to make such state anew.
+    # Its tensors, and the recipe needed to create the state again.
     described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
     for key, state in states.items():
         described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
@@ -246,10 +253,11 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
 
 
 def decode_extra_state(module: nn.Module, state: Any) -> Any:
-    """What of a loaded value TE's own ``set_extra_state`` gets; delayed scaling's state is taken back here. Local.
+    """Load delayed scaling's state and return the value for TE's own ``set_extra_state``. Local operation.
 
-    Raises ``CheckpointError`` for a value that was saved under a condition that does not hold here, or under none where
-    one is due; for another module's state; and for changed bytes.
+    Raises:
+        CheckpointError: The saved load condition differs from this module's or is missing, the state belongs to
+            a different module, or bytes were changed.
     """
     saved, own, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
     if binding_of(module) is not None or saved is not None:
@@ -260,9 +268,9 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
 
 
 def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[str, Any] | None, Any]:
-    """Of an entry: under which condition it was saved, delayed scaling's state, and what is TE's."""
+    """Return an entry's load condition, delayed scaling's state, and the value for TE."""
     saved: tuple[int, ...] | None = None
-    if isinstance(state, dict) and len(state) == 1 and DELAYED not in state:  # as it was until version 0.1
+    if isinstance(state, dict) and len(state) == 1 and DELAYED not in state:  # format until version 0.1
         ((words, state),) = state.items()
         saved = marks_of(words)
     if isinstance(state, dict) and DELAYED in state:
@@ -274,31 +282,32 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
     except DamagedEntryError as error:
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
-            expected="the bytes that state_dict() gave, in any dtype that holds whole numbers up to 255",
-            got=f"other ones: {error}",
-            why="The amax history of delayed scaling would be lost in silence",
-            fix="leave entries of uint8 out when values are changed, or keep them in 16 bits or more",
+            expected="the bytes returned by state_dict(), in a dtype that represents integers up to 255",
+            got=f"changed bytes: {error}",
+            why="The amax history of delayed scaling would be silently lost",
+            fix="exclude uint8 entries from conversions, or use a dtype of at least 16 bits",
         ) from error
     return (saved, None, state) if found is None else (found[0] or None, found[1], None)
 
 
 def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
     condition = _condition(module)
-    if saved is not None and set(saved) == {1}:  # until version 0.1 uncut modules said so
+    # written by versions until 0.1 for modules that are not sharded
+    if saved is not None and set(saved) == {1}:
         saved = None
-    if saved in (condition, None):  # high-precision values fit quantized weights
+    if saved in (condition, None):  # quantized weights can load high-precision values
         return
     raise CheckpointError(
         f"{name_of(module)}: weights of a plain state dict",
         expected=describe_load_condition(condition) if condition else "no condition",
         got=describe_load_condition(saved) if saved else "no condition (an unsharded module)",
-        why="Its rows or blocks lie otherwise than here, and would be scrambled",
-        fix="save and load with te_fsdp.checkpoint, which fits any mesh",
+        why="The rows or blocks are stored in a different order and would be permuted",
+        fix="save and load with te_fsdp.checkpoint, which supports any mesh",
     )
 
 
 def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
-    """Write delayed scaling's state into the module's live tensors, made where there are none."""
+    """Write delayed scaling's state into the module's tensors. Create them if they do not exist."""
     present = _te.delayed_states(module)
     for key, state in (present or {}).items():
         have, got = tuple(state.scale.shape), tuple(saved[f"{key}.scale"].shape)
@@ -307,7 +316,7 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
                 f"{name_of(module)}: delayed scaling's {key} of a state dict",
                 expected=f"scales of shape {have}",
                 got=got,
-                fix="load the state dict of a model of the same modules",
+                fix="load the state dict of a model with the same modules",
             )
     for key, state in _te_modules.make_delayed_states(module, saved["recipe"]).items():
         state.scale.copy_(saved[f"{key}.scale"])

@@ -1,8 +1,7 @@
-"""Optimizer states of TE's ``FusedAdam``, in the class of their parameters.
+"""Optimizer states of TE's ``FusedAdam`` in the class of their parameters.
 
-``torch.optim`` makes states by ``zeros_like``, which keeps the class (:mod:`te_fsdp.boxed_dtensor`). ``FusedAdam``
-wraps
-local tensors by ``DTensor.from_local``, once for its states and again for its state dicts.
+``torch.optim`` creates states with ``zeros_like``, which keeps the class (:mod:`te_fsdp.boxed_dtensor`).
+``FusedAdam`` wraps local tensors with ``DTensor.from_local``, for its states and again for its state dicts.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from te_fsdp.upstream.patches import apply_patch
 
 
 def patch_fused_adam() -> None:
-    """Wrap what makes states of ``FusedAdam``; later calls do nothing. Local operation."""
+    """Patch the two methods of ``FusedAdam`` that create state tensors. Later calls do nothing. Local operation."""
     apply_patch("states", _wrap_initialize)
     apply_patch("states of dicts", _wrap_state_dict)
 
@@ -46,7 +45,7 @@ def _wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict
 
 
 def _numbered(optimizer: Any, found: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Keys of a state dict, each with its parameter."""
+    """Pair the keys of a state dict with the optimizer's parameters."""
     keys = chain.from_iterable(group["params"] for group in found["param_groups"])
     parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
     return zip(keys, parameters, strict=False)

@@ -1,12 +1,12 @@
-"""What a bound ``GroupedLinear`` adds: experts under global names, and one parameter for all of them.
+"""Bound ``GroupedLinear``: global names of experts, and single parameters for all experts.
 
-Everyone sees experts under global names, TE under its own. The single parameters, one 3-D weight (experts, out, in) and
-one 2-D bias (experts, out) for all, TE holds as a ``GroupedTensor``, which answers no operation that cuts it, and makes
-anew in ``reset_parameters``. A bound module holds the same memory as an ordinary tensor, which FSDP2, DCP and
-optimizers understand; TE gets a ``GroupedTensor`` over that very memory whenever it asks for its weights:
+Experts have global names for callers and local names for TE. The single parameters are a 3-D weight (experts, out, in)
+and a 2-D bias (experts, out). TE stores them as a ``GroupedTensor``, which does not support sharding operations, and
+creates them again in ``reset_parameters``. A bound module stores the same memory as an ordinary tensor, which FSDP2,
+DCP and optimizers support. TE gets a ``GroupedTensor`` over the same memory when it reads its weights:
 
-    registered:   weight    plain (experts, out, in), or a DTensor of it
-    TE reads:     GroupedTensor over the gathered local tensor, for one forward and its backward
+    registered:     weight      plain (experts, out, in), or a DTensor of this shape
+    TE reads:       GroupedTensor over the unsharded local tensor, for one forward and its backward
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ if TYPE_CHECKING:
 
     from te_fsdp.quantized.alignment import Grid
 
-#: Which grouped modules are dealt out: names in the tree, classes, of them or of what holds some; ``None``: all.
+#: Grouped modules to distribute over ep: FQNs, or classes (of the modules or of their ancestors); ``None``: all.
 Selection: TypeAlias = Iterable[type | str] | None
 _SWITCH = "NVTE_GROUPED_LINEAR_SINGLE_PARAM"
 
 
 def find_experts(model: nn.Module, selection: Selection) -> set[str]:
-    """Names of the ``GroupedLinear`` modules that expert parallelism deals out, all by default. Local operation.
+    """Return the FQNs of the ``GroupedLinear`` modules that ep distributes, by default all. Local operation.
 
-    Modules whose parameters are the user's DTensors, or registered elsewhere, are left out. Raises
-    ``PlacementError`` for an entry without a ``GroupedLinear``.
+    Modules whose parameters are the user's DTensors, or are registered elsewhere, are excluded. Raise
+    PlacementError for an entry without a ``GroupedLinear``.
     """
     names = dict(model.named_modules())
     grouped = [name for name, module in names.items() if _te.kind_of(module) == "GroupedLinear"]
@@ -63,9 +63,9 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
         if not found:
             raise PlacementError(
                 f"set_device_mesh: experts {want if isinstance(want, str) else want.__name__!r}",
-                expected="a GroupedLinear, or a module that holds some",
-                got="none of that name or class",
-                fix="name modules as model.named_modules() does",
+                expected="a GroupedLinear, or a module that contains some",
+                got="no module of this name or class",
+                fix="use names from model.named_modules()",
             )
         chosen.update(found)
     return chosen & owners
@@ -76,39 +76,43 @@ def _is_plain(parameter: torch.Tensor | None) -> bool:
 
 
 def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) -> dict[str, ExpertRange]:
-    """Which experts each of these modules holds here. Collective over the 1-D ``ep_mesh``: an object gather.
+    """Return the experts of each module on this rank. Collective over the 1-D ``ep_mesh``: an object all-gather.
 
-    Raises ``MeshError`` on all its ranks for modules that differ in more than the number of experts, and for experts
-    that are not dealt out as ``torch.chunk`` cuts.
+    Raise MeshError on all its ranks if modules differ in more than their number of experts, or if the experts
+    are not distributed as ``torch.chunk`` does.
     """
-    # Number of experts, and all else in which the ranks must agree, as text.
+    # Number of experts, and the settings that must be equal on all ranks as text.
     options = ("in_features", "out_features", "use_bias", "parallel_mode", "tp_size", "params_dtype")
     options += ("primary_weights_in_fp8", "single_grouped_weight", "single_grouped_bias")
     mine = {
         name: (module.num_gemms, ", ".join(f"{option}={getattr(module, option, None)}" for option in options))
         for name, module in modules.items()
     }
-    told = gather(mine, ep_mesh)
-    for rank, theirs in enumerate(told):
-        differ = [n for n in {**told[0], **theirs} if told[0].get(n, (0, ""))[1] != theirs.get(n, (0, ""))[1]]
+    everyone = gather(mine, ep_mesh)
+    for rank, theirs in enumerate(everyone):
+        differ = [
+            n
+            for n in {**everyone[0], **theirs}
+            if everyone[0].get(n, (0, ""))[1] != theirs.get(n, (0, ""))[1]
+        ]
         if differ:
-            expected = told[0].get(differ[0], (0, "no such module"))[1]
+            expected = everyone[0].get(differ[0], (0, "no such module"))[1]
             raise MeshError(
-                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(told)}",
-                expected=f"on rank {rank} of ep as on the first: {expected}",
+                f"{where}: expert module(s) {', '.join(differ[:5])} over ep={len(everyone)}",
+                expected=f"the same on rank {rank} of ep as on rank 0: {expected}",
                 got=theirs.get(differ[0], (0, "no such module"))[1],
-                why="Experts of one layer may lie on any rank, and differ in their values alone",
-                fix="build the model from the same configuration on all ranks; num_gemms alone may differ",
+                why="Experts of one layer may differ in their values only",
+                fix="build the model from the same configuration on all ranks; only num_gemms may differ",
             )
     here = ep_mesh.get_local_rank()
     return {
-        name: expert_ranges([theirs[name][0] for theirs in told], name or "GroupedLinear")[here]
-        for name in told[0]
+        name: expert_ranges([theirs[name][0] for theirs in everyone], name or "GroupedLinear")[here]
+        for name in everyone[0]
     }
 
 
 def single_names(module: Any) -> tuple[str, ...]:
-    """Names of the single parameters that a module has, or will have once it is bound: ``weight``, ``bias``."""
+    """Return the names of the single parameters of a module, bound or not: ``weight``, ``bias``."""
     if _te.kind_of(module) != "GroupedLinear":
         return ()
     flags = {
@@ -119,7 +123,7 @@ def single_names(module: Any) -> tuple[str, ...]:
 
 
 def single_parameters(module: Any) -> dict[str, Any]:
-    """The module's own parameters by the names that they have once it is bound. Local operation, changes nothing."""
+    """Return the module's own parameters by their names after binding. Local operation without side effects."""
     own = {name: p for name, p in module._parameters.items() if p is not None}
     for single in single_names(module):
         parts = [f"{single}{index}" for index in range(module.num_gemms)]
@@ -129,7 +133,7 @@ def single_parameters(module: Any) -> dict[str, Any]:
 
 
 def check_single(module: Any, label: str) -> None:
-    """Raise ``PlacementError`` unless TE, its switches and this device can train single parameters. Local."""
+    """Check that TE, its switches and the device support single parameters; raise PlacementError otherwise. Local."""
     names = single_names(module)
     if not names:
         return
@@ -137,13 +141,13 @@ def check_single(module: Any, label: str) -> None:
     one_each = "one parameter per expert"
     if not hasattr(module, "use_grouped_tensor"):
         problem, fix = "this version of TransformerEngine", f"TransformerEngine 2.19 or later, or {one_each}"
-        why = "It splits the parameter outside of autograd: no gradient ever reaches it"
+        why = "It splits the parameter outside of autograd, so the parameter gets no gradient"
     elif not module.use_grouped_tensor:
         problem, fix = "use_grouped_tensor=False", "GroupedLinear(..., use_grouped_tensor=True)"
-        why = "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone"
+        why = "TransformerEngine supports one parameter for all experts only with its grouped kernels"
     elif _te.is_delayed_quantizer(_te.weight_quantizer(module, "weight0")):
         problem, fix = "delayed scaling", f"another recipe in quantized_model_init, or {one_each}"
-        why = "TransformerEngine has no grouped kernels for it, and keeps such weights apart"
+        why = "TransformerEngine has no grouped kernels for it and stores such weights separately"
     elif device := grouped_path_problem(None):
         problem, fix, why = "this device", one_each, device
     if problem:
@@ -154,20 +158,23 @@ def check_single(module: Any, label: str) -> None:
 
 
 def check_switch(options: dict[str, Any]) -> None:
-    """Raise ``PlacementError`` if TE passes over single parameters that are asked for, its switch being off."""
+    """Raise PlacementError if single parameters are requested but TE ignores them because its switch is off."""
     asked = [name for name in ("single_grouped_weight", "single_grouped_bias") if options.get(name)]
     if asked and not int(os.environ.get(_SWITCH, "0")) > 0:
         raise PlacementError(
             f"GroupedLinear: {', '.join(asked)}",
             expected=f"the environment variable {_SWITCH}=1",
             got=os.environ.get(_SWITCH, "not set"),
-            why="TransformerEngine otherwise makes one parameter per expert, with a warning alone",
-            fix=f"set {_SWITCH}=1 before the model is built, or leave the option off",
+            why="TransformerEngine otherwise only warns and creates one parameter per expert",
+            fix=f"set {_SWITCH}=1 before the model is built, or omit the option",
         )
 
 
 def check_single_recipe(module: Any, label: str) -> None:
-    """Raise ``PrecisionError`` if TE has no grouped kernels for the recipe of the enclosing ``te.autocast``. Local."""
+    """Raise PrecisionError if TE has no grouped kernels for the recipe of the current ``te.autocast``.
+
+    Local operation.
+    """
     recipe = _te.active_recipe()
     if recipe is None or not single_names(module):
         return
@@ -184,9 +191,9 @@ def check_single_recipe(module: Any, label: str) -> None:
 def adopt_single(module: Any, adopted: dict[int, tuple[Any, Any]]) -> None:
     """Replace a module's ``GroupedTensor`` parameters by ordinary ones over the same memory. Local operation.
 
-    ``adopted`` maps the id of each parameter to it and its replacement, so that modules that share one still do.
+    ``adopted`` maps the id of each parameter to it and its replacement, so that modules keep sharing parameters.
 
-    On meta, where TE puts them together only in ``reset_parameters``, the experts' parameters are replaced by one.
+    On the meta device TE has separate parameters until ``reset_parameters``. They are replaced by one parameter.
     """
     for name in single_names(module):
         parameter = module._parameters.get(name)
@@ -206,14 +213,14 @@ def adopt_single(module: Any, adopted: dict[int, tuple[Any, Any]]) -> None:
         rename_parameters(module, {parts[0]: name})
 
 
-def single_cuts(
+def plan_single_shard_dims(
     module: Any, grid: Grid, experts: ExpertRange | None = None, label: str = ""
 ) -> dict[str, int]:
-    """The dim that FSDP2 shall cut of each single parameter, by name. Local operation on sizes: the same on every rank.
+    """Return the dim in which FSDP2 must shard each single parameter.
 
-    Quantized weights are cut between experts, or within all of them into whole blocks. ``experts`` are those that the
-    module holds, if ``ep`` deals them out. Raises ``PlacementError`` for an expert that does not consist of whole
-    blocks.
+    Local operation on sizes, identical on all ranks. Quantized weights are sharded between experts, or within
+    all experts at block boundaries. ``experts`` are those of the module under ``ep``. Raise PlacementError for
+    an expert whose size is not a multiple of the block size.
     """
     names = single_names(module)
     counts = experts.counts() if experts is not None else (module.num_gemms,) if names else ()
@@ -225,7 +232,7 @@ def single_cuts(
             quantizer = _te.weight_quantizer(module, "weight") or _te.weight_quantizer(module, "weight0")
         if quantizer is not None:
             rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
-            weight = Weight.made_by(quantizer, f"{label}.{name}", shape, rule, grid.tp)
+            weight = Weight.from_quantizer(quantizer, f"{label}.{name}", shape, rule, grid.tp)
             check_fit(weight, replace(grid, dp_shard=1))
 
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:
@@ -236,52 +243,52 @@ def single_cuts(
 
 
 class GroupedModule(GroupedWeightAccess, ResettableModule):
-    """Mixin of ``GroupedLinear``: experts under global names, and what TE reads, and makes, of single parameters.
+    """Mixin of ``GroupedLinear``: global names of experts, and TE's view of single parameters.
 
-    Under expert parallelism parameters are registered under global indices (:mod:`te_fsdp.layout`). TE's own code
-    asks for ``weight0``, and gets the rank's first expert.
+    Under expert parallelism parameters are registered under global indices (:mod:`te_fsdp.layout`). TE's own
+    code reads ``weight0`` and gets the rank's first expert.
     """
 
     def is_adopted(self) -> bool:
-        """Whether the module is bound."""
+        """Return whether the module is bound."""
         return binding_of(self) is not None
 
-    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """A single parameter as a ``GroupedTensor`` over the same memory, any other as it is."""
+    def tensors_for_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return single parameters as ``GroupedTensor`` over the same memory, others unchanged."""
         if not self.is_adopted() or name not in single_names(self):
             return list(tensors)
         return [as_grouped(_torch.local_of(tensor)) for tensor in tensors]
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute that no other way finds: a parameter by TE's local name."""
+        """Resolve TE's local name of a parameter."""
         experts = _experts_of(self)
         return super().__getattr__(name if experts is None else experts.registered_name(name))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The same for assignments of parameters."""
+        """Resolve TE's local name in an assignment."""
         experts = _experts_of(self)
         if experts is not None and (isinstance(value, torch.nn.Parameter) or value is None):
             parameters, registered = self.__dict__["_parameters"], experts.registered_name(name)
             name = registered if name not in parameters and registered in parameters else name
         super().__setattr__(name, value)
 
-    def _take_over(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
-        """Check the mesh of an expert's parameter as well. Not of those that FSDP2 installs in turn: once for each."""
+    def _on_replace(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
+        """Check the mesh of an expert's parameter as well, once per tensor."""
         if binding.experts is not None and expert_index(name) is not None and isinstance(value, DTensor):
             _check_expert_shards(binding, name, value)
-        super()._take_over(binding, name, old, value)
+        super()._on_replace(binding, name, old, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """TE's forward, where it has grouped kernels for the recipe.
+        """Run TE's forward after checking that it has grouped kernels for the recipe.
 
-        Delayed scaling reduces the amax of experts over the ranks that hold the same ones.
+        Delayed scaling reduces the amax of experts over the ranks with the same experts.
         """
         binding = binding_of(self)
         if binding is not None:
             if binding.experts is not None:
                 if binding.fsdp.is_managed and not binding.ep.divided and torch.is_grad_enabled():
                     _check_divided(self, binding)
-                _find_amax_group(binding)
+                _amax_group(binding)
             check_recipe(self, binding)
             check_single_recipe(self, name_of(self))
         return super().forward(*args, **kwargs)
@@ -292,7 +299,7 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
         mark_entries(self, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: Any, *args: Any) -> None:  # type: ignore[bad-override]
-        """Take this rank's experts out of a state dict that may hold all of them, one by one or as one tensor."""
+        """Load this rank's experts from a state dict with all of them, separate or as one tensor."""
         experts = _experts_of(self)
         if experts is not None:
             self._remap_grouped_weight_state_dict_keys(state_dict, prefix)  # type: ignore[not-callable]
@@ -316,16 +323,16 @@ def _check_expert_shards(binding: ModuleBinding, name: str, parameter: DTensor) 
     if len(both) > 1:
         raise PlacementError(
             f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
-            expected="ranks that hold the same experts",
-            got="ranks along ep, which hold others",
+            expected="ranks with the same experts",
+            got="ranks along ep, which have different experts",
             why="Shards of different experts would be gathered as one weight",
-            fix="use te_fsdp.fully_shard, or call torch's on each expert module first, with mesh="
+            fix="use te_fsdp.fully_shard, or call torch's fully_shard on each expert module first, with mesh="
             "meshes.expert_fsdp_with_size_one",
         )
 
 
-def _find_amax_group(binding: ModuleBinding) -> None:
-    """Over whom TE's delayed scaling reduces in this forward: the ranks that share the module's experts."""
+def _amax_group(binding: ModuleBinding) -> None:
+    """Return the group over which delayed scaling reduces in this forward: ranks with the same experts."""
     recipe = _te.active_recipe()
     if binding.amax.group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
         return
@@ -336,10 +343,10 @@ def _find_amax_group(binding: ModuleBinding) -> None:
 
 
 def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
-    """FSDP2 must have been told by what to divide: it would divide by the ranks that share the expert.
+    """Check that FSDP2 has a gradient divide factor; raise OrderError otherwise.
 
-    The loss of each rank is a mean over its own tokens, and the gradient of an expert sums over tokens of all ranks of
-    ``ep``.
+    By default FSDP2 would divide by the number of ranks that share the expert. The loss of each rank is a mean
+    over its own tokens, but the gradient of an expert sums over the tokens of all ``ep`` ranks.
     """
     managed, factor = fsdp2_units.divide_factor(module)
     if managed and factor is None:

@@ -1,14 +1,14 @@
-"""What a TE module gains when ``set_device_mesh`` swaps its class: the mixin in front of TE's class.
+"""Mixins that ``set_device_mesh`` adds in front of TE's module classes.
 
-For the time of a forward its DTensor parameters are the local tensors that TE's kernels read:
+During a forward, DTensor parameters are replaced by the local tensors that TE's kernels read:
 
     forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
     backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
 
-The object identity matters: FSDP2 refills the buffers of one local tensor object for the backward pass, and
-TE swaps attributes on that very object (rowwise bytes for forward, columnwise for backward). A view would
-keep stale ones. Modules that TE does not know get another object over the same memory: torch's own functions
-save what they are given, and the autograd node is taken off the very object at the end of forward.
+The object identity matters. FSDP2 refills the buffers of one local tensor object for the backward pass. TE swaps
+attributes of this object (rowwise data for forward, columnwise data for backward). A view would keep stale data.
+Modules outside of TE get a different object over the same memory, because torch functions save their inputs and the
+autograd node is removed from the object itself at the end of forward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.fsdp_hooks import (
     GATHERS,
-    check_cut,
+    check_shard_fits,
     gather_missing_direction,
     mark_unsharded,
     release_function_of,
@@ -61,14 +61,14 @@ if TYPE_CHECKING:
 
 
 class _ToLocal(torch.autograd.Function):
-    """DTensor parameters -> their local tensors, one autograd node for a whole module."""
+    """Convert DTensor parameters to their local tensors, with one autograd node per module."""
 
     @staticmethod
     def forward(
         ctx: Any, binding: ModuleBinding, names: Sequence[str], is_foreign: bool, *parameters: DTensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        # Specs, not the parameters: those would form a cycle through their local tensors.
+        # Save specs instead of parameters: parameters would form a reference cycle through their local tensors.
         ctx.binding, ctx.names = binding, names
         local, specs = _torch.locals_and_specs(parameters)
         ctx.specs = specs
@@ -112,7 +112,7 @@ def _own_memory(gradients: list[torch.Tensor | None]) -> None:
 
 
 def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
-    """Within the context TE's delayed scaling reduces over ``group``, if that is the recipe."""
+    """Return a context in which TE's delayed scaling (if active) reduces over ``group``."""
     recipe = _te.active_recipe()
     if recipe is None or not (recipe.delayed() or recipe.custom()):
         return nullcontext()
@@ -122,10 +122,10 @@ def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object
 def _partial(
     binding: ModuleBinding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, _torch.DTensorSpec]:
-    """A gradient of which each rank of tp has another part, and the spec that says so; ``None`` stays ``None``.
+    """Return a partial gradient (one term per tp rank) with its spec; ``None`` stays ``None``.
 
-    It stays ``Partial`` under FSDP2, which reduces it over ``tp`` once, when it reduces over data parallel. Without
-    FSDP2 nobody would, so it is all-reduced over ``tp`` here.
+    Under FSDP2 it stays ``Partial``. FSDP2 reduces it over ``tp`` once, together with the data-parallel
+    reduction. Without FSDP2 it is all-reduced over ``tp`` here.
     """
     assert binding.tp_mesh is not None
     if binding.grad_checks and gradient is not None and name in binding.grad_checks:
@@ -147,13 +147,12 @@ def _partial(
 def local_parameters(
     module: nn.Module, binding: ModuleBinding, *, differentiable: bool = True
 ) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Within the context the module's own DTensor parameters are their local tensors, which it yields, for everyone.
+    """Replace the module's own DTensor parameters by their local tensors, which the context yields.
 
-    The entries of ``module._parameters`` are swapped, so that attribute access, ``parameters()`` and TE's op
-    fuser all see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not inside a backward).
-    A forward that returns a local tensor must pass its result through :func:`replace_returned_parameters`. Local
-    operation; raises
-    ``OrderError`` where parameters are still sharded by FSDP2, whose hooks did not run.
+    The entries of ``module._parameters`` are swapped. Attribute access, ``parameters()`` and TE's op fuser therefore
+    see the same objects. Gradients flow back to the DTensors if ``differentiable`` (not in a backward). A forward that
+    returns a local tensor must pass its result through :func:`replace_returned_parameters`. Local operation. Raise
+    OrderError if parameters are still sharded because FSDP2's hooks did not run.
     """
     own: dict[str, Any] = module._parameters  # type: ignore[assignment]
     names: list[str] = []
@@ -184,55 +183,55 @@ def local_parameters(
             if own.get(name) is tensor:
                 own[name] = parameter
             if not tensor.is_leaf and not is_foreign:
-                # The graph has its edges; left on the tensor, the autograd node would tie parameter and local
-                # tensor into a cycle that outlives the model. What backward reads again (TE's recomputation) asks
-                # the tensor itself whether to compute a gradient.
+                # The graph already has its edges. If the autograd node stayed on the tensor, parameter and local
+                # tensor would form a cycle that outlives the model. requires_grad stays, because TE's recomputation
+                # reads it in backward.
                 tensor.detach_().requires_grad_()
 
 
 @functools.cache
 def _is_foreign(cls: type) -> bool:
-    """Whether TE owns no part of a module's class, so that torch's own functions see its parameters."""
+    """Return whether no base class of a module is TE's, so that torch functions read its parameters."""
     return not any(base.__module__.partition(".")[0] == "transformer_engine" for base in cls.__mro__)
 
 
 def replace_returned_parameters(
     output: tuple[Any, ...], local: tuple[torch.Tensor, ...], *, copy: bool
 ) -> Any:
-    """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive it.
+    """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive the forward.
 
-    ``local`` are the tensors of :func:`local_parameters`, or the module's own parameters if these were none. ``copy``:
-    FSDP2 may free the parameter after this forward, so that a view would dangle.
+    ``local`` are the tensors of :func:`local_parameters`, or else the module's own parameters. ``copy`` avoids a
+    dangling view if FSDP2 may free the parameter after this forward.
     """
     inside = set(map(id, local))
     kept = list(output)
     for place, item in enumerate(output):
         if isinstance(item, torch.Tensor) and id(item) in inside:
-            # Without gradients no view: it would require one as soon as its base does.
-            alike = item.view_as(item) if torch.is_grad_enabled() else item.detach()
-            kept[place] = item.clone() if copy else alike
+            # Do not create a view without gradients: it would require gradients as soon as its base does.
+            kept_view = item.view_as(item) if torch.is_grad_enabled() else item.detach()
+            kept[place] = item.clone() if copy else kept_view
     return tuple(kept)
 
 
 def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
-    """Between FSDP2's gathers parameters lie on the (data parallel, tp) mesh; kernels must never see such a shard."""
+    """Raise OrderError if a parameter is still sharded over data parallel. Kernels must not read shards."""
     whole = binding.whole_mesh(name)
     if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
         return
     raise OrderError(
         f"{binding.name or 'model'}: forward with {name!r} on mesh axes {parameter.device_mesh.mesh_dim_names}",
-        expected="the gathered parameter",
+        expected="the unsharded parameter",
         got=f"a shard of it, placements {tuple(parameter.placements)}",
-        why="FSDP2 gathers in the forward hooks of the sharded units, which did not run",
-        fix="call the module that was sharded (not .forward, not a method of it), or unshard() it first",
+        why="FSDP2 all-gathers in the forward hooks of its units, which did not run",
+        fix="call the sharded module itself (not .forward or another method), or call unshard() first",
     )
 
 
 class MeshModule(torch.nn.Module):
-    """Mixin of every bound module; stands before TE's class in the method resolution order."""
+    """Mixin of every bound module. It precedes TE's class in the method resolution order."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """TE's forward, on local tensors."""
+        """Run TE's forward on local tensors."""
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
         if binding is None:
             return super().forward(*args, **kwargs)
@@ -242,7 +241,7 @@ class MeshModule(torch.nn.Module):
             return self._forward(binding, *args, **kwargs)
 
     def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:
-        if not self._parameters:  # TE's containers have none of their own
+        if not self._parameters:  # TE's containers have no parameters of their own
             return super().forward(*args, **kwargs)
         if binding.on_meta:
             check_initialised(self._parameters.items(), binding.name)
@@ -258,10 +257,10 @@ class MeshModule(torch.nn.Module):
             return replace_returned_parameters(output, own, copy=binding.fsdp.is_managed)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Carry Python attributes over to whatever replaces a parameter.
+        """Copy Python attributes to the replacement of a parameter.
 
-        FSDP2 assigns its sharded and unsharded parameters through here (it respects an overridden ``__setattr__``), and
-        so do ``load_state_dict(assign=True)`` and users.
+        FSDP2 assigns sharded and unsharded parameters through this method (it respects an overridden
+        ``__setattr__``). So do ``load_state_dict(assign=True)`` and users.
         """
         parameters = self.__dict__.get("_parameters")
         if parameters is None or name not in parameters or not isinstance(value, torch.nn.Parameter):
@@ -272,10 +271,10 @@ class MeshModule(torch.nn.Module):
             old, pair = parameters[name], binding.fsdp.pairs.get(name)
             # FSDP2 installs the same two in turn, in every forward and backward: that calls nothing it need not.
             if pair is None or (value is not pair.shard and value is not pair.gathered):
-                self._take_over(binding, name, old, value)
+                self._on_replace(binding, name, old, value)
             else:
-                if old is not pair.shard and old is not pair.gathered:  # put there behind our back
-                    _refuse_assignment(self, binding, name, old)
+                if old is not pair.shard and old is not pair.gathered:  # assigned without __setattr__
+                    _check_assignment(self, binding, name, old)
                 ends = old is pair.gathered or pair.is_aside
                 if pair.release is not None and value is pair.shard and ends:
                     pair.is_aside = False
@@ -288,16 +287,16 @@ class MeshModule(torch.nn.Module):
         parameters[name] = value
 
     def register_parameter(self, name: str, param: torch.nn.Parameter | None, **kwargs: Any) -> None:
-        """Register a parameter, but none in the place of one that FSDP2 holds, nor one that was taken away from it."""
+        """Register a parameter unless it would replace or restore one that FSDP2 manages."""
         binding = binding_of(self)
         if binding is not None:
-            # FSDP2 comes by where its parameter is gone: deleted, or hidden by a parametrization.
-            _refuse_assignment(self, binding, name, param if name in self._parameters else None)
+            # FSDP2 calls this if its parameter was deleted or hidden by a parametrization.
+            _check_assignment(self, binding, name, param if name in self._parameters else None)
         super().register_parameter(name, param, **kwargs)
 
     def _take_over(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
-        """What happens when ``value``, which is not known yet, replaces an own parameter, before it does."""
-        _refuse_assignment(self, binding, name, value)
+        """Prepare the replacement of an own parameter by a new ``value``."""
+        _check_assignment(self, binding, name, value)
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
         whole = binding.whole_mesh(name)
         is_shard = isinstance(value, DTensor) and value.device_mesh != whole
@@ -308,18 +307,18 @@ class MeshModule(torch.nn.Module):
         binding.carry(name, value)
         describe_shards(self, binding, name, value)
         if not is_shard:
-            if pair.shard is None and old is not None and old is not value:  # nothing of FSDP2's
+            if pair.shard is None and old is not None and old is not value:  # FSDP2 has not set it
                 mark_replaced(old, binding.label(name), "an assignment")
             mark_unsharded(old, value, binding)
             pair.gathered, pair.release = value, release_function_of(value, pair.shard, binding)
             return
-        # Another tensor may have been the shard since this one was: what was known then is looked at again.
+        # Another tensor may have been the shard since this one was, so its cached gather metadata is dropped.
         _torch.local_of(value).__dict__.pop(GATHERS, None)
         release = release_function_of(old, value, binding)
         if release is not None:
             release()
         else:
-            check_cut(self, binding, name, value)
+            check_shard_fits(self, binding, name, value)
             _check_still_quantized(binding, name, old, value)
         if name not in binding.fsdp.sharded and old is not None:
             binding.fsdp.sharded.add(name)
@@ -329,11 +328,11 @@ class MeshModule(torch.nn.Module):
         pair.shard, pair.release = value, release_function_of(pair.gathered, value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy everything but process groups and streams, which the copy shares (they cannot be copied)."""
+        """Copy everything except process groups and streams. These cannot be copied and are shared."""
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         for value in self.__dict__.values():
-            for one in value if isinstance(value, list) else (value,):  # cp_group may be two
+            for one in value if isinstance(value, list) else (value,):  # cp_group may be a list of two groups
                 if isinstance(one, (torch.distributed.ProcessGroup, torch.Stream)):
                     memo[id(one)] = one
         for parameter in self._parameters.values():
@@ -344,7 +343,7 @@ class MeshModule(torch.nn.Module):
 
 
 def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
-    """What a module knows of the two forms of a parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`)."""
+    """Return the pair of sharded and unsharded parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`)."""
     if isinstance(module, MeshModule) and (binding := binding_of(module)) is not None:
         pair = binding.fsdp.pairs[name]
         if pair.shard is None or pair.gathered is None:
@@ -354,29 +353,29 @@ def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
     return None if is_plain or isinstance(module, MeshModule) else ShardedUnshardedPair()
 
 
-def _refuse_assignment(
+def _check_assignment(
     module: torch.nn.Module, binding: ModuleBinding, name: str, value: torch.nn.Parameter | None
 ) -> None:
     """Raise if ``value`` would take the place of a parameter that FSDP2 has gathered before: it puts its own back."""
     pair = binding.fsdp.pairs.get(name)
     if pair is None or pair.shard is None or pair.gathered is None:
-        return  # what FSDP2 installs for the first time
+        return  # FSDP2 sets it for the first time
     if not _fsdp2.is_assigned_by_user(module, name, value):
         return
     raise OrderError(
         f"{binding.label(name)}: a parameter assigned after the first forward",
-        expected="the one that te_fsdp.fully_shard has put there",
-        got="None" if value is None else f"another, of shape {tuple(value.shape)}",
-        why="FSDP2 would put its own back in the next forward, and optimizers go on with that",
-        fix="write the values into it: `with torch.no_grad(): parameter.copy_(values)`, a DTensor of its placements; "
-        "or assign, and tie, before te_fsdp.fully_shard",
+        expected="the parameter set by te_fsdp.fully_shard",
+        got="None" if value is None else f"a different one, of shape {tuple(value.shape)}",
+        why="FSDP2 would restore its own parameter in the next forward, and optimizers keep updating that one",
+        fix="copy the values: `with torch.no_grad(): parameter.copy_(values)`, with a DTensor of its placements; "
+        "or assign and tie parameters before te_fsdp.fully_shard",
     )
 
 
 def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parameter:
-    """Deep copy of a bound parameter: torch cannot copy a DTensor whose local tensor is a view with an offset.
+    """Deep-copy a bound parameter. torch cannot copy a DTensor whose local tensor is a view with an offset.
 
-    TE's split parameters are views of one buffer; copied through the local tensors, they stay views of one.
+    TE's split parameters are views of one buffer. Copying their local tensors keeps this structure.
     """
     local = copy.deepcopy(_torch.local_of(parameter), memo)
     new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
@@ -388,9 +387,9 @@ def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parame
 def _check_still_quantized(
     binding: ModuleBinding, name: str, old: torch.Tensor | None, new: torch.Tensor
 ) -> None:
-    """Raise if FSDP2 has turned a quantized weight into a high-precision one when it cut it.
+    """Raise PrecisionError if FSDP2 has dequantized a quantized weight while sharding it.
 
-    TE 2.20.2 does so in silence for float8-block and NVFP4 weights.
+    TE 2.20.2 does this silently for float8-block and NVFP4 weights.
     """
     if old is None or binding.fsdp.needs_requantize or not _te.is_quantized(_torch.local_of(old)):
         return
@@ -399,18 +398,18 @@ def _check_still_quantized(
             f"{binding.label(name)}: shards of a quantized weight",
             expected=f"{_te.format_of(_torch.local_of(old))} shards",
             got=f"{new.dtype} shards",
-            why="FSDP2 splits by tensor operations that TE answers with dequantized copies",
+            why="FSDP2 shards with tensor operations for which TE returns dequantized copies",
             fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after fully_shard",
         )
 
 
 class ResettableModule(MeshModule):
-    """Mixin of TE modules with parameters: TE's ``reset_parameters``, for any sharding."""
+    """Mixin of TE modules with parameters: ``reset_parameters`` under any sharding."""
 
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
-        """TE's initialisation; every rank computes its part of one unsharded initialisation.
+        """Run TE's initialization. Every rank computes its shards of one unsharded initialization.
 
-        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
+        Collective over the mesh of the parameters. All ranks call it in the same order with equal random state.
         """
         binding = binding_of(self)
         if binding is None:
@@ -426,29 +425,29 @@ class ResettableModule(MeshModule):
                     inherit(old, parameter)
                 binding.carry(name, parameter)
                 describe_shards(self, binding, name, parameter)
-        fsdp2_units.tie_again(self, before)
+        fsdp2_units.retie_parameters(self, before)
 
     def adjust_amax_history_length(self, *args: Any, **kwargs: Any) -> None:
-        """TE's change of delayed scaling's history, which FSDP2's shards then follow."""
+        """Change the length of delayed scaling's amax history and update FSDP2's shards."""
         super().adjust_amax_history_length(*args, **kwargs)  # type: ignore[misc]
         binding = binding_of(self)
         if binding is not None:
             sync_quantizers_with_history(binding, self)
 
     def get_extra_state(self) -> Any:
-        """TE's entry for state dicts; where plain DCP cannot reshard the weights, a tensor that says so."""
+        """Return TE's state dict entry, or a tensor with the load condition if plain DCP cannot reshard the weights."""
         return encode_extra_state(self, super().get_extra_state())
 
     def set_extra_state(self, state: Any) -> None:
-        """Take back what :meth:`get_extra_state` gave, or raise ``CheckpointError`` where the weights would not fit."""
+        """Load an entry of :meth:`get_extra_state`; raise CheckpointError if the weights would not match."""
         super().set_extra_state(decode_extra_state(self, state))
 
 
 class OpMeshModule(ResettableModule):
-    """Mixin of TE's norms, which are fusible operations: their backward reads the parameters again."""
+    """Mixin of TE's norms. As fusible operations they read their parameters again in backward."""
 
     def op_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """TE's backward of the operation, on local tensors."""
+        """Run the operation's backward on local tensors."""
         binding = binding_of(self)
         if binding is None:
             return super().op_backward(*args, **kwargs)  # type: ignore[misc]
@@ -457,13 +456,13 @@ class OpMeshModule(ResettableModule):
 
 
 class ForeignModule(MeshModule):
-    """Mixin of modules that TE does not know and that have a ``reset_parameters`` of their own."""
+    """Mixin of modules outside of TE that have their own ``reset_parameters``."""
 
     def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
-        """The module's own initialisation, run on original-size tensors; this rank keeps its part.
+        """Run the module's own initialization on tensors of original size and keep this rank's shards.
 
-        Collective over the mesh of the parameters: call on all ranks, in the same order, with equal random state.
-        Raises ``InitError`` for parameters or buffers that it left unset, by name.
+        Collective over the mesh of the parameters. All ranks call it in the same order with equal random state.
+        Raise InitError if a parameter or buffer was left uninitialized.
         """
         stock = functools.partial(super().reset_parameters, *args, **kwargs)  # type: ignore[misc]
         binding = binding_of(self)
@@ -473,12 +472,12 @@ class ForeignModule(MeshModule):
         before = dict(self._parameters)
         with track_replaced_parameters(self, "reset_parameters", prefix=binding.name):
             unset = initialize_by_reset(self, stock)
-        fsdp2_units.tie_again(self, before)
+        fsdp2_units.retie_parameters(self, before)
         if unset:
             raise InitError(
-                f"{', '.join(binding.label(name) for name in unset)}: never initialised",
+                f"{', '.join(binding.label(name) for name in unset)}: not initialized",
                 expected=f"{type(self).__name__}.reset_parameters to fill every own parameter and buffer",
-                got="values left unset",
-                why="They would hold whatever the memory held",
-                fix="fill them in reset_parameters",
+                got="uninitialized values",
+                why="They would contain uninitialized memory",
+                fix="initialize them in reset_parameters",
             )

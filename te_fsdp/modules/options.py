@@ -1,4 +1,4 @@
-"""Checks of the sizes and options that a TE module was built with."""
+"""Checks of the sizes and options of a TE module."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ HEADS = ("num_attention_heads", "num_gqa_groups")
 
 
 def check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
-    """The module must have been built for this tensor-parallel size; unsplit linears may be replicated."""
+    """Check that the module was built for this tp size; raise MeshError otherwise.
+
+    Unsharded linears may be replicated.
+    """
     built_for = int(module.tp_size)
     unsplit = kind in _LINEARS and module.parallel_mode is None
     if built_for == tp_size or (unsplit and built_for == 1):
@@ -37,21 +40,21 @@ def check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
 
 
 def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
-    """Refuse options under which gradients or outputs would be silently wrong."""
+    """Check that gradients and outputs are correct under the module's options; raise PlacementError otherwise."""
     problem = why = ""
     unsplit = kind == "GroupedLinear" or (kind in _LINEARS and module.parallel_mode is None)
     if getattr(module, "fuse_wgrad_accumulation", False):
         problem = "fuse_wgrad_accumulation=True"
-        why = "TE then adds weight gradients to main_grad and returns none, so that FSDP2 reduces nothing"
+        why = "TE then adds weight gradients to main_grad and returns none, so FSDP2 reduces nothing"
     elif _te.delays_weight_gradients(module):
         problem = "delay_wgrad_compute=True"
         why = "TE then writes .grad itself after FSDP2 has reduced"
     elif tp_size > 1 and unsplit and module.sequence_parallel:
         problem = "sequence_parallel=True"
-        why = "This module communicates nothing over tp: it neither gathers its input nor adds up weight gradients"
+        why = "This module does not communicate over tp. It neither all-gathers its input nor sums weight gradients"
     elif tp_size > 1 and kind == "LayerNormMLP" and not module.set_parallel_mode:
         problem = f"set_parallel_mode=False with tp_size={tp_size}"
-        why = "TE cuts the weights but never sums the partial outputs"
+        why = "TE shards the weights but never sums the partial outputs"
     elif tp_size > 1 and kind == "MultiheadAttention" and module.proj.parallel_mode is None:
         problem = f"set_parallel_mode=False with tp_size={tp_size}"
         why = "TE divides the heads but not the projections"
@@ -61,22 +64,22 @@ def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     if tp_size > 1 and torch.nn.utils.parametrize.is_parametrized(module):
         raise PlacementError(
             f"{label}: a parametrization of {', '.join(module.parametrizations)} with tensor parallelism",
-            expected="weights of TransformerEngine's modules as they are",
+            expected="TransformerEngine modules without parametrizations",
             got=f"tp_size={tp_size}",
-            why="Norms and other functions of a whole weight would see the part of one rank",
-            fix="leave the parametrization away, or shard the model without tp, over dp_shard",
+            why="Norms and other functions of the unsharded weight would read one rank's shard",
+            fix="remove the parametrization, or shard the model over dp_shard without tp",
         )
 
 
 def check_multiple(label: str, name: str, size: int, tp_size: int) -> None:
-    """Raise ``PlacementError`` unless ``tp_size`` divides what TE cuts by it: ``size`` of the argument ``name``."""
+    """Check that ``tp_size`` divides ``size`` of the argument ``name``; raise PlacementError otherwise."""
     if size % tp_size:
         fitting = next(n for n in range(tp_size - 1, 0, -1) if size % n == 0)
         raise PlacementError(
             f"{label}: {name}={size} over tp_size={tp_size}",
             expected=f"a multiple of {tp_size}",
             got=size,
-            why="Each tensor-parallel rank has as many of them",
+            why="Every tensor-parallel rank needs the same number",
             fix=f"tp={fitting}, or {name}={-(-size // tp_size) * tp_size}",
         )
 

@@ -1,4 +1,4 @@
-"""The plan of a model's modules, with every check before anything changes: rules, meshes, order, quantized weights."""
+"""Placement plan of a model's modules, checked before any module changes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from te_fsdp.modules.grouped import (
     check_single,
     experts_over,
     find_experts,
-    single_cuts,
+    plan_single_shard_dims,
     single_names,
     single_parameters,
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
-from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_cuts
+from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_shard_dims
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated
 from te_fsdp.upstream import te as _te
 
@@ -47,28 +47,28 @@ def plan_modules(
     of_experts: ModuleMeshes,
     experts: Selection = None,
     *,
-    stays_whole: Callable[[Any, str], bool] = is_replicated,
+    stays_replicated: Callable[[Any, str], bool] = is_replicated,
 ) -> list[ModulePlan]:
-    """Settle how each module is bound, and which dims of quantized weights FSDP2 shall cut. Changes nothing.
+    """Plan how each module is bound and in which dims FSDP2 must shard quantized weights. Changes nothing.
 
-    Local without ``ep``; with it collective over it (two small object gathers), and then all its ranks raise if one
-    does. ``experts`` says which modules are bound to the meshes ``of_experts``, ``stays_whole`` which parameters data
-    parallelism leaves whole.
+    Local operation without ``ep``. With ``ep`` it is collective over it (two small object all-gathers), and all
+    its ranks raise if one does. ``experts`` selects the modules bound to the meshes ``of_experts``.
+    ``stays_replicated`` selects parameters that data parallelism replicates.
 
     Raises:
-        TeFsdpError: see :func:`te_fsdp.set_device_mesh`.
+        TeFsdpError: See :func:`te_fsdp.set_device_mesh`.
     """
     where, ep_mesh = f"set_device_mesh({type(model).__name__})", of_experts.ep_mesh
     check_1d(ep_mesh, "ep_mesh", where)
     if ep_mesh is None or ep_mesh.size() == 1:
-        planned = _plan(model, dense, None, set(), where, stays_whole)
+        planned = _plan(model, dense, None, set(), where, stays_replicated)
     else:
         with raised_on_all_ranks(ep_mesh, where):
-            planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_whole)
+            planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_replicated)
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
         held = experts_over(modules, ep_mesh, where)
         planned = [replace(item, experts=held.get(item.name)) for item in planned]
-    return _with_cuts(planned, dense.grid, of_experts.grid, stays_whole)
+    return _with_cuts(planned, dense.grid, of_experts.grid, stays_replicated)
 
 
 def _plan(
@@ -77,9 +77,9 @@ def _plan(
     experts: ModuleMeshes | None,
     names: set[str],
     where: str,
-    stays_whole: Callable[[Any, str], bool],
+    stays_replicated: Callable[[Any, str], bool],
 ) -> list[ModulePlan]:
-    """The plan of this rank alone, as far as it can be made without the others; ``names`` are those of experts."""
+    """Plan the modules of this rank, before the comparison across ranks. ``names`` are FQNs of expert modules."""
     check_1d(dense.tp_mesh, "tp_mesh", where)
     for meshes, argument in ((dense, "weight_mesh"), (experts or dense, "expert_weight_mesh")):
         check_1d(meshes.weight_mesh, argument, where)
@@ -95,8 +95,8 @@ def _plan(
     for item in plan_tree(model, dense.tp_mesh.size() if dense.tp_mesh is not None else 1):
         meshes = experts if experts is not None and item.name in names else dense
         weights = [name for name, rule in item.rules.items() if rule.quantizable]
-        if weights and all(stays_whole(item.module, name) for name in weights):
-            meshes = replace(meshes, weight_mesh=meshes.tp_mesh)  # data parallelism does not cut them
+        if weights and all(stays_replicated(item.module, name) for name in weights):
+            meshes = replace(meshes, weight_mesh=meshes.tp_mesh)  # data parallelism does not shard them
         if meshes.ep_mesh is not None and any(rule.layout.is_grouped for rule in item.rules.values()):
             meshes = replace(meshes, experts_mesh=mesh_of_experts(meshes.ep_mesh, meshes.tp_mesh, item.name))
         planned.append(_with_own(replace(item, meshes=meshes), ep_mesh))
@@ -134,7 +134,7 @@ def _read_by_te(module: Any) -> Collection[str]:
 
 
 def _check_item(item: ModulePlan) -> None:
-    """Everything that can be wrong with one module, before any module is touched."""
+    """Check the plan of one module before any module is changed; raise an Error otherwise."""
     meshes = item.meshes
     tp_mesh, weight_mesh = meshes.tp_mesh, meshes.weight_mesh
     which = "weight" if meshes.ep_mesh is None else "expert_weight"
@@ -149,10 +149,10 @@ def _check_item(item: ModulePlan) -> None:
         if isinstance(parameter, DTensor) and not is_as_bound(parameter, item.rules.get(name), tp_mesh):
             raise OrderError(
                 f"{label}.{name}: set_device_mesh after the parameter became a DTensor",
-                expected="a plain parameter, as TE makes it, or a DTensor on tp_mesh placed as TE shards it",
+                expected="a plain parameter, as TE creates it, or a DTensor on tp_mesh with TE's placement",
                 got=f"DTensor with placements {tuple(parameter.placements)}",
-                why="FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards",
-                fix="call set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both",
+                why="FSDP2 would ignore the tensor-parallel placement, and checkpoints would lose tp shards",
+                fix="call set_device_mesh before fully_shard, or call te_fsdp.fully_shard, which does both",
             )
         rule = item.rules.get(name)
         dim = rule.shard_dim if rule is not None and tp_mesh is not None else None
@@ -169,9 +169,9 @@ def _check_item(item: ModulePlan) -> None:
         if is_cut_alone and _te.needs_shared_amax(quantizer):
             raise MeshError(
                 f"{label}.{name}: {which}_mesh of a quantized weight with one scale per tensor",
-                expected="the mesh of all ranks that hold pieces of it",
+                expected="the mesh of all ranks that shard it",
                 got="None",
-                why="Each rank would quantize its piece with a scale of its own",
+                why="Each rank would quantize its shard with a different scale",
                 fix=f"pass {which}_mesh=te_fsdp.Meshes(...).{which}",
             )
     group = getattr(item.module, "tp_group", None)
@@ -182,7 +182,7 @@ def _check_item(item: ModulePlan) -> None:
                 f"{label}: tp_mesh",
                 expected=f"the ranks of tp_group, {have}",
                 got=want,
-                fix="pass the mesh that tp_group belongs to, or build the module with tp_size alone",
+                fix="pass the mesh of tp_group, or build the module with tp_size only",
             )
 
 
@@ -207,7 +207,7 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
 
 
 def _meshes_for_module(meshes: ModuleMeshes) -> str:
-    """The arguments of ``set_device_mesh`` that concern one module, by ranks, which a mesh's own text leaves out."""
+    """Format the arguments of ``set_device_mesh`` for one module by ranks, which the repr of a mesh omits."""
     named = {"tp_mesh": meshes.tp_mesh, "weight_mesh": meshes.weight_mesh}
     if meshes.ep_mesh is not None:
         named = {
@@ -220,20 +220,22 @@ def _meshes_for_module(meshes: ModuleMeshes) -> str:
 
 
 def _with_cuts(
-    planned: list[ModulePlan], dense: Grid, of_experts: Grid, stays_whole: Callable[[Any, str], bool]
+    planned: list[ModulePlan], dense: Grid, of_experts: Grid, stays_replicated: Callable[[Any, str], bool]
 ) -> list[ModulePlan]:
-    """The plans, with the dims that FSDP2 shall cut of weights that are or will be quantized. Local operation."""
-    # At once: a mesh that an error proposes fits all of them.
-    of_dense = plan_cuts(_quantizable(item for item in planned if item.experts is None), dense, stays_whole)
+    """Add the dims in which FSDP2 must shard weights that are or will be quantized. Local operation."""
+    # Plan all weights at once: a mesh proposed in an error must work for all of them.
+    of_dense = plan_shard_dims(
+        _quantizable(item for item in planned if item.experts is None), dense, stays_replicated
+    )
     found = []
     for item in planned:
         cuts = of_dense.get(id(item.module), {})
         grid = item.meshes.grid
         if item.experts is not None:
-            own = plan_cuts(_quantizable([item]), grid, stays_whole).get(id(item.module), {})
+            own = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
             cuts = {item.registered(name): dim for name, dim in own.items()}
         if item.kind == "GroupedLinear":
-            cuts = {**cuts, **single_cuts(item.module, grid, item.experts, item.name)}
+            cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
         for name, own in item.distributed.items():
             ranks = (of_experts if own.is_expert else dense).dp_shard
             dim = dim_to_shard(item.module._parameters[name], own, ranks)
@@ -243,19 +245,22 @@ def _with_cuts(
 
 
 def _quantizable(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:
-    """Label, owner, name and rule of every parameter that TE may hold quantized and that is not bound yet."""
+    """Yield label, owner, name and rule of every parameter that may be quantized and is not bound yet."""
     for item in planned:
         if binding_of(item.module) is None:
             for name, rule in item.rules.items():
-                if rule.quantizable and not rule.layout.is_grouped:  # experts may lie on different ranks
+                if rule.quantizable and not rule.layout.is_grouped:  # experts may be on different ranks
                     yield f"{item.name}.{name}" if item.name else name, item.module, name, rule
 
 
 def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
-    """Plan every module of the tree that has parameters, or that TE cuts by tp, or that the user constructs.
+    """Plan every module with parameters, with tp sharding by TE, or with user-defined construction.
 
-    Local operation; changes nothing. Raises ``MeshError`` for a module that was built for another tensor-parallel size,
-    ``PlacementError`` for one without rules, or with options that te_fsdp cannot make right.
+    Local operation that changes nothing.
+
+    Raises:
+        MeshError: A module was built for a different tp size.
+        PlacementError: A module has no rules, or unsupported options.
     """
     layouts: dict[int, Layout] = {}
     per_head: set[int] = set()
@@ -264,7 +269,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
     for name, module in modules:
         kind = _te.kind_of(module)
         label = name or type(module).__name__
-        if kind == "DotProductAttention":  # TE rounds the number of local heads down in silence
+        if kind == "DotProductAttention":  # TE silently rounds down the number of local heads
             for head in HEADS:
                 check_multiple(label, head, getattr(module, head), module.tp_size)
         if kind in PARALLEL:
@@ -282,7 +287,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
                 raise PlacementError(
                     f"{label}: {type(module).__name__} has no placement rule",
                     expected=f"one of {', '.join(_te.KINDS)}",
-                    why="Its parameters would be saved and reduced wrongly under tensor parallelism",
+                    why="Its parameters would be saved and reduced incorrectly under tensor parallelism",
                     fix="use one of these modules, or no tensor parallelism",
                 )
             continue
@@ -297,7 +302,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             raise PlacementError(
                 f"{label}: no placement rule for parameter(s) {', '.join(missing)}",
                 expected=f"the parameters of {kind}",
-                fix="give parameters of your own to a module of your own",
+                fix="register additional parameters in a module of your own",
             )
         planned.append(
             ModulePlan(name, module, kind, {n: _rule_from_attributes(rules[n], p) for n, p in own.items()})
@@ -306,7 +311,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
 
 
 def _rule_from_attributes(rule: ParameterRule, parameter: object) -> ParameterRule:
-    """A rule for a parameter that may be marked as TE and Megatron mark those that see a part of the sequence."""
+    """Return the rule of a parameter, which TE and Megatron mark if its gradient is partial over tp."""
     partial = rule.shard_dim is None and bool(getattr(parameter, "sequence_parallel", False))
     return replace(rule, partial_grad=True) if partial else rule
 
@@ -314,7 +319,7 @@ def _rule_from_attributes(rule: ParameterRule, parameter: object) -> ParameterRu
 def _rules(
     module: Any, kind: str | None, own: dict[str, object], layout: Layout, per_head: bool
 ) -> dict[str, ParameterRule]:
-    """What the table says of the module's parameters, of all that a module of this kind may have."""
+    """Return the rules of all parameters that a module of this kind may have."""
     sequence_parallel = bool(getattr(module, "sequence_parallel", False))
     if kind in ("Linear", "LayerNormLinear"):
         names, mode = (module.weight_names, module.bias_names), module.parallel_mode
@@ -322,7 +327,7 @@ def _rules(
     if kind == "LayerNormMLP":
         return table.mlp_rules(module.activation, sequence_parallel=sequence_parallel)
     if kind == "GroupedLinear":
-        # By local indices, or by global ones once it is bound.
+        # Local indices, or global indices after binding.
         single = [name for name in own if expert_index(name) is None]
         weights = [name for name in own if name not in single and name.startswith("weight")]
         biases = [name for name in own if name not in single and name.startswith("bias")]
@@ -336,31 +341,31 @@ def _rules(
 
 
 def _fused_projection(attention: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """An attention's fused projection and the relative heights of what it stacks; ``None`` where it has none."""
+    """Return an attention's fused projection and the relative heights of its matrices; ``None`` without one."""
     if attention.attention_type == "self":
         projection = attention.layernorm_qkv if attention.input_layernorm else attention.qkv
         heads, groups = attention.num_attention_heads, attention.num_gqa_groups
         blocks: tuple[int, ...] = (heads, groups, groups)
     else:
         projection, blocks = attention.key_value, (1, 1)
-    # Split projections are one plain parameter each.
+    # Split projections are separate plain parameters.
     return (projection, blocks) if len(projection.weight_names) == 1 else None
 
 
 def _fused_layouts(attention: Any) -> Iterator[tuple[int, Layout]]:
-    """Stacked layouts of an attention's fused, non-interleaved projections, by ``id`` of the projection."""
+    """Yield the stacked layouts of an attention's fused, non-interleaved projections by ``id`` of the projection."""
     fused = None if attention.qkv_weight_interleaved else _fused_projection(attention)
     if fused is not None:
         yield id(fused[0]), Layout("stacked", fused[1])
 
 
 def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[int, ...]]]:
-    """Weights of TE modules whose rows are those of several matrices: fused QKV or KV, gated fc1. Local operation.
+    """Return the TE weights that consist of several matrices: fused QKV or KV, gated fc1. Local operation.
 
     Returns:
-        Per ``id`` of a module and name of a weight: how often the matrices take turns along the rows, and how many
-        rows each has in a turn, in relation to the others: ``(1, (1, 1))`` is gate over up, ``(2, (4, 1, 1))`` an
-        interleaved QKV of two groups of four query heads.
+        Maps (``id`` of a module, name of a weight) to the number of interleaved groups along the rows and the
+        relative heights of the matrices in a group. ``(1, (1, 1))`` is gate above up. ``(2, (4, 1, 1))`` is an
+        interleaved QKV of two groups with four query heads each.
     """
     found = {}
     modules: list[Any] = list(root.modules())
@@ -379,10 +384,10 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
 
 
 def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
-    """Layouts of the own parameters of TE modules, bound or not, cut by tp or not, by ``id`` of the module. Local.
+    """Return the layouts of TE modules' own parameters by ``id`` of the module, for any mesh. Local operation.
 
-    What the rows of a fused projection mean does not depend on a mesh: query, key and value one under the other, or
-    interleaved by heads. Rules know it only where tp cuts the rows.
+    The rows of a fused projection are query, key and value on top of each other, or interleaved by heads. This
+    does not depend on the mesh. Rules contain it only if tp shards the rows.
     """
     fused: dict[int, Layout] = {}
     found: dict[int, dict[str, Layout]] = {}

@@ -1,7 +1,7 @@
-"""By which angles rotary embeddings turn: those of TransformerEngine's module, and of what a ``config.json`` says.
+"""Frequencies of rotary embeddings in TransformerEngine and in ``config.json`` files.
 
-Facts are those of ``RotaryPositionEmbedding`` of TransformerEngine 2.18 to 2.20.2 (``pytorch/attention/rope.py``), and
-of ``modeling_rope_utils.py`` of transformers 4.57 and 5.23.
+Sources: ``RotaryPositionEmbedding`` of TransformerEngine 2.18 to 2.20.2 (``pytorch/attention/rope.py``) and
+``modeling_rope_utils.py`` of transformers 4.57 and 5.23.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules.semantics import Semantics
 
-#: Name of the buffer that TransformerEngine's module has them in.
+#: Name of the frequency buffer in TransformerEngine's module.
 _BUFFER = "inv_freq"
 
 
 def frequencies_of(buffers: Iterable[str], read: Callable[[str], torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Angles of one position that rotary embeddings have, by the embedding's name, of a model's buffers. Local."""
+    """Return the frequencies of a model's rotary embeddings by the embedding's FQN. Local operation."""
     names = (name for name in buffers if name.rpartition(".")[2] == _BUFFER)
     return {name.removesuffix(_BUFFER).removesuffix("."): read(name) for name in names}
 
@@ -28,33 +28,34 @@ def frequencies_of(buffers: Iterable[str], read: Callable[[str], torch.Tensor]) 
 def wanted_rotary(
     one: Semantics, found: torch.Tensor | None, base: float, dim: int, scaling: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Settings that a rotary embedding of TransformerEngine's must have, to be as a ``config.json`` says. Local.
+    """Return the settings that TE's rotary embedding must have to match a ``config.json``. Local operation.
 
-    Equal to its own where it turns heads of ``dim`` channels as it shall, to a rounding. ``found`` are its frequencies,
-    perhaps written to since it was made; ``None``: what its constructor makes. ``scaling`` is the file's
-    ``rope_scaling``. CheckpointError: it lacks a number.
+    They equal the embedding's own settings if it rotates heads of ``dim`` channels by the same angles up to
+    rounding. ``found`` contains its frequencies (possibly modified after construction); ``None``: those of its
+    constructor. ``scaling`` is the file's ``rope_scaling``. Raise CheckpointError if a number is missing in it.
     """
     wanted, factor = _frequencies(base, dim, scaling or {}), one["seq_len_interpolation_factor"]
     found = _plain(one["rotary_base"], dim) if found is None else found
     if factor is not None and one["pretrained_max_position_embeddings"] is not None:
-        found = found / factor  # with one of both alone it does not interpolate
-    # They are made in fp32, where the exponent's rounding counts log(base) times, and perhaps rounded to bf16.
+        found = found / factor  # interpolation needs both arguments
+    # Frequencies are computed in fp32, where rounding of the exponent is amplified by log(base), and may be cast to
+    # bf16.
     rounding = 2 * max(torch.finfo(found.dtype).eps, 2**-18)
     fits = wanted is not None and found.shape == wanted.shape
     fits = fits and torch.allclose(found.double().cpu(), wanted, rtol=rounding, atol=0.0)
     if scaling is None and (fits or one["rotary_base"] != base):
         return {"rotary_base": base}
     rope = {"rope_theta": base, **(scaling or {})}
-    told = one["rotary_base"] if fits else f"of the frequencies by {rope}"
-    return {**one.settings, "rotary_base": told, "interleaved": False}
+    base_text = one["rotary_base"] if fits else f"of the frequencies by {rope}"
+    return {**one.settings, "rotary_base": base_text, "interleaved": False}
 
 
-#: Kinds of ``rope_scaling`` that are angles alone.
+#: Kinds of ``rope_scaling`` that only change the angles.
 _KINDS = ("default", "dynamic", "linear", "llama3")
 
 
 def scales_attention(scaling: Mapping[str, Any] | None) -> bool:
-    """Whether a ``rope_scaling`` makes scores of attention larger, too, as YaRN and LongRoPE do, or is not known."""
+    """Return whether a ``rope_scaling`` also scales attention scores (as YaRN and LongRoPE do) or is unknown."""
     return _kind(scaling or {}) not in _KINDS
 
 
@@ -67,7 +68,7 @@ def _plain(base: float, dim: int) -> torch.Tensor:
 
 
 def _frequencies(base: float, dim: int, scaling: Mapping[str, Any]) -> torch.Tensor | None:
-    """In fp64, for lengths of the training; ``None`` if scores are scaled as well."""
+    """Return the fp64 frequencies for sequence lengths of the training; ``None`` if scores are scaled as well."""
 
     def number(key: str) -> float:
         if type(scaling.get(key)) not in (int, float):
@@ -84,4 +85,5 @@ def _frequencies(base: float, dim: int, scaling: Mapping[str, Any]) -> torch.Ten
         turns = plain * number("original_max_position_embeddings") / (2 * math.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return plain * (kept + (1 - kept) / number("factor"))
-    return plain if kind in _KINDS else None  # partial_rotary_factor has no effect where heads turn whole
+    # partial_rotary_factor has no effect if all channels are rotated
+    return plain if kind in _KINDS else None

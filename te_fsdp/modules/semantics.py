@@ -1,14 +1,16 @@
-"""What a model's modules compute beyond their weights: epsilons, activations, heads, windows and the like.
+"""Settings that determine what a model computes beyond its weights: epsilons, activations, heads, windows.
 
-Two models with tensors of the same names and shapes may be different functions. A checkpoint records what tells them
-apart, under the names of the constructors' arguments; :data:`SETTINGS` says what a difference means. Facts are those of
-TransformerEngine 2.18 to 2.20.2 (``pytorch/{transformer,module,attention,ops}``) and of ``torch.nn``. What does not
-change the function of unsharded weights is left out: sizes (shapes tell), parallelism, dtypes, memory, speed,
-``layer_number`` (TE divides scores by it and multiplies them again), what a module returns beside its output.
+Two models whose tensors have the same names and shapes may still compute different functions. A checkpoint
+records the settings that distinguish them, under the names of the constructors' arguments. :data:`SETTINGS`
+defines the effect of a difference. Sources: TransformerEngine 2.18 to 2.20.2
+(``pytorch/{transformer,module,attention,ops}``) and ``torch.nn``. Settings that do not change the function of
+unsharded weights are not recorded. These are sizes (shapes show them), parallelism, dtypes, memory, speed,
+``layer_number`` (TE divides scores by it and multiplies them again), and additional return values.
 
-Of modules of a user's own classes the class and the public attributes are recorded. Only the user knows whether one is
-a part of what a module computes. So another function is asked for, as is another class of a module that has nothing but
-its class, and another value is noted. Ranks may hold other values, as their number: the first one's are in the file.
+For modules of user-defined classes, the class and the public attributes are recorded. Only the user knows whether an
+attribute affects the computation. So a different function requires confirmation, as does a different class of a module
+without attributes. A different value is only reported. Values may differ between ranks (a rank number, for example);
+the file contains those of rank 0.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from torch import nn
 from te_fsdp.modules.functions import describe_function, is_fully_described
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
-#: ``error``: another function of the same weights. ``strict``: whether it matters only the user knows. ``note``: the
-#: same function, or another only while training. ``names``: names of parameters tell.
+#: ``error``: a different function of the same weights. ``strict``: relevant or not, depending on use. ``note``:
+#: the same function, or a different one only in training. ``names``: visible in parameter names.
 Effect = Literal["error", "strict", "note", "names"]
 
 UNKNOWN = object()
-#: Stands in a difference for what one of the two models does not tell.
+#: Placeholder in a difference for a value that one model does not record.
 _NOT_KNOWN = "not known"
 
 
 # fmt: off
-#: Settings of TE's modules, and those of ``torch.nn`` that are no plain errors, by what a difference means.
+#: Settings of TE's modules, and those of ``torch.nn`` that are not plain errors, by effect of a difference.
 _EFFECTS: dict[Effect, tuple[str, ...]] = {
     "error": (
         "normalization", "eps", "zero_centered_gamma",  # norms
@@ -58,17 +60,17 @@ _EFFECTS: dict[Effect, tuple[str, ...]] = {
         "apply_residual_connection_post_layernorm",
         "order",  # of a Sequential
     ),
-    # how tensors are given to a module; of a ModuleDict, in their order
+    # layout of a module's tensors; for a ModuleDict, the order of its keys
     "strict": ("qkv_format", "attn_input_format", "batch_first", "padding_idx", "keys"),
-    # training alone
+    # affect training only
     "note": (
         "hidden_dropout", "attention_dropout", "drop_path_rate", "dropout", "p", "momentum", "scale_grad_by_freq",
         "label_smoothing", "ignore_index", "reduction",
     ),
-    # parameters are there, or are not
+    # affect which parameters exist
     "names": ("bias", "fuse_qkv_params", "input_layernorm"),
 }
-#: The value that a module without the setting acts by: of an older TE, or of the other library.
+#: Value in effect if a module lacks the setting (older TE, or the other library).
 _ABSENT = {
     "zero_centered_gamma": False, "activation_params": None, "glu_interleave_size": None, "glu_linear_offset": 1.0,
     "approximate": "tanh",  # TE's GELU is the approximation
@@ -79,7 +81,7 @@ _ABSENT = {
     "apply_residual_connection_post_layernorm": False, "padding_idx": None, "hidden_dropout": 0.0,
     "attention_dropout": 0.0, "drop_path_rate": 0.0, "dropout": 0.0, "p": 0.0, "scale_grad_by_freq": False,
 }
-#: Arguments of ``torch.nn`` that shapes and names of parameters tell, or that do not change the function.
+#: Arguments of ``torch.nn`` that show in shapes and parameter names, or do not change the function.
 _NOT_RECORDED = frozenset((
     "self", "args", "kwargs", "device", "dtype", "inplace", "sparse", "process_group", "return_indices", "bias",
     "affine", "elementwise_affine", "enable_nested_tensor", "mask_check", "normalized_shape", "num_parameters",
@@ -87,7 +89,7 @@ _NOT_RECORDED = frozenset((
     "in2_features", "out_features", "num_features", "in_channels", "out_channels", "num_channels", "input_size",
     "hidden_size", "proj_size",
 ))
-#: Containers, bases, what exists on some meshes alone, and what its owner tells.
+#: Containers, base classes, modules that exist on some meshes only, and modules described by their owner.
 _NOT_MODULES = frozenset((
     "Module", "Container", "Sequential", "ModuleList", "ModuleDict", "ParameterList", "ParameterDict",
     "TransformerEngineBaseModule", "BasicOperation", "FusedOperation", "FusibleOperation", "AllGather", "AllReduce",
@@ -97,7 +99,7 @@ _NOT_MODULES = frozenset((
 
 
 class Setting(NamedTuple):
-    """What a difference in one setting means, and its value in a module without it."""
+    """Effect of a difference in one setting, and its value in a module without it."""
 
     effect: Effect
     absent: Any = UNKNOWN
@@ -107,30 +109,30 @@ SETTINGS = {
     name: Setting(effect, _ABSENT.get(name, UNKNOWN)) for effect, names in _EFFECTS.items() for name in names
 }
 #: Kinds that compute the same in TE and in torch.
-_ALIKE = frozenset(("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Dropout"))
-#: Part of a class's name -> kind: the same function where models are evaluated. Nothing is dropout of nothing.
+_SAME_IN_TORCH = frozenset(("Linear", "LayerNorm", "RMSNorm", "GELU", "ReLU", "SiLU", "Dropout"))
+#: Part of a class's name -> kind: the same function in evaluation. Identity is dropout with rate 0.
 _SAME = (("Dropout", "Dropout"), ("Identity", "Dropout"), ("BatchNorm", "BatchNorm"))
-#: Containers whose modules have an order, where names do not tell it, and the setting that does.
+#: Containers with an order that module names do not show -> setting that records the order.
 _ORDERED = {"Sequential": "order", "ModuleDict": "keys"}
-#: Stands for the library of a user's own classes.
+#: Library name of user-defined classes.
 OWN = "own"
 _CLAMPED_DEFAULTS = {"limit": 7.0, "alpha": 1.702, "glu_linear_offset": 1.0}
-#: Modules of Python whose classes are nobody's own.
+#: Python modules that do not contain user-defined classes.
 _LIBRARIES = ("torch.", "transformer_engine.", "te_fsdp.", "builtins")
-#: The most characters of an attribute of a user's class that are recorded as they are, and fields of a configuration;
-#: and what marks a function.
+#: Maximum length of an attribute of a user-defined class and maximum number of configuration fields; prefix of
+#: functions.
 _LONGEST, _FUNCTION = 200, "function "
 
 
 @dataclass(frozen=True)
 class Semantics:
-    """What one module computes with its weights.
+    """Settings that determine what one module computes with its weights.
 
     Attributes:
-        kind: Its class in the library, whatever subclasses stand in front: ``"LayerNormMLP"``, ``"GELU"``.
+        kind: Its class in the library, behind subclasses: ``"LayerNormMLP"``, ``"GELU"``.
         library: ``"te"``, ``"torch"`` or :data:`OWN`.
-        settings: Argument of the constructor -> value, in plain values of JSON (tuples are lists). Windows, diagonals
-            and the parameters of activations are those in effect.
+        settings: Constructor argument -> value as plain JSON (tuples are lists). Windows, diagonals and
+            activation parameters are those in effect.
     """
 
     kind: str
@@ -138,7 +140,7 @@ class Semantics:
     settings: Mapping[str, Any]
 
     def __getitem__(self, name: str) -> Any:
-        """A setting; one that this module does not have by the value that it acts by, else ``KeyError``."""
+        """Return a setting, or the value in effect if the module lacks it; raise KeyError if neither is known."""
         if name in self.settings:
             return self.settings[name]
         absent = SETTINGS[name].absent
@@ -151,7 +153,10 @@ class Semantics:
 
 
 def semantics_of(model: nn.Module) -> dict[str, Semantics]:
-    """What TE's modules and torch's own compute, subclasses included, by name without what wrappers add. Local."""
+    """Return the semantics of TE's and torch's modules, including subclasses, by FQN without wrappers.
+
+    Local operation.
+    """
     found: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
@@ -174,9 +179,9 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
 
 
 def own_settings(model: nn.Module) -> dict[str, Semantics]:
-    """Classes and public attributes of modules of a user's own classes, by name; functions in words. Local operation.
+    """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation.
 
-    Of a configuration, which many modules may hold, the first one tells the fields, as ``config.<field>``.
+    Fields of a configuration shared by many modules are recorded once, as ``config.<field>``.
     """
     found, seen = {}, set[int]()
     for prefix, module in model.named_modules():
@@ -184,18 +189,20 @@ def own_settings(model: nn.Module) -> dict[str, Semantics]:
         if own is None or _known_kind(cls) is not None:
             continue
         is_leaf = not (module._modules or module._parameters or module._buffers)
-        told = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
+        recorded = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
         for name, value in vars(module).items():
-            told.append((name, _public_value(cls, name, value)))
+            recorded.append((name, _public_value(cls, name, value)))
             if not name.startswith("_") and id(value) not in seen:
                 seen.add(id(value))
-                told += ((f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value))
-        found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(told))
+                recorded += (
+                    (f"{name}.{field}", _public_value(cls, field, one)) for field, one in _fields(value)
+                )
+        found[_torch.without_wrappers(prefix)] = Semantics(own.__name__, OWN, _known_values(recorded))
     return found
 
 
 def _fields(value: Any) -> list[tuple[str, Any]]:
-    """Names and values that a configuration holds; of anything else, such as a vocabulary, none."""
+    """Return the items of a configuration object; nothing for other objects, such as a vocabulary."""
     if isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type)):
         value = vars(value) if hasattr(value, "__dict__") else {}
     is_small = isinstance(value, dict) and len(value) <= _LONGEST
@@ -208,7 +215,7 @@ def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 @functools.cache
 def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
-    """Kind, library and arguments of the stock class behind a module's: bound and users' classes stand in front."""
+    """Return kind, library and arguments of the stock class behind a bound or user-defined class."""
     for base in cls.__mro__:
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
         library = next((own for own, name in packages.items() if base.__module__.startswith(name)), None)
@@ -217,7 +224,7 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
         kind = base.__name__
         if kind in _NOT_MODULES or kind.startswith("_"):
             return None
-        # torch.nn names some arguments there alone (LSTM).
+        # torch.nn names some arguments in a base class only (LSTM).
         arguments = dict.fromkeys(
             (*inspect.signature(base.__init__).parameters, *getattr(base, "__constants__", ()))
         )
@@ -227,17 +234,17 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
 
 
 def _is_ordered(module: nn.Module) -> bool:
-    """Whether it is a container of modules whose names are no numbers, which would tell their order."""
+    """Return whether it is a container whose module names are not numbers that show the order."""
     return isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(map(str.isdigit, module._modules))
 
 
 def _own_class(cls: type) -> type | None:
-    """The class of a user's own among those that a module's class comes from."""
+    """Return the first user-defined class in a module's method resolution order."""
     return next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON gives it back; functions in words."""
+    """Return a value as JSON reads it back, with functions described."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, (bool, int, str)):
@@ -253,7 +260,7 @@ def _plain(value: Any) -> Any:
 
 
 def _attention(module: Any, settings: dict[str, Any]) -> None:
-    """Channels of a head; q and k norms; whether one parameter holds query, key and value."""
+    """Add channels per head, q and k norms, and whether query, key and value share one parameter."""
     if hasattr(module, "core_attention"):
         settings["kv_channels"] = module.hidden_size_per_attention_head
         norm = getattr(module, "q_norm", None)
@@ -270,7 +277,10 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
 
 
 def _mask(settings: dict[str, Any], prefix: str = "", mask: str = "attn_mask_type") -> None:
-    """Window and diagonal as they act: TE takes them from the mask where they are left out or contradict it."""
+    """Set window and diagonal to those in effect.
+
+    TE infers them from the mask if they are missing or contradict it.
+    """
     causal = "causal" in settings[mask]
     left, right = settings.get(f"{prefix}window_size") or (-1, -1)
     right = 0 if causal else -1 if (left, right) == (-1, 0) else right
@@ -304,12 +314,12 @@ _DERIVED: dict[str, Callable[[Any, dict[str, Any]], None]] = {
 
 
 def _public_value(cls: type, name: str, value: Any) -> Any:
-    """An attribute's plain value; unknown what is torch's, not public, or hides a method, as wrappers do."""
+    """Return an attribute's plain value; ``UNKNOWN`` if it is private, torch's, or hides a method as wrappers do."""
     if name.startswith("_") or name == "training" or (callable(value) and hasattr(cls, name)):
         return UNKNOWN
     found = _plain(value)
-    values, told = ([one, *one] if isinstance(one, (list, tuple)) else [one] for one in (value, found))
-    if found is not UNKNOWN and any(map(callable, values)) and all(map(is_fully_described, told)):
+    values, recorded = ([one, *one] if isinstance(one, (list, tuple)) else [one] for one in (value, found))
+    if found is not UNKNOWN and any(map(callable, values)) and all(map(is_fully_described, recorded)):
         found = f"{_FUNCTION}{found}"
     if found is UNKNOWN or len(text := found if isinstance(found, str) else repr(found)) <= _LONGEST:
         return found
@@ -317,7 +327,7 @@ def _public_value(cls: type, name: str, value: Any) -> Any:
 
 
 def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
-    """Semantics by name as plain values of JSON; what several modules share stands there once."""
+    """Convert semantics by FQN to plain JSON. Values shared by several modules are stored once."""
     kinds = {
         repr(one): {"kind": one.kind, "library": one.library, "settings": dict(one.settings)}
         for one in found.values()
@@ -327,16 +337,16 @@ def to_json(found: Mapping[str, Semantics]) -> dict[str, Any]:
 
 
 def record(model: nn.Module) -> dict[str, Any]:
-    """A model's semantics for a manifest, and the recipes under which it has run. Local operation."""
+    """Return a model's semantics for a manifest, and the recipes under which it has run. Local operation."""
     return {"recipes": _te.recipes_in_use(model), **to_json(semantics_of(model) | own_settings(model))}
 
 
-#: A record of a model of which nobody knows what its modules compute.
+#: Record of a model with unknown semantics.
 NOTHING: Mapping[str, Any] = {"recipes": [], **to_json({})}
 
 
 def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Semantics]:
-    """What :func:`to_json` was given: of the libraries' modules, or of a user's own."""
+    """Load the output of :func:`to_json`, for modules of the libraries or (``own``) user-defined modules."""
     kinds = [Semantics(one["kind"], one["library"], one["settings"]) for one in recorded["kinds"]]
     found = {name: kinds[index] for name, index in recorded["modules"].items()}
     return {name: one for name, one in found.items() if (one.library == OWN) == own}
@@ -347,7 +357,7 @@ def from_json(recorded: Mapping[str, Any], *, own: bool = False) -> dict[str, Se
 
 @dataclass(frozen=True)
 class Difference:
-    """One setting of one module, ``<module>.<setting>``, that two models have otherwise: saved, and now."""
+    """One setting ``<module>.<setting>`` that differs between the saved and the current model."""
 
     name: str
     then: Any
@@ -361,10 +371,10 @@ class Difference:
 def differences(
     saved: Mapping[str, Semantics], here: Mapping[str, Semantics], tensors: Iterable[str] = ()
 ) -> list[Difference]:
-    """What differs between the modules of two models. Local operation.
+    """Return the differences between the modules of two models. Local operation.
 
-    ``tensors`` are names of parameters and buffers that only one model has: these tell of a module that it alone has.
-    Of others, a user's class may stand on the other side, or a module without tensors be gone.
+    ``tensors`` are names of parameters and buffers that only one model has. They already report a module that
+    only this model has. A module without tensors may be missing, or be user-defined in the other model.
     """
     found = [
         Difference(f"{name}.{setting}".lstrip("."), *values)
@@ -388,7 +398,7 @@ def differences(
 
 
 def _parts(name: str, modules: Iterable[str]) -> list[str]:
-    """Names in a container, in the order of a model's modules; those of its parts that a record has."""
+    """Return the names of a container's children in module order, as far as they are recorded."""
     prefix = f"{name}." if name else ""
     inside = (
         one[len(prefix) :].partition(".")[0] for one in modules if one != name and one.startswith(prefix)
@@ -397,7 +407,7 @@ def _parts(name: str, modules: Iterable[str]) -> list[str]:
 
 
 def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics]) -> list[Difference]:
-    """What differs between attributes that modules of both models have. Local operation."""
+    """Return the differences between attributes that modules of both models have. Local operation."""
     found = []
     for name in sorted(saved.keys() & here.keys()):
         then, now = saved[name].settings, here[name].settings
@@ -411,34 +421,37 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
 
 
 def format_differences(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
-    """One text per setting and pair of values, with its modules; one for all that only one model tells."""
+    """Format one text per setting and pair of values with its modules.
+
+    Settings recorded on one side only share one text.
+    """
     groups: dict[str, list[str]] = {}
-    untold: dict[str, list[str]] = {}
+    one_sided: dict[str, list[str]] = {}
     for one in found:
         module, _, setting = one.name.rpartition(".")
         if _NOT_KNOWN in (one.then, one.now):
-            untold.setdefault(setting, []).append(module)
+            one_sided.setdefault(setting, []).append(module)
         else:
             groups.setdefault(f"{setting}: {words.format(one.then, one.now)}", []).append(module)
     texts, rest = (
         [text + (f" ({fold_names(names)})" if any(names) else "") for text, names in each.items()]
-        for each in (groups, untold)
+        for each in (groups, one_sided)
     )
-    return texts + ([f"known of one alone, and not compared: {'; '.join(rest)}"] if rest else [])
+    return texts + ([f"recorded on one side only, not compared: {'; '.join(rest)}"] if rest else [])
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Names of modules; many that differ in numbers alone as a pattern."""
+    """Format module names. Many names that differ in numbers only are shown as a pattern."""
     patterns: dict[str, list[str]] = {}
     for name in names:
         patterns.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), []).append(name or "model")
     count = sum(map(len, patterns.values()))
-    shown = [p if len(alike) > 3 else ", ".join(alike) for p, alike in patterns.items()]
+    shown = [p if len(same) > 3 else ", ".join(same) for p, same in patterns.items()]
     return ", ".join(shown) + (f": {count} modules" if count > 3 else "")
 
 
 def distinguishing_settings(here: Mapping[str, Semantics]) -> str:
-    """The settings of a model that another one of the same tensors may not share, in words; empty if it has none."""
+    """Format the settings in which models with the same tensors may differ; empty if there are none."""
     values: dict[str, dict[str, None]] = {}
     for one in here.values():
         for setting, value in one.settings.items():
@@ -451,9 +464,9 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
     if saved is here or {saved.kind, here.kind} <= _ORDERED.keys():
         return
     if (saved.kind, saved.library) != (here.kind, here.library):
-        alike = saved.kind == here.kind and saved.kind in _ALIKE
-        yield "class", _class(saved), _class(here), "note" if alike else "error"
-        if not alike:
+        same = saved.kind == here.kind and saved.kind in _SAME_IN_TORCH
+        yield "class", _class(saved), _class(here), "note" if same else "error"
+        if not same:
             return
     for setting in sorted({*saved.settings, *here.settings}):
         known = SETTINGS.get(setting, Setting("error"))
@@ -461,17 +474,17 @@ def _compare(saved: Semantics, here: Semantics) -> Iterator[tuple[str, Any, Any,
         if _same(then, now) or known.effect == "names":
             continue
         effect = known.effect
-        if UNKNOWN in (then, now):  # a setting that one version of a library has
+        if UNKNOWN in (then, now):  # only one version of a library has the setting
             effect, then, now = "note", *(_NOT_KNOWN if v is UNKNOWN else v for v in (then, now))
         elif not (is_fully_described(then) and is_fully_described(now)):
             effect = "note"
         elif setting.endswith("attn_mask_type") and _unpadded(then) == _unpadded(now):
-            effect = "note"  # what is padded is told by each call
+            effect = "note"  # each call defines the padding
         yield setting, then, now, effect
 
 
 def _same(then: Any, now: Any) -> bool:
-    """Whether two values are one to kernels, which take numbers in fp32: ``d**-0.5`` and ``1 / sqrt(d)`` are."""
+    """Return whether kernels treat two values as equal. They use fp32, so ``d**-0.5`` equals ``1 / sqrt(d)``."""
     if isinstance(then, float) and isinstance(now, float):
         return math.isclose(then, now, rel_tol=2**-24)
     return then == now
@@ -483,5 +496,5 @@ def _class(one: Semantics) -> str:
 
 
 def _unpadded(mask: Any) -> str:
-    """A mask without what it says of padding."""
+    """Return a mask type without its padding part."""
     return "_".join(part for part in str(mask).replace(",", "_").split("_") if part != "padding") or "no_mask"

@@ -1,19 +1,17 @@
-"""Plans: what each rank of a job of any number of GPUs will hold and send, found in one process on one CPU.
+"""Memory and communication estimates for a training job of any size, computed in one CPU process.
 
     import te_fsdp.planning as planning
-    job = planning.Job("my-llama", strategy="optim_grads_params", optimizer="fused-adam", sequence=8192)
-    found = planning.plan(job, planning.Sizes(dp_shard=32, tp=2))
-    print(found.peak.bytes, found.sent())
-    best = planning.search(job, gpus=64, memory=80 * 2**30)
+    job = planning.Job("my-llama", strategy="optim_grads_params", optimizer="fused-adam", sequence=8192) found =
+    planning.plan(job, planning.Sizes(dp_shard=32, tp=2)) print(found.peak.bytes, found.sent()) best =
+    planning.search(job, gpus=64, memory=80 * 2**30)
 
-The model is built on meta as the first of so many ranks would build it, and ``te_fsdp.fully_shard`` shards it in
-earnest, in a world whose other ranks torch's fake process group pretends. So a plan reads what a job would train with,
-and what te_fsdp would refuse it refuses, with the same error.
+The model is built on the meta device and sharded by ``te_fsdp.fully_shard``. torch's fake process group
+simulates the other ranks. A plan therefore reads the same DTensors as the job. Configurations that te_fsdp
+rejects raise the same error here.
 
-``search`` plans it on all meshes of so many GPUs, and puts those that send least first. What a step sends is weighed by
-where: an axis whose ranks lie in one node is taken to be ``LINK_RATIO`` times as fast as one between nodes. Ranks are
-numbered as ``Meshes`` does it, tp innermost, then ep, cp, dp_shard and dp_replicate. Meshes that work on fewer tokens
-in a step are compared by token.
+``search`` plans the job on every mesh of the given number of GPUs. The mesh with the least communication per
+token comes first. Communication within a node is assumed to be ``LINK_RATIO`` times as fast as between nodes.
+Ranks are numbered as in ``Meshes``: tp is innermost, then ep, cp, dp_shard and dp_replicate.
 """
 
 from __future__ import annotations
@@ -72,28 +70,30 @@ __all__ = [
     "search",
 ]
 
-#: Version of the file that :meth:`Plan.as_json` makes.
+#: Version of the file format of :meth:`Plan.as_json`.
 _VERSION = 1
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each rank of a job will hold and send; where ranks differ, the one with the largest part of everything.
+    """Estimated memory and communication of a job on one mesh.
+
+    Numbers are those of the rank with the largest shards. Sizes are in bytes.
 
     Attributes:
-        job: Fields of :class:`~te_fsdp.planning.Job`, as plain values.
-        sizes: Of the mesh.
-        report: As ``te_fsdp.report`` will describe the model on the first rank, once it is materialized.
-        held: Between two steps: words -> bytes of weights by format and of the optimizer.
-        gradients: Bytes of reduced gradients.
-        largest_unit: Bytes of the largest unit when it is gathered.
-        activations: Bytes that all modules keep between forward and backward.
-        peak: The highest point of a step.
-        traffic: What a rank sends in a step.
-        checkpoint: Bytes of a checkpoint's tensors, of all ranks: ``"model"`` and ``"optimizer"``.
-        parameters: Elements of the model, each once.
-        notes: What was not counted, or taken for granted.
-        flops: Floating-point operations of a rank in a step: ``"products"`` and ``"attention"``.
+        job: Fields of :class:`~te_fsdp.planning.Job` as plain values.
+        sizes: Sizes of the mesh axes.
+        report: Output of ``te_fsdp.report`` on the first rank after materialization.
+        held: Memory between steps: weights per format, and optimizer state.
+        gradients: Size of the reduced gradients.
+        largest_unit: Size of the largest unsharded unit.
+        activations: Size of all activations saved between forward and backward.
+        peak: Peak memory of a step.
+        traffic: Communication of one rank per step.
+        checkpoint: Size of the tensors in a checkpoint, over all ranks: ``"model"`` and ``"optimizer"``.
+        parameters: Number of elements of the model. Replicas are counted once.
+        notes: Costs that are not counted, and assumptions.
+        flops: Floating-point operations of one rank per step: ``"products"`` (GEMMs) and ``"attention"``.
     """
 
     job: Mapping[str, Any]
@@ -112,38 +112,38 @@ class Plan:
 
     @property
     def held_bytes(self) -> int:
-        """All that is held between two steps."""
+        """Return the memory between steps, in bytes."""
         return sum(self.held.values())
 
     def sent(self) -> dict[str, int]:
-        """Bytes that a rank receives in a step, by axis."""
+        """Return the bytes that a rank receives per step, by mesh axis."""
         found: Counter[str] = Counter()
         for row in self.traffic:
             found[row.axis] += row.bytes
         return dict(found)
 
     def time(self, machine: Machine) -> StepTime:
-        """How long a step takes on a machine of given speeds. Local operation.
+        """Estimate the time of a step on a machine with the given speeds. Local operation.
 
         Raises:
-            CheckpointError: A plan from the file of a te_fsdp that counted no operations.
+            CheckpointError: The plan was loaded from a file of a te_fsdp version that did not count operations.
         """
         if not self.flops:
-            raise CheckpointError("plan: no operations are counted in it", fix="plan the job again")
+            raise CheckpointError("plan: it contains no operation counts", fix="plan the job again")
         states = sum(size for words, size in self.held.items() if not words.startswith("weights, "))
         updated = 2 * states + self.gradients + self.held_bytes - states
         return step_time(self.flops, self.traffic, updated, self.largest_unit, self.sizes, machine)
 
     def as_json(self) -> dict[str, Any]:
-        """A value that ``json.dump`` takes, and :meth:`from_json`."""
+        """Return the plan as a JSON-serializable dict for :meth:`from_json`."""
         return {"te_fsdp_plan": _VERSION} | dataclasses.asdict(self) | {"sent": self.sent()}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], where: str = "plan") -> Plan:
-        """The plan of what :meth:`as_json` gave, perhaps by way of a file, which messages call ``where``.
+        """Load a plan from the output of :meth:`as_json`. Errors refer to it as ``where``.
 
         Raises:
-            CheckpointError: Something else, or written by a newer te_fsdp.
+            CheckpointError: The value is not a plan, or a newer te_fsdp wrote it.
         """
         if value.get("te_fsdp_plan") != _VERSION:
             raise CheckpointError(
@@ -152,7 +152,7 @@ class Plan:
         try:
             found = dict(value)
             del found["te_fsdp_plan"], found["sent"]
-            found.pop("step", None)  # what the command has estimated of it
+            found.pop("step", None)  # estimated time added by the command line
             found["sizes"], found["peak"] = Sizes(**found["sizes"]), Peak(**found["peak"])
             found["traffic"] = tuple(Traffic(**row) for row in found["traffic"])
             found["notes"] = tuple(found["notes"])
@@ -164,22 +164,25 @@ class Plan:
 
 
 def _tuples(value: Any) -> Any:
-    """A value from JSON, its lists as the tuples that they were."""
+    """Convert JSON lists back to tuples, recursively."""
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def plan(job: Job, sizes: Sizes) -> Plan:
-    """Plan a job on a mesh of any size. Local operation: in a process without ranks, on the CPU, with tensors on meta.
+    """Plan a job on a mesh of any size. Local operation on the CPU with meta tensors.
+
+    The process must not have initialized ``torch.distributed``.
 
     Args:
-        job: The model, how it is sharded, and how it is trained.
-        sizes: Of the mesh.
+        job: Model, sharding options and training options.
+        sizes: Sizes of the mesh axes.
 
     Raises:
-        OrderError: ``torch.distributed`` is running.
-        TeFsdpError: What the job itself would raise: see :func:`te_fsdp.fully_shard` and :class:`te_fsdp.Meshes`.
+        OrderError: ``torch.distributed`` is initialized.
+        TeFsdpError: The job itself would raise this error. See :func:`te_fsdp.fully_shard` and
+            :class:`te_fsdp.Meshes`.
     """
     require_recipe(job)
     with _fake_ranks(sizes.ranks):
@@ -187,19 +190,19 @@ def plan(job: Job, sizes: Sizes) -> Plan:
 
 
 def _fake_ranks(count: int) -> AbstractContextManager[None]:
-    """A world of so many ranks, of which this process is the first."""
+    """Return a context with a fake process group of ``count`` ranks. This process is rank 0."""
     if dist.is_initialized():
         raise OrderError(
-            "plan: torch.distributed is running",
-            expected="a process of its own",
-            why="A plan plays a job of other ranks",
-            fix="plan before init_process_group, or run te-fsdp plan",
+            "plan: torch.distributed is initialized",
+            expected="a separate process",
+            why="A plan simulates the ranks of another job",
+            fix="call plan before init_process_group, or run the command te-fsdp plan",
         )
-    return _torch.fake_world_of(count)
+    return _torch.simulated_world(count)
 
 
 def _plan(job: Job, sizes: Sizes) -> Plan:
-    """:func:`plan` in a world of the right size that is pretended already."""
+    """Implement :func:`plan` inside a fake process group of the right size."""
     meshes = Meshes.build(**{axis: getattr(sizes, axis) for axis in ALL_AXES}, device_type="cpu")
     model, names = build_model(job, meshes)
     work = workload_of(job, sizes)
@@ -219,7 +222,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     for weight in weights:
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
     if any(weight.experts for weight in weights):
-        notes.append("all ranks of ep are taken to hold as many experts as the first one")
+        notes.append("every ep rank is assumed to hold as many experts as the first one")
     return Plan(
         job=job.described(),
         sizes=sizes,
@@ -238,7 +241,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
 
 
 def _held(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
-    """What lies in memory between two steps: words -> bytes."""
+    """Return the memory between steps in bytes, by category."""
     found: Counter[str] = Counter()
     names = {4: "float32", 2: "16 bits", 8: "float64"}
     for weight in weights:
@@ -251,21 +254,21 @@ def _held(weights: list[Weight], job: Job, meshes: Meshes) -> dict[str, int]:
 # ------------------------------------------------------------------------------------------------ the search for a mesh
 
 
-#: NVLink of Hopper (450 GB/s each way) against a network card of 400 Gb/s for each GPU (50 GB/s).
+#: Ratio of NVLink bandwidth (Hopper, 450 GB/s each way) to a 400 Gb/s network card per GPU (50 GB/s).
 LINK_RATIO = 9
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One mesh of a search.
+    """One mesh considered by a search.
 
     Attributes:
-        sizes: Of its axes.
-        plan: Of the job on it; ``None`` where te_fsdp or the model refuses it.
-        reason: Why it does not do; empty if it fits.
-        within: Bytes that a rank receives in a step over axes that lie in one node.
-        between: Bytes over other axes.
-        tokens: That a GPU works on in a step: those of its data-parallel rank, divided among tp and cp.
+        sizes: Sizes of the mesh axes.
+        plan: Plan of the job on this mesh. ``None`` if te_fsdp or the model rejects the mesh.
+        reason: Reason for the rejection. Empty if the job fits.
+        within: Bytes that a rank receives per step over axes within a node.
+        between: Bytes that a rank receives per step over axes between nodes.
+        tokens: Tokens per GPU and step: the tokens of a data-parallel rank divided by the tp and cp sizes.
     """
 
     sizes: Sizes
@@ -277,44 +280,45 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Bytes per token, those within a node counted as a part of those between nodes."""
+        """Return the communication per token in bytes, weighted with ``LINK_RATIO``."""
         return (self.within / LINK_RATIO + self.between) / self.tokens
 
 
 def search(
     job: Job, *, gpus: int, memory: int, node: int = 8, cp: int = 1, fixed: Mapping[str, int] | None = None
 ) -> list[Candidate]:
-    """Plan a job on every mesh of so many GPUs, the best first. Local operation, as :func:`te_fsdp.planning.plan`.
+    """Plan a job on every mesh of the given number of GPUs. Local operation, as :func:`te_fsdp.planning.plan`.
 
-    tp is tried within a node, ep where a Hugging Face model has experts.
+    The search varies tp within a node. It varies ep for Hugging Face models with experts.
 
     Args:
-        job: What is planned; its ``microbatches`` hold for every mesh.
-        gpus: Their number.
-        memory: Bytes of each.
-        node: GPUs of a node.
-        cp: Size of that axis.
-        fixed: Axes of which one size alone is tried.
+        job: Job to plan. ``microbatches`` is the same on every mesh.
+        gpus: Number of GPUs.
+        memory: Memory of each GPU in bytes.
+        node: Number of GPUs per node.
+        cp: Size of the cp axis.
+        fixed: Sizes of axes that the search does not vary.
 
     Returns:
-        Meshes that fit, cheapest first; then those that do not, with the smallest peak first; then refused ones.
+        Meshes on which the job fits, cheapest first. Then those where it does not fit, smallest peak first.
+        Rejected meshes come last.
 
     Raises:
-        PlacementError: Numbers that make no mesh.
+        PlacementError: No mesh matches these numbers.
     """
     if min(gpus, memory, node, cp) < 1 or gpus % cp:
         raise PlacementError(
             "search",
-            expected="positive numbers, cp a divisor of gpus",
+            expected="positive numbers, with gpus divisible by cp",
             got=f"gpus={gpus}, memory={memory}, node={node}, cp={cp}",
         )
-    asked = fixed or {}
+    given = fixed or {}
     every = _meshes(job, gpus // cp, node, cp)
-    meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in asked.items())]
+    meshes = [s for s in every if all(getattr(s, axis) == size for axis, size in given.items())]
     if not meshes:
         raise PlacementError(
-            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in asked.items())}",
-            expected="sizes that divide the GPUs, tp within a node, ep of a model with experts",
+            f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in given.items())}",
+            expected="sizes whose product divides the GPUs, tp within a node, ep only for models with experts",
             got="none",
         )
     require_recipe(job)
@@ -330,7 +334,7 @@ def search(
 
 
 def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
-    """All meshes of so many ranks, times cp, that are worth a plan."""
+    """Yield the candidate meshes of ``ranks * cp`` GPUs."""
     experts = 1
     if not is_function(job.model):
         about = read_config(job.model)  # type: ignore[arg-type]
@@ -343,7 +347,7 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
 
 
 def _candidate(job: Job, sizes: Sizes, memory: int, node: int) -> Candidate:
-    """The plan of one mesh, and whether it fits."""
+    """Plan one mesh and check whether it fits into the memory."""
     try:
         found = _plan(job, sizes)
     except TeFsdpError as error:
@@ -351,6 +355,6 @@ def _candidate(job: Job, sizes: Sizes, memory: int, node: int) -> Candidate:
     sent = found.sent()
     within = sum(size for axis, size in sent.items() if reach_of(axis, sizes) <= node)
     over = found.peak.bytes - memory
-    reason = f"{over / 2**30:.1f} GiB too much" if over > 0 else ""
+    reason = f"{over / 2**30:.1f} GiB over the limit" if over > 0 else ""
     tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
     return Candidate(sizes, found, reason, within, sum(sent.values()) - within, tokens)

@@ -1,14 +1,14 @@
-"""What a model costs a step: bytes of each parameter held, gathered and reduced; what each module keeps and sends.
+"""Memory and communication cost of each parameter and module in a step.
 
-Parameters are read off the model on meta that ``te_fsdp.fully_shard`` has sharded: its DTensors, and the plan that it
-made (:class:`~te_fsdp.records.ParameterPlan`). The rank is the first one, which has the largest shard of everything:
-FSDP2 cuts as ``torch.chunk`` does.
+Parameters are read from the meta model after ``te_fsdp.fully_shard``: from its DTensors and from the plan of
+each parameter (:class:`~te_fsdp.records.ParameterPlan`). All numbers are those of the first rank. It has the
+largest shard of every parameter because FSDP2 shards with ``torch.chunk``.
 
-What modules keep from forward to backward follows a formula for each kind, the table of docs/plan.md, "Activations".
-Sizes are those of one tp rank; under sequence parallelism a part of the rank's tokens enters and leaves a layer.
-Attention is one of TE's that needs no memory beyond that (flash or cuDNN), and experts get equally many tokens. Masks
-of dropout, what other modules keep, and what a model of one's own does between its modules are not counted. Checked on
-TransformerEngine 2.20.2 on H200s; its own code under emulation saves the same.
+The activations that a module saves for backward follow one formula per kind of module (docs/plan.md, "Activations").
+Sizes are those of one tp rank. With sequence parallelism, a rank has a fraction of the tokens between layers.
+Attention is assumed to use a backend of TE without additional memory (flash or cuDNN). Tokens are assumed to be
+distributed equally among the experts. Dropout masks, activations of other modules and operations between modules are
+not counted. The formulas were compared with TransformerEngine 2.20.2 on H200 GPUs and under emulation.
 """
 
 from __future__ import annotations
@@ -42,59 +42,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter on the first rank; all numbers without a unit are bytes."""
+    """Cost of one parameter on the first rank, in bytes unless noted."""
 
-    label: str  #: Full name
-    unit: str  #: Name of its unit
-    storage: Storage  #: Row of the strategy
-    experts: bool  #: Whether it is dealt out over ``ep``
-    format: Format | None  #: Of a quantized one
-    itemsize: int  #: Of an element in its own dtype, the nominal one of a quantized weight
-    logical: int  #: Elements of the original: of all ranks, each once
-    elements: int  #: Elements of this rank's shard
-    whole: int  #: Elements of the gathered parameter: what tp and ep leave of it
-    held: int  #: Of the shard
-    #: Whether no other rank has a part of it, though FSDP2 manages it: nothing is sent, and the gathered parameter has
-    #: the shard's memory, unless its values are cast.
+    label: str  #: FQN
+    unit: str  #: Name of the FSDP2 unit
+    storage: Storage  #: Storage rule of its strategy
+    experts: bool  #: Whether it is sharded over ``ep``
+    format: Format | None  #: Quantized format; ``None`` in high precision
+    itemsize: int  #: Bytes per element in its own dtype (the nominal dtype of a quantized weight)
+    logical: int  #: Number of elements of the original parameter. Replicas are counted once
+    elements: int  #: Number of elements of this rank's shard
+    whole: int  #: Number of elements of the unsharded parameter on this rank (sharded by tp and ep only)
+    held: int  #: Size of the shard
+    #: Whether FSDP2 manages the parameter but this rank has all of it. Nothing is sent. The unsharded parameter
+    #: shares the memory of the shard unless its values are cast.
     is_alone: bool
-    #: Whether its gradient becomes the reduced one without a buffer (:mod:`te_fsdp.upstream.fsdp2_patches`).
+    #: Whether its gradient becomes the reduced gradient without a buffer (:mod:`te_fsdp.upstream.fsdp2_patches`).
     is_passed: bool
-    gathered: int  #: Of the gathered parameter in forward, beside the shard; 0 where nothing is gathered
-    gathered_again: int  #: Of the gathered parameter in backward
-    #: That TransformerEngine makes of a gathered quantized weight for backward, beside what was gathered: transposes.
-    #: Its module's backward frees them.
+    #: Size of the unsharded parameter in forward, in addition to the shard; 0 without an all-gather
+    gathered: int
+    gathered_again: int  #: Size of the unsharded parameter in backward
+    #: Size of the transposes that TransformerEngine creates from a gathered quantized weight for backward. The
+    #: backward of the module frees them.
     derived: int
-    derived_early: int  #: Likewise, in forward already
-    #: That TransformerEngine makes of it in its module's backward alone: transposes of float8 weights that stay
-    #: gathered, and what weights that are not quantized themselves are quantized into.
+    derived_early: int  #: The same, created in forward already
+    #: Size of the copies that TransformerEngine creates only in the backward of the module: transposes of float8
+    #: weights that stay unsharded, and quantized copies of high-precision weights.
     copied: int
-    unreduced: int  #: Of its gradient as backward makes it
-    gradient: int  #: Of its reduced gradient; 0 if it is not trained
-    wire: int  #: Bytes of an element of its gradient when it is sent
+    unreduced: int  #: Size of its gradient as backward creates it
+    gradient: int  #: Size of its reduced gradient; 0 if it is frozen
+    wire: int  #: Bytes per element of its gradient in the reduction
 
     @property
     def module(self) -> str:
-        """Name of the module that has it."""
+        """Return the FQN of the module that owns it."""
         return self.label.rpartition(".")[0]
 
     @property
     def name(self) -> str:
-        """The last part of its name."""
+        """Return the name of the parameter in its module."""
         return self.label.rpartition(".")[2]
 
     @property
     def reduction(self) -> int:
-        """Of the buffer that its gradient is reduced from."""
+        """Return the size of the buffer from which its gradient is reduced."""
         return self.whole * self.wire if self.gradient else 0
 
     @property
     def is_low(self) -> bool:
-        """Whether it is quantized, or below fp32: an optimizer then keeps a main weight."""
+        """Return whether the optimizer keeps a main weight: the parameter is quantized or below fp32."""
         return self.format is not None or self.itemsize < 4
 
 
 def weights_of(model: nn.Module, job: Job) -> list[Weight]:
-    """Every parameter of a sharded model on meta, each once, in the order of its modules. Local operation."""
+    """Return the cost of every parameter of a sharded meta model, in module order. Local operation."""
     state = require_sharded_model(model, "plan")
     whole = {
         key: passes for unit in state.modules.values() for key, passes in single_rank_parameters(unit).items()
@@ -106,7 +107,7 @@ def weights_of(model: nn.Module, job: Job) -> list[Weight]:
 
 
 def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
-    """One place's weight; ``passes``: of a whole shard, whether its gradient is passed on."""
+    """Return the cost of one parameter. ``passes``: whether a single-rank gradient is passed on."""
     label, module, name, parameter = place
     plan, precision = plan_of(parameter), state.precision
     assert plan is not None  # fully_shard has noted it on each
@@ -118,7 +119,7 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     if quantizer is None:
         gathered = again = whole * compute
         held = bytes_of(local)
-        # TE quantizes it for its products under a recipe.
+        # Under a recipe TE quantizes this weight for its GEMMs.
         multiplied = _te.kind_of(module) in ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
         if job.recipe != "none" and multiplied and not (name.startswith("layer_norm") or "bias" in name):
             copied = 2 * whole
@@ -167,7 +168,7 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
 
 
 def _without_fsdp(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Shape of a parameter as it is gathered: cut by the axes that are not data parallelism."""
+    """Return the shape of a parameter after the all-gather over data-parallel axes."""
     shape = list(parameter.shape)
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
@@ -182,9 +183,9 @@ def _without_fsdp(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def optimizer_bytes(weights: Iterable[Weight], job: Job, ranks: dict[str, int]) -> dict[str, int]:
-    """Bytes of an optimizer's state on this rank: its own states, and main weights. Local operation.
+    """Return the bytes of an optimizer's state on this rank: its own states and main weights. Local operation.
 
-    ``ranks`` are sizes of the axes of the dense meshes: ``shard_optimizer`` cuts states over some.
+    ``ranks`` maps the axes of the dense mesh to their sizes. ``shard_optimizer`` shards states over some of them.
     """
     states = main = 0
     for weight, own, extra in _states(weights, job):
@@ -196,17 +197,17 @@ def optimizer_bytes(weights: Iterable[Weight], job: Job, ranks: dict[str, int]) 
 
 
 def checkpoint_bytes(weights: Iterable[Weight], job: Job) -> dict[str, int]:
-    """Bytes of tensors in a checkpoint of all ranks: each element once. Local operation."""
+    """Return the bytes of the tensors in a checkpoint over all ranks, without replicas. Local operation."""
     found = list(weights)
     optimizer = sum(weight.logical * (own + extra) for weight, own, extra in _states(found, job))
     return {"model": sum(map(_stored, found)), "optimizer": optimizer}
 
 
 def _states(weights: Iterable[Weight], job: Job) -> Iterator[tuple[Weight, int, int]]:
-    """Each trained weight, and bytes of an element of the optimizer's own states and of its main weight."""
+    """Yield each trained weight with the bytes per element of its optimizer states and of its main weight."""
     trained = [weight for weight in weights if weight.gradient]
     fused = job.optimizer == "fused-adam"
-    # FusedAdam keeps main weights of all parameters, fp32 ones too, or of none.
+    # FusedAdam keeps main weights for all parameters, including fp32 ones, or for none.
     every = fused and any(weight.is_low for weight in trained)
     for weight in trained:
         has_main = weight.is_low or every
@@ -215,7 +216,7 @@ def _states(weights: Iterable[Weight], job: Job) -> Iterator[tuple[Weight, int, 
 
 
 def _stored(weight: Weight) -> int:
-    """Bytes of a weight in a file: components without padding, both directions of those that have both on the rank."""
+    """Return the bytes of a weight in a file: components without padding, in every direction that exists."""
     if weight.format is None or weight.format.name not in FORMATS or not weight.format.buffers:
         return weight.logical * weight.itemsize
     blocks = ((b.dtype.itemsize, math.prod(b.block)) for b in weight.format.buffers if b.block is not None)
@@ -223,13 +224,16 @@ def _stored(weight: Weight) -> int:
 
 
 def temporary_in_step(weights: Iterable[Weight], job: Job) -> int:
-    """Bytes of an optimizer's step beside its state: fp32 copies of gradients; FusedAdam reads those as they are."""
+    """Return the bytes of temporary tensors in an optimizer step: fp32 copies of low-precision gradients.
+
+    FusedAdam reads gradients in their own dtype and needs no copies.
+    """
     low = (w for w in weights if w.gradient and w.is_low and w.gradient < 4 * w.elements)
     return 0 if job.optimizer == "fused-adam" else sum(4 * weight.elements for weight in low)
 
 
 def sum_of(weights: Iterable[Weight], name: str) -> int:
-    """Sum of one of the weights' numbers."""
+    """Return the sum of one attribute over all weights."""
     return sum(getattr(weight, name) for weight in weights)
 
 
@@ -238,28 +242,27 @@ def sum_of(weights: Iterable[Weight], name: str) -> int:
 
 @dataclass(frozen=True)
 class Moment:
-    """An instant of a module's backward."""
+    """A point in a module's backward at which memory can peak."""
 
-    temporary: int  #: Bytes beyond what is kept; negative where some of that is gone already
-    gradients: tuple[str, ...] | None = None  #: Own parameters whose gradients are there; ``None``: all
-    derived: tuple[str, ...] | None = (
-        None  #: Those whose transposes, or quantized copies, are there; ``None``: all
-    )
+    temporary: int  #: Bytes in addition to the saved activations; negative if some are freed already
+    gradients: tuple[str, ...] | None = None  #: Own parameters whose gradients exist; ``None``: all
+    #: Own parameters whose transposes or quantized copies exist; ``None``: all
+    derived: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One module in forward and backward."""
+    """Activation memory of one module in forward and backward."""
 
-    kept: int  #: Bytes from its forward to its backward
-    moments: tuple[Moment, ...] = (Moment(0),)  #: Instants of its backward at which memory is high
-    #: Bytes of what enters a unit that begins with this module: all that is kept under recomputation.
+    kept: int  #: Bytes saved from its forward to its backward
+    moments: tuple[Moment, ...] = (Moment(0),)  #: Points of its backward at which memory can peak
+    #: Size of the unit's input if this module is its first. Only the input is saved under recomputation.
     entering: int = 0
-    module: str = ""  #: Its name; empty for the loss
+    module: str = ""  #: FQN; empty for the loss
 
 
-#: Bytes of a value in one direction, scales included; both directions hold twice as much, but for float8 where the
-#: device multiplies any two orders of float8 (Blackwell): there one serves both.
+#: Bytes per value in one direction, including scales. Two directions need twice as much. Float8 on Blackwell is
+#: an exception: its GEMMs accept any layout, so one copy serves both directions.
 VALUE_BYTES = {
     "none": 0.0,
     "delayed": 1.0,
@@ -268,41 +271,41 @@ VALUE_BYTES = {
     "mxfp8": 1 + 1 / 32,
     "nvfp4": 0.5 + 1 / 16,
 }
-#: Of a value in high precision: all of them are bf16.
+#: Bytes of a high-precision activation (bf16).
 _E = 2
 
 
 @dataclass(frozen=True)
 class _Bytes:
-    """Bytes of values under a job's recipe, and the rank's tokens."""
+    """Bytes per value under a job's recipe, with the workload of the rank."""
 
     work: Workload
-    tp: int  #: Size of that axis
-    q: float  #: Of a value that products read, in one direction
-    both: float  #: Of one in both directions
-    rows: float  #: Of one that is made in both, or, in float8, in rows alone
+    tp: int  #: Size of the tp axis
+    q: float  #: Bytes of a GEMM input, in one direction
+    both: float  #: Bytes of a GEMM input in both directions
+    rows: float  #: Bytes of a tensor quantized in both directions (float8: rowwise only)
     quantized: bool  #: Whether there is a recipe
 
     def part(self, module: Any) -> int:
-        """Tokens that enter a module: a part where it is cut under sequence parallelism, or its weight says so."""
+        """Return the number of tokens that enter a module on this rank."""
         own = [module] if hasattr(module, "tp_size") else [module, getattr(module, "weight", None)]
         split = any(getattr(one, "sequence_parallel", False) for one in own)
         return -(-self.work.tokens // getattr(module, "tp_size", self.tp)) if split else self.work.tokens
 
 
 def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list[Stage], list[str]]:
-    """Stages of a microbatch on one rank, in the order of forward, and notes on what is not counted. Local operation.
+    """Return the activation costs of a microbatch in forward order, and notes on modules not counted. Local operation.
 
-    Modules are taken to run in the order in which they are registered, embeddings first.
+    Modules are assumed to run in registration order, embeddings first.
 
     Args:
-        model: On meta, cut for its mesh.
-        job: How it is trained.
-        work: What a microbatch brings.
-        tp: Size of that axis.
+        model: Meta model, sharded for its mesh.
+        job: Training options.
+        work: Workload of a microbatch on one rank.
+        tp: Size of the tp axis.
     """
     value, float8 = VALUE_BYTES[job.recipe], job.recipe in ("delayed", "current")
-    both = value * (1 if float8 and _te_modules.multiplies_any_order() else 2)
+    both = value * (1 if float8 and _te_modules.supports_all_gemm_layouts() else 2)
     rows = value if float8 else both
     sizes = _Bytes(work, tp, value or _E, both or _E, rows, value > 0)
     found: list[Stage] = []
@@ -312,21 +315,22 @@ def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list
         parent, _, own = name.rpartition(".")
         stage = _stage(module, modules.get(parent), own, sizes)
         if stage is not None:
-            # Wherever a model registers an embedding, it runs first.
+            # An embedding runs first, wherever the model registers it.
             place = 0 if isinstance(module, nn.Embedding) else len(found)
             found.insert(place, replace(stage, module=name))
         elif any(p is not None for p in module._parameters.values()) and not [*module.children()]:
             unknown[type(module).__name__] += 1
     if work.vocabulary:
         logits = work.vocabulary * work.part(tp)
-        # Of log_softmax its result, the gradient of that, and its own; then the head's in bf16.
+        # The loss saves the output of log_softmax. Its backward adds the gradient of that output and its own gradient.
+        # The gradient of the head follows in bf16.
         found.append(Stage(4 * logits, (Moment(8 * logits),)))
     notes = [f"activations of {count} x {kind} are not counted" for kind, count in sorted(unknown.items())]
     return found, notes
 
 
 def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
-    """A module's stage; ``own``: its name in its parent. ``None``: nothing is known of it."""
+    """Return the activation cost of a module named ``own`` in its parent; ``None`` if its kind is not supported."""
     kind, work = _te.kind_of(module), sizes.work
     in_attention = parent is not None and _te.kind_of(parent) == "MultiheadAttention"
     if kind == "LayerNormLinear":
@@ -341,14 +345,14 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
         rows, into = work.expert_rows(module.tp_size, sizes.tp), module.in_features
         return Stage(int(rows * into * sizes.q), (Moment(rows * (into + module.out_features) * _E),))
     if isinstance(module, Gating):
-        # Both halves, the activation of one; and results, whose weights are trained.
+        # The input of the activation (both halves), its output, and the results if the router is trained.
         rows = work.part(sizes.tp) * (work.experts_per_token if module.hidden else 1)
         return Stage(rows * (3 * module.width + module.hidden) * _E, (Moment(rows * 3 * module.width * _E),))
     tokens = sizes.part(module)
     if kind in ("LayerNorm", "RMSNorm") or isinstance(module, nn.LayerNorm | nn.RMSNorm):
         heads = 1
         if in_attention and own in ("q_norm", "k_norm"):
-            # They see each head: their input is a copy of what attention keeps.
+            # These norms are applied per head. Their input is a copy of a tensor that attention saves.
             heads = parent.num_attention_heads if own == "q_norm" else parent.num_gqa_groups
             heads //= parent.tp_size
             tokens = work.tokens if heads > 1 else tokens
@@ -365,13 +369,13 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
 
 
 def _statistics(module: Any) -> int:
-    """Bytes of a token's statistics: inverse deviation, and of LayerNorm the mean."""
+    """Return the bytes of the norm statistics per token: the inverse deviation, and the mean for LayerNorm."""
     return 4 if module.normalization == "RMSNorm" else 8
 
 
 def _norm_linear(module: Any, sizes: _Bytes) -> Stage:
     part = sizes.part(module)
-    # TE divides out_features by tp itself where parallel_mode is "column".
+    # TE itself divides out_features by tp if parallel_mode is "column".
     width, out = module.in_features, module.out_features
     kept = part * (width * (_E + sizes.q) + _statistics(module))
     quantized = out * sizes.both if sizes.quantized else 0
@@ -382,7 +386,7 @@ def _norm_linear(module: Any, sizes: _Bytes) -> Stage:
 def _linear(module: Any, is_projection: bool, sizes: _Bytes) -> Stage:
     tokens, width, out = sizes.work.tokens, module.in_features, module.out_features
     values = (sizes.part(module) if module.parallel_mode == "column" else tokens) * width
-    # Attention keeps its output, which the projection reads.
+    # Attention saves its output, which the projection reads.
     per = sizes.q if sizes.quantized else 0 if is_projection else _E
     quantized = out * sizes.both if sizes.quantized else 0
     temporary = tokens * (out * _E + quantized + width * _E)
@@ -393,7 +397,7 @@ def _attention(module: Any, tokens: int) -> Stage:
     heads, groups = module.num_attention_heads // module.tp_size, module.num_gqa_groups // module.tp_size
     width = module.hidden_size_per_attention_head_k
     values = width * (2 * heads + 2 * groups)
-    # Gradients of all four, and of the queries once more in fp32.
+    # Gradients of query, key, value and output, plus an fp32 copy of the query's gradient.
     return Stage(tokens * (values * _E + 4 * heads), (Moment(tokens * (values * _E + 4 * heads * width)),))
 
 
@@ -401,12 +405,13 @@ def _mlp(module: Any, sizes: _Bytes) -> Stage:
     part, t = sizes.part(module), sizes.work.tokens
     width, inner = module.layer_norm_weight.shape[0], module.size_per_partition
     up = inner * (2 if module.activation in GATED_ACTIVATIONS else 1)
-    # Float8 is gathered in rows over tp, and not kept in columns then.
+    # Float8 is all-gathered rowwise over tp. TE then saves no columnwise copy.
     normalised = sizes.q if part < t else sizes.both
     activated = sizes.rows if sizes.quantized else _E
     kept = part * (width * (_E + normalised) + _statistics(module)) + t * (up * _E + inner * activated)
     incoming = width * (_E + (sizes.both if sizes.quantized else 0))
-    # The gradients of activation and up-projection are made from the latter, which is gone when its own product begins.
+    # The gradients of the activation and of the up-projection are computed from the up-projection's output. This
+    # output is freed before the GEMM of the up-projection starts.
     first = t * (inner * _E + up * _E + incoming)
     second = t * (inner * _E + up * (sizes.both if sizes.quantized else _E) - up * _E + width * _E + incoming)
     moments = Moment(int(first), ("fc2_weight",), ("fc2_weight",)), Moment(int(second), None, ("fc1_weight",))
@@ -415,12 +420,13 @@ def _mlp(module: Any, sizes: _Bytes) -> Stage:
 
 # --------------------------------------------------------------------------------------- what they multiply and send
 
-#: A backward does twice the products of its forward, and 2.5 times its attention, whose scores it computes again.
+#: Cost of forward plus backward, relative to forward. A backward runs twice the GEMMs of its forward. Its attention
+#: costs 2.5 times the forward because it recomputes the scores.
 _PRODUCTS, _ATTENTION = 3.0, 3.5
 
 
 def flops_of(model: nn.Module, job: Job, work: Workload, tp: int) -> dict[str, float]:
-    """Floating-point operations of a rank in a step: ``"products"`` and ``"attention"``; as :func:`stages_of`."""
+    """Return the floating-point operations of a rank per step: ``"products"`` and ``"attention"``."""
     products = attention = 0.0
     modules: list[Any] = list(model.modules())
     for module in modules:
@@ -446,14 +452,14 @@ def flops_of(model: nn.Module, job: Job, work: Workload, tp: int) -> dict[str, f
     }
 
 
-#: (axis, what is sent, collective, ranks) and bytes.
+#: Yields ((axis, tensor, collective, ranks), bytes).
 Sent = Iterator[tuple[tuple[str, str, str, int], float]]
 
 
 def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
-    """Activations and their gradients over tp, cp and ep: what TransformerEngine, or the model, sends in a step."""
+    """Yield the activations and their gradients that TE or the model sends over tp, cp and ep in a step."""
     tp, cp, ep = sizes.tp, sizes.cp, sizes.ep
-    # What a backward runs again, it sends again.
+    # Recomputation in backward repeats the communication of forward.
     backwards, forwards = job.microbatches, job.microbatches * (2 if job.recompute else 1)
     value, experts = VALUE_BYTES[job.recipe] or _E, 0
     modules: list[Any] = list(model.modules())
@@ -461,7 +467,7 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
         kind = _te.kind_of(module)
         into, out = _cut_widths(module, kind) if tp > 1 else (0, 0)
         if (into or out) and module.sequence_parallel:
-            # The input of a column-parallel product once in each forward, and once more for its weight's gradient.
+            # A column-parallel GEMM all-gathers its input in every forward, and again for the weight's gradient.
             gathered = into * value * (forwards + backwards) + out * value * backwards
             scattered = into * 2 * backwards + out * 2 * forwards
             yield ("tp", "activations", "all-gather", tp), work.tokens * gathered * (tp - 1) / tp
@@ -471,11 +477,11 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
             yield ("tp", "activations", "all-reduce", tp), 2 * work.tokens * summed * (tp - 1) / tp
         if kind == "DotProductAttention" and cp > 1:
             width = 2 * module.num_gqa_groups // module.tp_size * module.hidden_size_per_attention_head_k
-            # Keys and values go round in forward, and with their gradients in backward.
+            # Keys and values are sent around the ring in forward. Backward sends them together with their gradients.
             rounds = forwards + 2 * backwards
             yield ("cp", "keys and values", "ring", cp), work.tokens * width * 2 * rounds * (cp - 1)
         if kind == "GroupedLinear" and ep > 1:
-            # Tokens go to the first GroupedLinear of a layer, and come back from the second.
+            # Tokens are sent to the first GroupedLinear of a layer and returned from the second.
             width = module.out_features if experts % 2 else module.in_features
             experts += 1
             size = work.expert_rows(module.tp_size, tp) * width * 2 * (forwards + backwards)
@@ -483,7 +489,7 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
 
 
 def _cut_widths(module: Any, kind: str | None) -> tuple[int, int]:
-    """Widths of what tp brings together before a module's first product, and of what it adds up after its last one."""
+    """Return the widths gathered over tp before a module's first GEMM and reduced after its last GEMM."""
     if kind == "LayerNormMLP" and module.set_parallel_mode:
         return module.layer_norm_weight.shape[0], module.layer_norm_weight.shape[0]
     if kind in ("Linear", "LayerNormLinear"):

@@ -1,4 +1,4 @@
-"""``Job``: what is to be planned, and the model that a plan is made of: on meta, cut for one mesh."""
+"""Description of a job to plan, with the meta model that it builds for one mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from te_fsdp.mesh import Meshes
     from te_fsdp.plan import StrategySpec
 
-#: Names of recipes -> TE's class of them, in ``transformer_engine.common.recipe``.
+#: Recipe name -> TE's class in ``transformer_engine.common.recipe``.
 RECIPES = {
     "none": "",
     "delayed": "DelayedScaling",
@@ -35,7 +35,7 @@ RECIPES = {
     "mxfp8": "MXFP8BlockScaling",
     "nvfp4": "NVFP4BlockScaling",
 }
-#: Names of recipes -> TE's function that says whether the device computes in them.
+#: Recipe name -> TE's function that checks whether the device supports it.
 _AVAILABLE = {
     "delayed": "is_fp8_available",
     "current": "is_fp8_available",
@@ -43,13 +43,13 @@ _AVAILABLE = {
     "mxfp8": "is_mxfp8_available",
     "nvfp4": "is_nvfp4_available",
 }
-#: Optimizers, each with the number of states of a parameter's shape that it keeps beside main weights.
+#: Optimizer name -> number of states of the parameter's shape, without main weights.
 OPTIMIZERS = {"adamw": 2, "fused-adam": 2, "sgd": 0}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the axes of a job's mesh; ``dp_shard`` without ``cp`` and ``ep``, as ``Meshes.build`` takes them."""
+    """Sizes of a job's mesh axes. ``dp_shard`` excludes ``cp`` and ``ep``, as in ``Meshes.build``."""
 
     dp_replicate: int = 1
     dp_shard: int = 1
@@ -64,7 +64,7 @@ class Sizes:
 
     @property
     def ranks(self) -> int:
-        """Their product."""
+        """Return the number of ranks."""
         return self.dp_replicate * self.dp_shard * self.cp * self.ep * self.tp
 
     def __str__(self) -> str:
@@ -74,27 +74,29 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Job:
-    """A model, how it is sharded, and how it is trained.
+    """A model with its sharding and training options.
 
     Attributes:
-        model: A Hugging Face folder, ``config.json`` or its contents; ``"module:function"``; or a function. A function
-            gets the ``te_fsdp.Meshes`` if it takes an argument, and returns the model on meta.
-        recipe: What GEMMs run in, one of :data:`RECIPES`: the recipe of ``te.autocast``.
-        quantized_weights: Whether the weights are quantized too (``te.quantized_model_init`` with that recipe).
-        strategy: Of ``te_fsdp.fully_shard``.
-        outer_strategy: Likewise; with ``"optim"`` the optimizer is given to ``te_fsdp.shard_optimizer``.
-        units: Likewise; ``None``: TransformerLayers, of a Hugging Face model its layers and its head.
-        precision: Likewise.
-        optimizer: One of :data:`OPTIMIZERS`: torch's AdamW or SGD with ``te_fsdp.main_weights``, or TE's FusedAdam with
-            ``master_weights=True`` where a weight is quantized or below fp32.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a microbatch on each data-parallel rank.
-        microbatches: Backwards of an optimizer step; the loop tells which is the last (``te_fsdp.microbatch``).
-        recompute: Whether each unit's forward is run again in backward (activation checkpointing).
-        sequence_parallel: Whether a Hugging Face model is sequence parallel over ``tp``.
-        vocabulary: Logits of a token, over which the loss is taken in fp32; 0: no such loss. ``None``: those of the
-            Hugging Face model, or no such loss.
-        experts_per_token: Experts that a token is sent to; ``None``: the Hugging Face model's, or 2.
+        model: A Hugging Face folder, ``config.json`` or its contents; ``"module:function"``; or a function. The
+            function returns the model on the meta device. If it takes an argument, it receives the ``te_fsdp.Meshes``.
+        recipe: Recipe of ``te.autocast`` for the GEMMs, one of :data:`RECIPES`.
+        quantized_weights: Whether weights are quantized as well (``te.quantized_model_init`` with that recipe).
+        strategy: ``strategy`` of ``te_fsdp.fully_shard``.
+        outer_strategy: ``outer_strategy`` of ``te_fsdp.fully_shard``. With ``"optim"`` the job also calls
+            ``te_fsdp.shard_optimizer``.
+        units: ``units`` of ``te_fsdp.fully_shard``. ``None``: each TransformerLayer, or the layers and the head
+            of a Hugging Face model.
+        precision: ``precision`` of ``te_fsdp.fully_shard``.
+        optimizer: One of :data:`OPTIMIZERS`: torch's AdamW or SGD with ``te_fsdp.main_weights``, or TE's
+            FusedAdam. Its ``master_weights`` is true if a weight is quantized or below fp32.
+        sequence: Tokens per sequence.
+        batch: Sequences per microbatch and data-parallel rank.
+        microbatches: Backward passes per optimizer step. The last one is marked with ``te_fsdp.microbatch``.
+        recompute: Whether each unit is recomputed in backward (activation checkpointing).
+        sequence_parallel: Whether a Hugging Face model uses sequence parallelism over ``tp``.
+        vocabulary: Logits per token of an fp32 loss; 0 for no loss over logits. ``None``: the vocabulary of the
+            Hugging Face model, else 0.
+        experts_per_token: Experts per token (top-k). ``None``: the value of the Hugging Face model, else 2.
     """
 
     model: str | os.PathLike[str] | Mapping[str, Any] | Callable[..., nn.Module]
@@ -128,7 +130,7 @@ class Job:
             raise PlacementError(what, expected="a recipe", got="recipe 'none'", fix=fix)
 
     def described(self) -> dict[str, Any]:
-        """Its fields as plain values, for tables and files."""
+        """Return the fields as plain values for tables and files."""
         found: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
         model = self.model
         if isinstance(model, Mapping):
@@ -148,24 +150,27 @@ class Job:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a microbatch brings to one rank."""
+    """Workload of a microbatch on one rank."""
 
-    tokens: int  #: Of the rank's sequences; with ``cp`` its part of them
-    vocabulary: int  #: Logits of a token; 0: no loss over logits
-    experts_per_token: int  #: Experts that a token is sent to
-    sequence_parallel: bool  #: Whether a tp rank has its own part of the tokens where nothing is cut by tp
+    tokens: int  #: Tokens of the rank's sequences; with ``cp``, its fraction of them
+    vocabulary: int  #: Logits per token; 0: no loss over logits
+    experts_per_token: int  #: Experts per token (top-k)
+    sequence_parallel: bool  #: Whether tp ranks have different tokens in modules that are not sharded by tp
 
     def part(self, tp: int) -> int:
-        """Tokens of a rank where nothing is cut by tp."""
+        """Return the tokens of a rank in a module that is not sharded by tp."""
         return -(-self.tokens // tp) if self.sequence_parallel else self.tokens
 
     def expert_rows(self, own_tp: int, tp: int) -> int:
-        """Rows that a rank's experts get, if all get equally many; those that tp cuts ``own_tp`` ways share tokens."""
+        """Return the number of rows of a rank's experts, with tokens distributed equally.
+
+        If tp shards the experts (``own_tp`` > 1), all tp ranks process the same tokens.
+        """
         return (self.tokens if own_tp > 1 else self.part(tp)) * self.experts_per_token
 
 
 def workload_of(job: Job, sizes: Sizes) -> Workload:
-    """What a microbatch of a job brings to each rank. Local operation."""
+    """Return the workload of a microbatch on each rank. Local operation."""
     vocabulary, experts = job.vocabulary, job.experts_per_token
     if not is_function(job.model):
         config = config_contents(job.model)
@@ -176,11 +181,14 @@ def workload_of(job: Job, sizes: Sizes) -> Workload:
 
 
 def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | None]:
-    """The model on meta as one rank builds it, and the names of its units; ``None``: the default. Local operation.
+    """Build the model on the meta device as one rank does. Local operation.
+
+    Returns:
+        The model and the names of its units; ``None`` for the default units.
 
     Raises:
-        PlacementError: No such function, or one that returns no model on meta.
-        CheckpointError: A Hugging Face configuration that is not supported.
+        PlacementError: The function does not exist or does not return a meta model.
+        CheckpointError: The Hugging Face configuration is not supported.
     """
     quantized = contextlib.nullcontext()
     if job.quantized_weights:
@@ -196,33 +204,33 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
                     raise
                 raise PlacementError(
                     f"plan: {about.model_type} model over tp={meshes.size('tp')}",
-                    expected="sizes that tp divides",
+                    expected="model sizes divisible by tp",
                     got=f"TransformerEngine's {type(error).__name__}: {error}",
                     fix="another tp",
                 ) from error
             units = ("layers.*",) if about.tied else ("layers.*", "head")
             return model, job.units or units
         function = _function(job.model) if isinstance(job.model, str) else job.model
-        model = _built(function, meshes, job.described()["model"])
+        model = _call_builder(function, meshes, job.described()["model"])
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise PlacementError(
             f"plan: {job.described()['model']}",
             expected="a model on meta",
             got=f"{len(real)} parameters on a device, such as {real[0]}",
-            why="A plan must not need the memory of the model",
+            why="A plan must not allocate the memory of the model",
             fix='build it with device="meta", or under torch.device("meta")',
         )
     return model, job.units
 
 
 def require_recipe(job: Job) -> None:
-    """Check that the device computes in the job's recipe, with TransformerEngine's own test; raise otherwise.
+    """Check that the device supports the job's recipe with TE's own check; raise PrecisionError otherwise.
 
-    TransformerEngine makes this check when training enters ``te.autocast``, which a plan never does. Local operation.
+    Training makes this check on entering ``te.autocast``, which a plan never enters. Local operation.
 
     Raises:
-        PrecisionError: TransformerEngine does not support the recipe on the device, real or emulated.
+        PrecisionError: TransformerEngine does not support the recipe on the (real or emulated) device.
     """
     if job.recipe not in _AVAILABLE:
         return
@@ -238,7 +246,7 @@ def require_recipe(job: Job) -> None:
 
 
 def is_function(model: object) -> bool:
-    """Whether it is a function that builds a model, or the name of one, and no configuration."""
+    """Return whether ``model`` is a function that builds a model, or the name of one."""
     if isinstance(model, str):
         return ":" in model and not Path(model).exists()
     return callable(model)
@@ -260,10 +268,10 @@ def _function(name: str) -> Any:
         ) from error
 
 
-def _built(function: Any, meshes: Meshes, name: str) -> nn.Module:
-    """What a function makes of the meshes, if it is a function that makes a model."""
+def _call_builder(function: Any, meshes: Meshes, name: str) -> nn.Module:
+    """Call a function that builds a model. Raise PlacementError unless it returns a module."""
     what, fix = f"plan: model {name!r}", "def build(meshes): return Model(...)"
-    expected = "a function of te_fsdp.Meshes, or of nothing, that returns the model"
+    expected = "a function that takes te_fsdp.Meshes or nothing and returns the model"
     if not callable(function) or isinstance(function, nn.Module):
         raise PlacementError(what, expected=expected, got=f"a {type(function).__name__}", fix=fix)
     parameters = inspect.signature(function).parameters
@@ -281,19 +289,19 @@ def _built(function: Any, meshes: Meshes, name: str) -> nn.Module:
 
 
 class _Shapes(nn.Module):
-    """A module that a plan is made of, and that never runs."""
+    """A module that is planned but never run."""
 
     def forward(self, *inputs: Any) -> Any:
-        """Refused with ``OrderError``; FSDP2 takes no module without a forward."""
+        """Raise OrderError. The method exists because FSDP2 requires modules with a forward."""
         raise OrderError(
-            "forward of a planned model", why="It has shapes, and no values", fix="build your own"
+            "forward of a planned model", why="It has shapes but no values", fix="build your own"
         )
 
 
 class Decoder(_Shapes):
-    """A Hugging Face model as docs/huggingface.md builds it: embedding, layers, norm and head, over ``tp`` where cut.
+    """A Hugging Face model built as in docs/huggingface.md: embedding, layers, norm and head.
 
-    Embedding and head are torch's own, whole on each ``tp`` rank, which has a part of the tokens.
+    The embedding and the head are torch modules, replicated over ``tp``. Each tp rank has a fraction of the tokens.
     """
 
     def __init__(self, about: Architecture, meshes: Meshes, sequence_parallel: bool) -> None:
@@ -318,21 +326,21 @@ class Decoder(_Shapes):
             self.head = nn.Linear(about.hidden, about.vocabulary, bias=False, **own)
         for module in self.children():
             if split and isinstance(module, nn.Embedding | nn.Linear):
-                # te_fsdp then adds the tp ranks' gradients up: each sees a part of the tokens.
+                # te_fsdp sums the gradients over the tp ranks because each rank has different tokens.
                 module.weight.sequence_parallel = True  # type: ignore[assignment]
 
 
 class Gating(_Shapes):
-    """What lies between the two products of experts: the gate's activation times the other half."""
+    """Activation between the two GEMMs of experts: the activated gate times the other half."""
 
     def __init__(self, width: int, hidden: int = 0) -> None:
-        """``hidden``: the model's, where results of several experts are added up; 0: there is one for all tokens."""
+        """``hidden``: the model's hidden size if expert results are summed per token; 0 for one expert per token."""
         super().__init__()
         self.width, self.hidden = width, hidden
 
 
 class Layer(_Shapes):
-    """A decoder layer with experts, which ``te.TransformerLayer`` has none of."""
+    """A decoder layer with experts. ``te.TransformerLayer`` does not support experts."""
 
     def __init__(
         self,
@@ -352,7 +360,8 @@ class Layer(_Shapes):
         self.mlp_norm = _norm(about, split)
         self.router = nn.Linear(about.hidden, experts.count, bias=False, dtype=torch.bfloat16, device="meta")
         self.router.weight.sequence_parallel = split  # type: ignore[assignment]
-        # Gate above up: tp must not cut the rows. Its ranks have a part of the tokens, and all of these experts.
+        # Gate and up-projection share one matrix, so tp must not shard its rows. Each tp rank has a fraction of
+        # the tokens and all of these experts.
         self.experts_fc1 = te.GroupedLinear(mine, about.hidden, 2 * experts.ffn, **plain)
         self.experts_gating = Gating(experts.ffn, about.hidden)
         self.experts_fc2 = te.GroupedLinear(mine, experts.ffn, about.hidden, **plain)

@@ -1,28 +1,29 @@
-"""A step as a rank runs it: what it has in memory at its highest point, what it sends, and how long it takes.
+"""Simulation of one step on one rank: peak memory, communication, duration.
 
-Memory: forward and backward are played module by module, as FSDP2 runs them.
+Memory: forward and backward are simulated module by module, in the order in which FSDP2 runs them.
 
-    what lies there                     from                                 to
-    weights, optimizer state            always
-    gathered weights of a unit          its forward (backward)               its end; under optim, optim_grads the last
-                                                                             backward
-    buffer of a gather                  the gather of its unit               in forward the end of the next unit's
-                                                                             gather, else the end of its own
-    buffer of the next unit's gather    the begin of a unit's backward       its own
-    activations                         a module's forward                   its backward
-    gradients as backward makes them    a module's backward                  the end of its unit's
-    buffer of a reduction               the end of a unit's backward         the end of the next unit's
-    reduced gradients                   the end of a unit's backward         the optimizer's step
+  tensor                              allocated at                      freed at
+  weights, optimizer state            always                            never
+  unsharded weights of a unit         start of its forward (backward)   its end; end of the last backward with
+                                                                        optim or optim_grads
+  all-gather buffer                   all-gather of the unit            in forward, end of the next unit's
+                                                                        all-gather; else end of its own
+  all-gather buffer of the next unit  start of a unit's backward        end of the prefetched all-gather
+  activations                         forward of a module               backward of the module
+  unreduced gradients                 backward of a module              end of the unit's backward
+  reduce-scatter buffer               end of a unit's backward          end of the next unit's backward
+  reduced gradients                   end of a unit's backward          optimizer step
 
-Whole shards (one rank alone) have no buffers: their memory is that of the gathered weights, unless these are cast, and
-gradients become the reduced ones one after the other.
+A parameter that is on one rank only has no buffers. Its unsharded weight shares the memory of the shard unless
+it is cast. Its gradients become the reduced gradients one at a time.
 
-Looked up in torch 2.11 and 2.13 (``_fsdp_param_group.py``), and compared with an allocator's history on H200s. The
-caching allocator's own losses do not count, as in ``torch.cuda.max_memory_allocated``, nor what NCCL takes outside.
+This follows torch 2.11 and 2.13 (``_fsdp_param_group.py``) and was compared with allocator histories on H200
+GPUs. Fragmentation of the caching allocator is not counted, as in ``torch.cuda.max_memory_allocated``. Memory
+that NCCL allocates outside of torch is not counted.
 
-Traffic is what a rank must receive whatever the algorithm, which is at the same time the least that it sends. How its
-seconds, those of computation and those of the optimizer make a step is docs/plan.md, "The time of a step". Rates are
-those that are reached, not those of a data sheet: they follow from one measured step.
+Communication is the number of bytes that a rank must receive with any algorithm. It equals the minimum that a
+rank sends. docs/plan.md, "The time of a step", defines how communication, computation and optimizer time
+combine. Rates are achieved rates, fitted to one measured step, not data sheet values.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.planning.costs import Sent, Stage, Weight, sent_by, sum_of, temporary_in_step
 from te_fsdp.planning.job import Job, Sizes, Workload
 
-#: Workspaces of cuBLAS, torch's and TransformerEngine's, each of 32 MiB on Hopper and later.
+#: cuBLAS workspaces of torch and TransformerEngine, 32 MiB each on Hopper and later.
 _WORKSPACES = 2 * 2**25
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The highest point of a step.
+    """Peak memory of a step.
 
     Attributes:
-        when: The moment, in words.
-        parts: What lies in memory then: words -> bytes, the largest first.
+        when: Description of the moment.
+        parts: Allocated bytes by category, the largest first.
     """
 
     when: str
@@ -56,19 +57,19 @@ class Peak:
 
     @property
     def bytes(self) -> int:
-        """Their sum."""
+        """Return the total in bytes."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True)
 class _Unit:
-    """One unit and its weights."""
+    """One FSDP2 unit with its weights."""
 
-    name: str  #: Empty for the root
-    weights: Sequence[Weight]  #: Its own, not those of units in it
-    kept: int = 0  #: Bytes that all modules in it keep, units in it included
-    entering: int = 0  #: Bytes of what enters it
-    is_outermost: bool = False  #: Whether it lies in no other unit but the root
+    name: str  #: FQN; empty for the root
+    weights: Sequence[Weight]  #: Its own weights, without those of nested units
+    kept: int = 0  #: Bytes that all modules in it save for backward, including nested units
+    entering: int = 0  #: Size of its input in bytes
+    is_outermost: bool = False  #: Whether only the root contains it
 
     @property
     def label(self) -> str:
@@ -76,72 +77,75 @@ class _Unit:
 
     @property
     def keeps(self) -> bool:
-        """Whether its weights stay gathered from forward to backward."""
+        """Return whether its weights stay unsharded from forward to backward."""
         return any(weight.storage.gather == "step" for weight in self.weights)
 
     @property
     def reduces_each(self) -> bool:
-        """Whether gradients are reduced with each backward of a step."""
+        """Return whether gradients are reduced in every backward of a step."""
         return any(weight.storage.reduce == "each" for weight in self.weights)
 
     @property
     def gathers(self) -> bool:
-        """Whether anything is sent to gather it."""
+        """Return whether its all-gather sends anything."""
         return any(not weight.is_alone and weight.gathered for weight in self.weights)
 
     def buffer(self, gathered: str) -> int:
-        """Bytes of the buffer of its gather, for forward or backward; what it has alone is sent nowhere."""
+        """Return the bytes of its all-gather buffer for ``"gathered"`` or ``"gathered_again"``.
+
+        Weights that are on one rank only need no buffer.
+        """
         return sum_of((weight for weight in self.weights if not weight.is_alone), gathered)
 
     @property
     def reduction(self) -> int:
-        """Bytes of the buffer that its gradients are reduced from; that of what stays whole is not FSDP2's."""
+        """Return the bytes of its reduce-scatter buffer. Replicated parameters are not in it."""
         return sum(w.reduction for w in self.weights if not (w.storage.is_whole or w.is_passed))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Modules of one unit that follow each other; a unit with units in it has several runs."""
+    """Consecutive modules of one unit. A unit with nested units has several runs."""
 
     unit: _Unit
     stages: Sequence[Stage]
-    first: bool  #: Whether the unit's forward begins with them
-    last: bool  #: Whether it ends with them
+    first: bool  #: Whether it is the first run of the unit
+    last: bool  #: Whether it is the last run of the unit
 
 
 def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[str, int], job: Job) -> Peak:
-    """The highest point of a settled step on the first rank. Local operation.
+    """Return the peak memory of a steady-state step on the first rank. Local operation.
 
     Args:
         weights: All weights of the rank.
-        stages: All stages of a microbatch, in the order of forward.
-        held: What lies in memory all the time: words -> bytes.
-        job: How the model is trained.
+        stages: All stages of a microbatch, in forward order.
+        held: Permanently allocated bytes by category.
+        job: Training options.
     """
     runs, root = _runs(weights, stages)
     memory = _Memory({**held, "workspaces": _WORKSPACES}, job)
     if job.microbatches > 1:
-        # The last microbatch begins with what the others have added up, and with the buffer of their last reduction.
+        # The last microbatch starts with the accumulated gradients and with the buffer of the previous reduction.
         memory.now["reduced gradients"] = sum(w.gradient for w in weights if w.storage.reduce == "each")
-        memory.now["unreduced gradients"] = sum(map(memory.adding_up, weights))
+        memory.now["unreduced gradients"] = sum(map(memory.accumulated_bytes, weights))
         before = next((run.unit for run in runs if run.unit.name), root)
         memory.now["buffers of reductions"] = before.reduction if before.reduces_each else 0
     memory.forward(runs, root)
     memory.backward(runs, root)
     memory.now = Counter({**held, "workspaces": _WORKSPACES})
     memory.now["reduced gradients"] = sum_of(weights, "gradient")
-    memory.look("the optimizer's step", temporaries_of_the_optimizer=temporary_in_step(weights, job))
+    memory.record_moment("the optimizer's step", temporaries_of_the_optimizer=temporary_in_step(weights, job))
     return Peak(memory.when, {name: size for name, size in memory.best.most_common() if size})
 
 
 def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run], _Unit]:
-    """Runs in the order of forward, and the root; its own modules make runs as those of any unit."""
+    """Return the runs in forward order, and the root unit. Modules of the root form runs like those of other units."""
     by_unit: dict[str, list[Weight]] = {"": []}
     for weight in weights:
         by_unit.setdefault(weight.unit, []).append(weight)
     inside = {name: [stage for stage in stages if _is_inside(stage.module, name)] for name in by_unit}
     for name in [name for name in by_unit if name and not inside[name]]:
-        by_unit[""] += by_unit.pop(name)  # nobody knows when it runs
+        by_unit[""] += by_unit.pop(name)  # the position of its forward is unknown
     names = sorted(by_unit, key=len, reverse=True)
     units = {"": _Unit("", by_unit[""])}
     for name in filter(None, by_unit):
@@ -158,44 +162,47 @@ def _runs(weights: Sequence[Weight], stages: Sequence[Stage]) -> tuple[list[_Run
 
 
 def _is_inside(name: str, unit: str) -> bool:
-    """Whether a module is a unit, or lies in it."""
+    """Return whether a module is the unit or is inside it."""
     return not unit or name == unit or name.startswith(f"{unit}.")
 
 
 class _Memory:
-    """What lies in memory while a step is played, and the highest point so far."""
+    """Allocated memory during a simulated step, with the peak so far."""
 
     def __init__(self, held: Mapping[str, int], job: Job) -> None:
         self.now: Counter[str] = Counter(held)
         self.best: Counter[str] = Counter()
         self.when, self.job = "", job
 
-    def look(self, when: str, **beside: int) -> None:
-        """Note this moment, with what lies there for it alone, if it is the highest so far."""
+    def record_moment(self, when: str, **temporary: int) -> None:
+        """Record this moment if it is the peak so far. ``temporary`` is allocated at this moment only."""
         found = Counter(self.now)
-        found.update({name.replace("_", " "): size for name, size in beside.items()})
+        found.update({name.replace("_", " "): size for name, size in temporary.items()})
         if found.total() > self.best.total():
             self.best, self.when = found, when
 
-    def adding_up(self, weight: Weight) -> int:
-        """Bytes of a gradient that microbatches add up unreduced: whole, in the dtype of the reduced one."""
+    def accumulated_bytes(self, weight: Weight) -> int:
+        """Return the bytes of an unreduced gradient accumulated over microbatches, in the dtype of the reduced one."""
         adds = self.job.microbatches > 1 and weight.storage.reduce == "last"
         return weight.gradient * weight.whole // max(weight.elements, 1) if adds else 0
 
-    def new(self, weights: Iterable[Weight]) -> int:
-        """Bytes of gradients that a backward leaves until its unit ends; autograd adds to what has their own dtype."""
-        return sum(w.unreduced for w in weights if w.unreduced != self.adding_up(w))
+    def unreduced_bytes(self, weights: Iterable[Weight]) -> int:
+        """Return the bytes of the gradients that a backward leaves until the end of its unit.
+
+        Autograd accumulates in place into a gradient of the same dtype.
+        """
+        return sum(w.unreduced for w in weights if w.unreduced != self.accumulated_bytes(w))
 
     def forward(self, runs: Iterable[_Run], root: _Unit) -> None:
-        """All units' forwards; the root's weights are gathered for all of it."""
+        """Simulate the forward of all units. The root's weights stay unsharded throughout."""
         self.gather(root)
-        self.look("the beginning of forward")
+        self.record_moment("the beginning of forward")
         for run in runs:
             unit = run.unit
             if unit.name and run.first:
                 self.gather(unit)
             self.now["activations"] += sum(stage.kept for stage in run.stages)
-            self.look(f"forward of {unit.label}")
+            self.record_moment(f"forward of {unit.label}")
             if unit.name and run.last:
                 if self.job.recompute and unit.is_outermost:
                     self.now["activations"] -= unit.kept - unit.entering
@@ -206,25 +213,25 @@ class _Memory:
             self.release(root, "gathered")
 
     def gather(self, unit: _Unit) -> None:
-        """Gather a unit for its forward: first into a buffer, beside that of the unit before."""
+        """All-gather a unit for its forward. Its buffer coexists with that of the previous unit."""
         buffer = unit.buffer("gathered")
-        self.look(f"the gather of {unit.label}", the_next_buffer=buffer)
+        self.record_moment(f"the gather of {unit.label}", the_next_buffer=buffer)
         self.now["buffers of gathers"] = buffer
-        self.install(unit, "gathered")
+        self.add_unsharded(unit, "gathered")
 
-    def install(self, unit: _Unit, gathered: str) -> None:
-        """Take gathered weights into memory: ``"gathered"`` for forward, ``"gathered_again"`` for backward."""
+    def add_unsharded(self, unit: _Unit, gathered: str) -> None:
+        """Add unsharded weights, for forward (``"gathered"``) or backward (``"gathered_again"``)."""
         derived = "derived_early" if gathered == "gathered" else "derived"
         self.now["gathered weights"] += sum_of(unit.weights, gathered)
         self.now["transposes of gathered weights"] += sum_of(unit.weights, derived)
 
     def release(self, unit: _Unit, gathered: str, *, transposes: bool = True) -> None:
-        """Release them; in backward transposes have gone already, with their modules."""
+        """Release unsharded weights. In backward, the modules have released the transposes already."""
         self.now["gathered weights"] -= sum_of(unit.weights, gathered)
         self.now["transposes of gathered weights"] -= transposes * sum_of(unit.weights, "derived_early")
 
     def backward(self, runs: Sequence[_Run], root: _Unit) -> None:
-        """All units' backwards, the last one first. The root's gradients are reduced at the end of all."""
+        """Simulate the backward of all units in reverse order. The root's gradients are reduced at the very end."""
         order = [run.unit for run in reversed(runs) if run.last and run.unit.name]
         by_module: dict[str, list[Weight]] = {}
         for weight in (weight for unit in (root, *order) for weight in unit.weights):
@@ -233,9 +240,11 @@ class _Memory:
 
         def begin(unit: _Unit) -> None:
             if not unit.keeps:
-                self.install(unit, "gathered_again")
-            # Of modules of which nothing is known, gradients are there from the beginning.
-            self.now["unreduced gradients"] += self.new(w for w in unit.weights if w.module not in staged)
+                self.add_unsharded(unit, "gathered_again")
+            # Gradients of modules without a formula are assumed to exist from the start.
+            self.now["unreduced gradients"] += self.unreduced_bytes(
+                w for w in unit.weights if w.module not in staged
+            )
 
         begin(root)
         for run in reversed(runs):
@@ -253,43 +262,43 @@ class _Memory:
         self.reduce(root)
 
     def stage_backward(self, stage: Stage, weights: Sequence[Weight]) -> None:
-        """The backward of one module."""
+        """Simulate the backward of one module."""
         for moment in stage.moments:
             gradients = [w for w in weights if moment.gradients is None or w.name in moment.gradients]
             derived = [w for w in weights if moment.derived is None or w.name in moment.derived]
-            # Transposes go one by one; the moments of a module come in that order.
+            # Transposes are freed one by one, in the order of the module's moments.
             gone = sum_of(weights, "derived") - sum_of(derived, "derived") if moment.gradients is None else 0
-            self.look(
+            self.record_moment(
                 f"backward of {stage.module or 'the loss'}",
                 temporaries_of_the_module=moment.temporary + sum_of(derived, "copied"),
                 unreduced_gradients=sum_of(gradients, "unreduced"),
                 transposes_of_gathered_weights=-gone,
             )
         self.now["activations"] -= stage.kept
-        self.now["unreduced gradients"] += self.new(weights)
+        self.now["unreduced gradients"] += self.unreduced_bytes(weights)
         self.now["transposes of gathered weights"] -= sum_of(weights, "derived")
 
     def reduce(self, unit: _Unit) -> None:
-        """The end of a unit's backward: its weights are released, its gradients reduced through a buffer."""
-        # What other microbatches have left takes it up.
+        """Simulate the end of a unit's backward: release its weights and reduce its gradients through a buffer."""
+        # Gradients are added to those of previous microbatches.
         adds, when = self.job.microbatches > 1 and unit.reduces_each, f"the reduction of {unit.label}"
         for weight in (weight for weight in unit.weights if weight.is_passed):
-            # One after the other, before anything is released: cast, unless it is there in its dtype already.
-            added = self.adding_up(weight)
-            self.look(
+            # One gradient at a time, before anything is released. It is cast unless it has the right dtype.
+            added = self.accumulated_bytes(weight)
+            self.record_moment(
                 when, reduced_gradients=0 if weight.gradient in (weight.unreduced, added) else weight.gradient
             )
-            self.now["unreduced gradients"] -= self.new([weight]) + added
+            self.now["unreduced gradients"] -= self.unreduced_bytes([weight]) + added
             self.now["reduced gradients"] += 0 if adds else weight.gradient
         self.release(unit, "gathered" if unit.keeps else "gathered_again", transposes=False)
         rest = [weight for weight in unit.weights if not weight.is_passed]
         gradient = sum_of(rest, "gradient")
         self.now["buffers of reductions"] = unit.reduction
-        # Gradients are gone when what becomes of them is made; what stays whole is not FSDP2's.
+        # The buffer is complete before gradients are freed. FSDP2 does not reduce replicated parameters.
         whole = sum(weight.gradient for weight in rest if weight.storage.is_whole)
-        self.look(when, reduced_gradients=whole)
-        self.now["unreduced gradients"] -= self.new(rest) + sum(map(self.adding_up, rest))
-        self.look(when, reduced_gradients=gradient)
+        self.record_moment(when, reduced_gradients=whole)
+        self.now["unreduced gradients"] -= self.unreduced_bytes(rest) + sum(map(self.accumulated_bytes, rest))
+        self.record_moment(when, reduced_gradients=gradient)
         self.now["reduced gradients"] += 0 if adds else gradient
 
 
@@ -298,14 +307,14 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Traffic:
-    """One kind of collective over one axis in an optimizer step.
+    """One kind of collective over one mesh axis in an optimizer step.
 
     Attributes:
-        axis: Name; ``"dp"`` where ``dp_replicate`` and ``dp_shard`` act as one.
-        what: What is sent.
+        axis: Name of the axis; ``"dp"`` if ``dp_replicate`` and ``dp_shard`` act as one.
+        what: Tensors that are sent.
         collective: ``"all-gather"``, ``"reduce-scatter"``, ``"all-reduce"``, ``"all-to-all"`` or ``"ring"``.
-        ranks: How many take part.
-        bytes: That a rank receives in a step.
+        ranks: Size of the process group.
+        bytes: Bytes that a rank receives per step.
     """
 
     axis: str
@@ -318,17 +327,17 @@ class Traffic:
 def traffic_of(
     model: nn.Module, weights: Sequence[Weight], job: Job, sizes: Sizes, work: Workload
 ) -> tuple[Traffic, ...]:
-    """All of a step's traffic, but for scales, norms and checks: a few numbers each. Local operation."""
+    """Return the communication of a step, except scales, norms and checks (a few numbers each). Local operation."""
     total: Counter[tuple[str, str, str, int]] = Counter()
-    for key, size in (*_of_weights(weights, job, sizes), *sent_by(model, job, sizes, work)):
+    for key, size in (*_traffic_of_weights(weights, job, sizes), *sent_by(model, job, sizes, work)):
         total[key] += round(size)
     order = ("dp_shard", "dp_replicate", "dp", "tp", "cp", "ep")
     rows = [Traffic(*key, size) for key, size in total.items() if size]
     return tuple(sorted(rows, key=lambda row: (order.index(row.axis), row.what)))
 
 
-def _of_weights(weights: Sequence[Weight], job: Job, sizes: Sizes) -> Sent:
-    """Weights and gradients over the data-parallel axes."""
+def _traffic_of_weights(weights: Sequence[Weight], job: Job, sizes: Sizes) -> Sent:
+    """Yield the communication of weights and gradients over the data-parallel axes."""
     replicas = sizes.dp_replicate
     for weight in weights:
         shards = sizes.dp_shard * sizes.cp * (1 if weight.experts else sizes.ep)
@@ -360,24 +369,24 @@ def _of_weights(weights: Sequence[Weight], job: Job, sizes: Sizes) -> Sent:
 
 # ----------------------------------------------------------------------------------------------------------------- time
 
-#: Axes whose messages the next product waits for.
+#: Axes whose communication blocks the next GEMM.
 _WAITED_FOR = ("tp", "ep")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds that a job reaches."""
+    """Achieved speeds of a machine."""
 
-    tflops: float  #: 10^12 operations a second of products, in the recipe's format
-    #: Of attention, which FP8 recipes leave in 16 bits; ``None``: as products.
+    tflops: float  #: 10^12 operations per second of GEMMs in the recipe's format
+    #: The same for attention, which FP8 recipes run in 16 bits; ``None``: as GEMMs.
     attention_tflops: float | None = None
-    within: float = 140.0  #: 10^9 bytes a second that a GPU receives over links of its node
-    between: float = 40.0  #: Over links between nodes
-    memory: float = 4000.0  #: 10^9 bytes a second of a GPU's memory
-    node: int = 8  #: GPUs of a node
-    contention: float = 0.4  #: Share of hidden communication's time that computation loses
-    #: Milliseconds in which the host issues a step, as measured (``host_ms`` of ``benchmarks/step.py``); 0: the device
-    #: never waits for it, as in CUDA graphs.
+    within: float = 140.0  #: 10^9 bytes per second that a GPU receives from its node
+    between: float = 40.0  #: 10^9 bytes per second that a GPU receives from other nodes
+    memory: float = 4000.0  #: 10^9 bytes per second of a GPU's memory
+    node: int = 8  #: GPUs per node
+    contention: float = 0.4  #: Fraction of the overlapped communication time that computation loses
+    #: Milliseconds that the host needs to issue a step, as measured (``host_ms`` of ``benchmarks/step.py``). 0:
+    #: the device never waits for the host, as with CUDA graphs.
     host: float = 0.0
 
     def __post_init__(self) -> None:
@@ -385,30 +394,30 @@ class Machine:
             if not getattr(self, name) > 0:
                 raise PlacementError(f"plan: {name}", expected="more than 0", got=getattr(self, name))
         if not 0 <= self.contention <= 1:
-            raise PlacementError("plan: contention", expected="a share, 0 to 1", got=self.contention)
+            raise PlacementError("plan: contention", expected="a fraction, 0 to 1", got=self.contention)
         if not self.host >= 0:
             raise PlacementError("plan: host", expected="0 or more", got=self.host)
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step."""
+    """Estimated duration of a step, in seconds."""
 
-    compute: float  #: Products and attention
-    optimizer: float  #: Its step
-    links: dict[str, float]  #: Axis -> seconds that its messages take
-    exposed: dict[str, float]  #: Axis -> seconds of them that the step waits for
-    contended: float  #: What hidden messages cost computation
-    host: float = 0.0  #: What issuing it takes
+    compute: float  #: GEMMs and attention
+    optimizer: float  #: Optimizer step
+    links: dict[str, float]  #: Axis -> communication time
+    exposed: dict[str, float]  #: Axis -> communication time that is not overlapped
+    contended: float  #: Slowdown of computation caused by overlapped communication
+    host: float = 0.0  #: Time in which the host issues the step
 
     @property
     def waits(self) -> float:
-        """How long the device waits for its host."""
+        """Return how long the device waits for the host."""
         return max(self.host - self._device, 0.0)
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Return the total."""
         return self._device + self.waits
 
     @property
@@ -426,7 +435,8 @@ def step_time(
 ) -> StepTime:
     """Estimate a step for :meth:`te_fsdp.planning.Plan.time`. Local operation.
 
-    ``updated`` are bytes that the optimizer reads and writes, ``unit`` those of the largest unit when it is gathered.
+    ``updated`` is the number of bytes that the optimizer reads and writes. ``unit`` is the size of the largest
+    unsharded unit in bytes.
     """
     attention = machine.attention_tflops or machine.tflops
     compute = flops["products"] / machine.tflops / 1e12 + flops["attention"] / attention / 1e12
@@ -439,7 +449,7 @@ def step_time(
         if row.axis in _WAITED_FOR:
             exposed[row.axis] = exposed.get(row.axis, 0.0) + row.bytes / speed
             continue
-        # A gather before the first unit computes, a reduction after the last one has.
+        # The first all-gather and the last reduce-scatter cannot overlap with computation.
         edge = min(row.bytes, unit * (row.ranks - 1) / row.ranks) / speed if row.axis != "cp" else 0.0
         exposed[row.axis] = exposed.get(row.axis, 0.0) + edge
         hidden += row.bytes / speed - edge
@@ -453,10 +463,10 @@ def step_time(
 
 
 def reach_of(axis: str, sizes: Sizes) -> int:
-    """How many neighbouring ranks an axis spans, those of axes further in included."""
+    """Return the number of adjacent ranks that an axis spans, including the axes inside it."""
     inner = {"tp": 1, "ep": sizes.tp, "cp": sizes.tp * sizes.ep}
     if axis in inner:
         return inner[axis] * getattr(sizes, axis)
-    # Dense weights are cut over dp_shard, cp and ep.
+    # Dense weights are sharded over dp_shard, cp and ep.
     shards = sizes.tp * sizes.ep * sizes.cp * sizes.dp_shard
     return shards if axis == "dp_shard" else shards * sizes.dp_replicate

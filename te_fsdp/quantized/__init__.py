@@ -1,1 +1,1 @@
-"""Support of the quantization formats: amax groups, all-gather hooks, alignment of shards."""
+"""Support of TE's quantized weights: amax groups, all-gather hooks, alignment of shards."""

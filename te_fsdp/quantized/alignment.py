@@ -59,7 +59,9 @@ class Weight:
     tp: int = 1  #: Size of the tp axis
 
     @staticmethod
-    def made_by(quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int) -> Weight:
+    def from_quantizer(
+        quantizer: Any, label: str, shape: tuple[int, ...], rule: ParameterRule, tp: int
+    ) -> Weight:
         """Return the description of a weight, or of one expert's weight, for a TE quantizer."""
         formats = [_te.format_of_quantizer(part) for part in _te.quantizers_of_parts(quantizer)]
         largest = max(row.block or 1 for row in FORMATS.values())  # upper bound for unknown formats
@@ -77,16 +79,16 @@ class Weight:
         return replace(self, shape=shape, tp=tp)
 
 
-def plan_cuts(
+def plan_shard_dims(
     weights: Iterable[tuple[str, nn.Module, str, ParameterRule]],
     grid: Grid,
-    stays_whole: Callable[[nn.Module, str], bool],
+    stays_replicated: Callable[[nn.Module, str], bool],
 ) -> dict[int, dict[str, int]]:
     """Return the dim that FSDP2 must shard for each weight that is or will be quantized.
 
-    Local operation, before any change. Every rank sees the same shapes and raises the same. ``weights`` contains label,
-    owner, name and rule of each tp-local weight that TE may quantize. ``stays_whole`` returns whether data parallelism
-    replicates a module's own parameter.
+    Local operation, before any change. Every rank sees the same shapes and raises the same. ``weights`` contains
+    label, owner, name and rule of each tp-local weight that TE may quantize. ``stays_replicated`` returns whether data
+    parallelism replicates a module's own parameter.
 
     Returns:
         Per ``id`` of an owner: dim by name, without high-precision and replicated weights.
@@ -97,14 +99,14 @@ def plan_cuts(
     found = {}
     for label, module, name, rule in weights:
         parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
-        if parameter is None or quantizer is None or stays_whole(module, name):
+        if parameter is None or quantizer is None or stays_replicated(module, name):
             continue
         shape = tuple(_torch.local_of(parameter).shape)
-        found[id(module), name] = Weight.made_by(quantizer, label, shape, rule, grid.tp)
-    everyone = tuple(found.values())
+        found[id(module), name] = Weight.from_quantizer(quantizer, label, shape, rule, grid.tp)
+    all_weights = tuple(found.values())
     dims: dict[int, dict[str, int]] = {}
     for (owner, name), weight in found.items():
-        dims.setdefault(owner, {})[name] = check_fit(weight, grid, everyone)
+        dims.setdefault(owner, {})[name] = check_fit(weight, grid, all_weights)
     return dims
 
 
@@ -130,54 +132,57 @@ def fitting_dim(weight: Weight, fsdp_size: int) -> int | None:
     return next((dim for dim in (0, 1) if fits(weight, fsdp_size, dim)), None)
 
 
-def check_fit(weight: Weight, grid: Grid, everyone: Sequence[Weight] = (), *, dim: int | None = None) -> int:
-    """Return the dim that FSDP2 can shard: ``dim`` if it is given, else the better of 0 and 1.
+def check_fit(
+    weight: Weight, grid: Grid, all_weights: Sequence[Weight] = (), *, dim: int | None = None
+) -> int:
+    """Return the dim that FSDP2 can shard: ``dim`` if it is given, else rows or columns.
 
-    Local operation; the same answer on every rank. A mesh that is proposed fits all weights of ``everyone``.
+    Local operation with the same result on every rank. A mesh proposed in the error works for all weights of
+    ``all_weights``.
 
     Raises:
-        PlacementError: None fits. Names the weight, its shape, and the nearest mesh and shape that would fit.
+        PlacementError: No dim fits. The error names the weight, its shape, and the nearest mesh and shape that fit.
     """
     found = fitting_dim(weight, grid.dp_shard) if dim is None else dim
     if found is None or not fits(weight, grid.dp_shard, found):
-        raise _unfit(weight, grid, everyone or (weight,), dim)
+        raise _misfit_error(weight, grid, all_weights or (weight,), dim)
     return found
 
 
-def _unfit(weight: Weight, grid: Grid, everyone: Sequence[Weight], dim: int | None) -> PlacementError:
+def _misfit_error(
+    weight: Weight, grid: Grid, all_weights: Sequence[Weight], dim: int | None
+) -> PlacementError:
     block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     heights = [rows * part // sum(parts) for part in parts]
     if dim is None and weight.format.block is None:
-        dim = 0  # hybrids: never cut along columns
+        dim = 0  # hybrids are never sharded along columns
     what = f"{weight.label}: {weight.format} weight of tp-local shape {weight.shape}"
     got = f"{rows} rows and {columns} columns"
-    why = f"One scale spans {block} rows or columns; a cut through a block has no right scale"
+    why = f"One scale spans {block} rows or columns; a shard boundary within a block has no correct scale"
     if weight.rule.layout.is_stacked and any(height % block for height in heights):
         what = f"{weight.label}: stacked {weight.format} weight of tp-local shape {weight.shape}"
         expected = f"each of the {len(parts)} tensors stacked in it to have a multiple of {block} rows"
         got = f"{heights} rows"
-        why = (
-            "A scale would span rows that lie apart in the unsharded weight, and no checkpoint could hold it"
-        )
-    elif weight.format.has_one_scale:  # refused only where the caller chose the dim
-        expected = f"dim {dim} divisible by the {count} FSDP rank(s) that cut it"
-        why = "FSDP2 cuts any other dim than the first evenly or not at all"
+        why = "A scale would span rows that are not adjacent in the unsharded weight, so checkpoints could not store it"
+    elif weight.format.has_one_scale:  # raised only if the caller chose the dim
+        expected = f"dim {dim} divisible by the {count} FSDP rank(s) that shard it"
+        why = "FSDP2 shards dims other than the first only if they divide evenly"
     elif count == 1:
         expected = f"rows and columns divisible by {block}"
     elif dim is None:
         expected = f"rows or columns divisible by {count} FSDP ranks * {block}, and the others by {block}"
     else:
-        what += f", cut along dim {dim}" if dim else ""
+        what += f", sharded along dim {dim}" if dim else ""
         first, second = ("columns", "rows") if dim else ("rows", "columns")
         expected = f"{first} divisible by {count} FSDP ranks * {block} and {second} divisible by {block}"
     shape = _nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))
-    fix = f"{_nearest_grid(everyone, grid)}, or {shape}, or high-precision weights"
+    fix = f"{_nearest_grid(all_weights, grid)}, or {shape}, or high-precision weights"
     return PlacementError(what, expected=expected, got=got, why=why, fix=fix)
 
 
 def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:
-    """The mesh of as many ranks, nearest to the given one, on which all weights fit, in words."""
+    """Return the mesh of the same number of ranks nearest to the given one on which all weights fit, as a string."""
 
     def fits_all(other: Grid) -> bool:
         moved = [weight.over(other.tp) for weight in weights]
@@ -187,14 +192,14 @@ def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:
         return abs(math.log(grid.tp / other.tp)) + abs(math.log(grid.dp_shard / other.dp_shard))
 
     world = grid.dp_replicate * grid.dp_shard * grid.tp
-    # Smaller tp sizes only: what the larger one divided, heads included, they divide too.
+    # Only smaller tp sizes: they divide everything that the larger one divides, including heads.
     sizes = [(shard, tp) for tp in _divisors(grid.tp) for shard in _divisors(world // tp)]
     grids = [Grid(world // tp // shard, shard, tp) for shard, tp in sizes]
     best = min(filter(fits_all, grids), key=distance, default=None)
     if best is None:
-        return "no mesh of these ranks fits; use a weight that does"
-    if best == grid:  # only the caller's own cut is wrong
-        return "let te_fsdp.fully_shard choose the dim to cut, or give torch's a shard_placement_fn"
+        return "no mesh of these ranks fits; change the weight's shape"
+    if best == grid:  # only the caller's dim is wrong
+        return "let te_fsdp.fully_shard choose the dim, or pass shard_placement_fn to torch's fully_shard"
     return f"use the mesh {best}"
 
 
@@ -204,14 +209,14 @@ def _divisors(number: int) -> list[int]:
 
 
 def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
-    """The original shape nearest to the weight's that fits the mesh if one of ``dims`` is cut, in words."""
+    """Format the nearest original shape that fits the mesh if FSDP2 shards one of ``dims``."""
     block, total = weight.block, sum(weight.rule.layout.blocks)
     tp = [grid.tp if weight.rule.shard_dim == dim else 1 for dim in (0, 1)]
     have = (weight.shape[0] * tp[0], math.prod(weight.shape[1:]) * tp[1])
 
     def nearest(dim: int) -> tuple[int, ...]:
         cuts = [grid.dp_shard if dim == d else 1 for d in (0, 1)]
-        # Every stacked tensor in whole blocks per tp rank; all of them together in whole blocks per FSDP rank.
+        # Each stacked tensor needs full blocks per tp rank, and all of them together need full blocks per FSDP rank.
         units = (total * tp[0] * block * cuts[0] // math.gcd(cuts[0], total), tp[1] * block * cuts[1])
         return tuple(max(1, round(h / u)) * u for h, u in zip(have, units, strict=True))
 
@@ -223,10 +228,10 @@ def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
 
 
 def check_quantizer(label: str, quantizer: Any) -> None:
-    """Raise if weights that this quantizer makes cannot be trained here. Local operation.
+    """Check that weights of this quantizer can be trained here; raise PrecisionError otherwise. Local operation.
 
     Raises:
-        PrecisionError: The device does not have the format, or FSDP2 would gather a hybrid weight wrongly.
+        PrecisionError: The device does not support the format, or FSDP2 would not gather a hybrid weight correctly.
     """
     fmt = _te.format_of_quantizer(quantizer)
     is_available, reason = (
@@ -235,7 +240,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
     if not is_available:
         raise PrecisionError(
             f"{label}: {fmt} weight on this device",
-            expected="a format that the device has",
+            expected="a format that the device supports",
             why=reason,
             fix="use another recipe in quantized_model_init",
         )
@@ -245,31 +250,31 @@ def check_quantizer(label: str, quantizer: Any) -> None:
         raise PrecisionError(
             f"{label}: hybrid weight with an NVFP4 part",
             expected="parts in float8, float8-block, MXFP8 or high precision",
-            why="TransformerEngine has no all-gather of it (HybridQuantizedTensor.fsdp_pre_all_gather)",
-            fix="keep these weights in high precision; the recipe itself may stay",
+            why="TransformerEngine cannot all-gather it (HybridQuantizedTensor.fsdp_pre_all_gather)",
+            fix="keep these weights in high precision; the recipe can stay the same",
         )
     if any(map(_te.is_delayed_quantizer, parts)):
         raise PrecisionError(
             f"{label}: hybrid weight with a part in delayed scaling",
             expected="parts in current scaling, float8-block, MXFP8 or high precision",
-            why="TransformerEngine reduces the amax history of a module, and not that of a weight's part",
+            why="TransformerEngine reduces the amax history of a module, but not that of a weight's part",
             fix="use Float8CurrentScalingQuantizer for this part, or keep these weights in high precision",
         )
     if any(name == "identity" and part.dtype is None for name, part in zip(formats, parts, strict=True)):
         raise PrecisionError(
             f"{label}: hybrid weight with an IdentityQuantizer without dtype",
-            expected="IdentityQuantizer(dtype=torch.bfloat16), or whatever dtype the model has",
+            expected="IdentityQuantizer(dtype=torch.bfloat16), or the model's dtype",
             got="dtype None",
-            why="FusedAdam would put the fp32 main weight in its place, and FSDP2 gather it as bf16",
-            fix="give the factory's IdentityQuantizer a dtype",
+            why="FusedAdam would replace it by the fp32 main weight, which FSDP2 would all-gather as bf16",
+            fix="set a dtype on the factory's IdentityQuantizer",
         )
 
 
 def check_recipe(module: nn.Module, binding: ModuleBinding) -> None:
-    """Raise if a bound ``GroupedLinear`` cannot run under the recipe of the enclosing ``te.autocast``. Local operation.
+    """Check that a bound ``GroupedLinear`` can run under the recipe of the current ``te.autocast``. Local operation.
 
     Raises:
-        PrecisionError: TE refuses the module under it.
+        PrecisionError: TE does not support the module under this recipe.
     """
     tp = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
     if tp == 1 or getattr(module, "tp_size", 1) == 1:
@@ -279,6 +284,6 @@ def check_recipe(module: nn.Module, binding: ModuleBinding) -> None:
         raise PrecisionError(
             f"{binding.name or 'model'} (GroupedLinear): recipe {type(recipe).__name__} with tp_size={tp}",
             expected="a recipe without one scale per activation, or tp_size=1",
-            why="TransformerEngine refuses it: activations split outside of the module have no common scale",
+            why="TransformerEngine rejects it, because activations split outside of the module have no common scale",
             fix="use DelayedScaling, Float8BlockScaling or MXFP8BlockScaling, or build it with tp_size=1",
         )

@@ -1,36 +1,35 @@
-"""One scale for a weight whose pieces lie on several ranks: who reduces its amax, and what holds around a step.
+"""Amax reduction of sharded weights with one scale.
 
-TE 2.20 keeps the group of the amax as an attribute of the tensor object: every ``detach``, ``clone``, view and
-``nn.Parameter`` loses it, every FSDP2 gather overwrites it, and while it is there nobody can pickle or deep
-copy the tensor. te_fsdp keeps the *name* of the group on the tensor's quantizer, which TE copies along with
-every tensor made from it: the mark. TE's question for the group is answered with the group of that name.
+TE 2.20 stores the amax group as an attribute of the tensor object. Every ``detach``, ``clone``, view and
+``nn.Parameter`` loses it, and every FSDP2 all-gather overwrites it. A tensor with this attribute cannot be
+pickled or deep-copied. te_fsdp stores the *name* of the group on the tensor's quantizer, which TE copies to
+every tensor derived from it. A property then returns the group of this name when TE reads the attribute.
 
-Delayed scaling asks no such question: a write leaves this rank's amax in the history, and TE reduces the history
-at the end of the next forward, over whatever group ``te.autocast`` was given. Writes into a marked weight reduce
-that amax at once, so that the ranks of a weight agree at any time.
+Delayed scaling does not read the group. A write stores this rank's amax in the history. TE reduces the history
+at the end of the next forward, over the group of ``te.autocast``. With a group name, te_fsdp reduces this amax
+immediately, so all ranks of a weight always agree.
 
-FSDP2 cuts rows into pieces of ceil(M / n): small weights leave ranks without any. Such a rank still takes part in the
-amax of the whole weight, and reads the gathered bytes with the scale that it holds itself: two places where TE
-2.20.2 passes over an empty tensor (its extension returns before the all-reduce, and the other ranks wait for ever;
-its Adam kernel for delayed scaling leaves the scale alone).
+FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks without rows. These ranks still
+participate in the amax reduction and read the gathered data with their own copy of the scale. TE 2.20.2 skips
+empty tensors in two places. Its extension returns before the all-reduce, so other ranks wait forever. Its Adam
+kernel for delayed scaling does not update the scale.
 
-torch's optimizers would update quantized weights by dequantizing and requantizing them operation by operation, which
-loses most small updates in silence: they must keep fp32 main weights. TE's FusedAdam without main weights raises, or
-leaves delayed-scaling weights as they are; with them it puts the amax of a shard into their histories, and does not
-update cached transposes of the Hopper layout (TE 2.20.2).
+torch's optimizers would update quantized weights by dequantizing and requantizing in each operation, which
+silently loses most small updates. They need fp32 main weights. TE's FusedAdam without main weights raises or
+does not update delayed-scaling weights. With main weights it writes a shard's amax to their histories and does
+not update cached transposes of the Hopper layout (TE 2.20.2).
 
-:func:`quantize_into` writes new values into many weights at once:
+:func:`quantize_into` writes new values to many weights at once:
 
     current scaling, hybrids of it     amaxes of all, one max all-reduce per group, all scales, then the casts
-    delayed scaling                    casts alone: the caller reduces the amaxes of all (``refresh_quantized``)
-    float8-block, MXFP8                casts alone: scales belong to blocks
-    NVFP4                              weight by weight, each with its reduction: TE 2.18 to 2.20 has no cast into a
-                                       weight with an amax that is known
+    delayed scaling                    casts only; the caller reduces all amaxes (``refresh_quantized``)
+    float8-block, MXFP8                casts only, since scales belong to blocks
+    NVFP4                              each weight with its own reduction: TE 2.18 to 2.20 cannot use a given amax
     high precision                     rounded
 
-TE quantizes weight by weight: amax, reduction, scale and cast of one before those of the next. The bytes are the same.
-TE's ``quantize_master_weights`` is not used: it rounds values to the weight's nominal dtype first, reduces the amaxes
-of blocks that no rank shares here, and its scales come from a kernel that divides approximately.
+TE quantizes weight by weight: amax, reduction, scale and cast of one weight before those of the next. The results are
+identical. TE's ``quantize_master_weights`` is not used. It rounds values to the weight's nominal dtype first, reduces
+amaxes of blocks that no ranks share here, and computes scales with an approximate division.
 """
 
 from __future__ import annotations
@@ -53,20 +52,20 @@ if TYPE_CHECKING:
     from te_fsdp.lifecycle import Step
     from te_fsdp.records import ParameterRecord
 
-_MARK = "_te_fsdp_amax_group"
-# Of quantizers whose tensors are cloned with their scales.
+_AMAX_GROUP = "_te_fsdp_amax_group"
+# Attribute of quantizers whose tensors are cloned with their scales.
 _CLONES = "_te_fsdp_clones_scales"
-_MARKS = (_MARK, _CLONES)
+_COPIED_ATTRIBUTES = (_AMAX_GROUP, _CLONES)
 _ATTRIBUTE = PATCHES["group"].attribute
-#: Attribute of an optimizer to which te_fsdp has given main weights.
+#: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 
 
 def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
-    """Name the group over which every later quantization into ``tensor``, or into a copy of it, reduces the amax.
+    """Set the group over which later quantizations to ``tensor``, or to a copy of it, reduce the amax.
 
-    Local operation. ``None``: the process group that TE's gather has put there is taken off. Formats without one scale
-    per tensor are left alone.
+    Local operation. ``None`` removes the process group that TE's all-gather has set. Formats without one scale per
+    tensor are not changed.
     """
     if group_name is not None:
         if has_amax_group(tensor, group_name):
@@ -76,44 +75,44 @@ def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
     for quantizer in _te.all_one_scale_quantizers(tensor):
         _te.set_quantizer_amax_group(quantizer, None)
         if group_name is not None:
-            quantizer.__dict__[_MARK] = group_name
+            quantizer.__dict__[_AMAX_GROUP] = group_name
 
 
 def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
-    """Whether nothing has changed since a tensor was marked so: asked at every gather. Of hybrids it is not known."""
+    """Return whether a tensor still has this group. Always false for hybrids. Every all-gather calls it."""
     quantizer = getattr(tensor, _te.QUANTIZER, None)
     return (
         group_name is not None
         and quantizer is not None
-        and quantizer.__dict__.get(_MARK) == group_name
+        and quantizer.__dict__.get(_AMAX_GROUP) == group_name
         and _ATTRIBUTE not in tensor.__dict__
         and not getattr(quantizer, _te.REDUCES_AMAX, False)
     )
 
 
 def amax_group_name(tensor: torch.Tensor) -> str | None:
-    """Name of the group that :func:`set_amax_group` gave, ``None`` for a tensor without. Local operation."""
+    """Return the group name set by :func:`set_amax_group`, or ``None``. Local operation."""
     found = _te.one_scale_quantizers(_te.quantizer_of(tensor))
-    return found[0].__dict__.get(_MARK) if found else None
+    return found[0].__dict__.get(_AMAX_GROUP) if found else None
 
 
 def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
-    """Give delayed-scaling weights the amax of the whole weight as the newest of their histories.
+    """Reduce the newest amax in the histories of delayed-scaling weights over all shards.
 
-    Collective: one max all-reduce for each group that the marks name, of one float per weight; the weights in the same
-    order on all ranks. Unmarked tensors and those of other formats are left alone.
+    Collective: one max all-reduce of one float per weight for each named group. The order of weights is the same on
+    all ranks. Tensors without a group and those of other formats are not changed.
     """
     by_group: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         quantizer = _te.quantizer_of(tensor)
-        if _te.is_delayed_quantizer(quantizer) and _MARK in quantizer.__dict__:
-            by_group.setdefault(quantizer.__dict__[_MARK], []).append(quantizer.amax)
+        if _te.is_delayed_quantizer(quantizer) and _AMAX_GROUP in quantizer.__dict__:
+            by_group.setdefault(quantizer.__dict__[_AMAX_GROUP], []).append(quantizer.amax)
     for name, amaxes in by_group.items():
         reduce_max(amaxes, _torch.group_by_name(name))
 
 
 def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give tensors of one element the largest value that the ranks of a group have, in place.
+    """Replace one-element tensors by their maximum over the ranks of a group, in place.
 
     Collective: one max all-reduce over ``group``.
     """
@@ -124,10 +123,7 @@ def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
 
 
 def keep_amax_group_in_copies() -> None:
-    """Teach TE's classes about the mark; once per process, later calls do nothing.
-
-    Tensors without a mark, those of models that te_fsdp does not know, behave as before.
-    """
+    """Patch TE's classes to support group names, once per process. Other tensors are not affected."""
     apply_patch("copy", _wrap_copy)
     apply_patch("deepcopy", lambda stock: _deepcopy)
     apply_patch("pickle", _wrap_getstate)
@@ -137,16 +133,16 @@ def keep_amax_group_in_copies() -> None:
 
 
 def _get_group(self: Any) -> Any:
-    """The marked group, or what TE has set."""
+    """Return the group of the quantizer's name, or the group that TE has set."""
     quantizer = self._quantizer
-    name = None if quantizer is None else quantizer.__dict__.get(_MARK)
+    name = None if quantizer is None else quantizer.__dict__.get(_AMAX_GROUP)
     return self.__dict__.get(_ATTRIBUTE) if name is None else _torch.group_by_name(name)
 
 
 def _set_group(self: Any, group: Any) -> None:
-    """Keep what TE sets, unless there is a mark: FSDP2's group alone is not the whole weight."""
+    """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
     quantizer = self._quantizer
-    if quantizer is None or _MARK not in quantizer.__dict__:
+    if quantizer is None or _AMAX_GROUP not in quantizer.__dict__:
         self.__dict__[_ATTRIBUTE] = group
 
 
@@ -154,7 +150,9 @@ def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def copy(self: Any) -> Any:
         new = stock(self)
-        new.__dict__.update({name: self.__dict__[name] for name in _MARKS if name in self.__dict__})
+        new.__dict__.update(
+            {name: self.__dict__[name] for name in _COPIED_ATTRIBUTES if name in self.__dict__}
+        )
         return new
 
     return copy
@@ -164,7 +162,7 @@ def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
         result = stock(self, src, dst, **kwargs)
-        if self is _te.quantizer_of(dst) and _MARK in self.__dict__:
+        if self is _te.quantizer_of(dst) and _AMAX_GROUP in self.__dict__:
             reduce_newest_amax([dst])
         return result
 
@@ -174,34 +172,34 @@ def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
     @functools.wraps(stock)
     def __getstate__(self: Any) -> dict[str, Any]:
-        # In another process the name may belong to other ranks.
-        return {key: value for key, value in stock(self).items() if key != _MARK}
+        # In another process the name may refer to different ranks.
+        return {key: value for key, value in stock(self).items() if key != _AMAX_GROUP}
 
     return __getstate__
 
 
 def _with_group(quantizer: Any, group: Any) -> Any:
-    """A copy of a quantizer that reduces over ``group``, or over none."""
+    """Return a copy of a quantizer that reduces over ``group``; ``None``: without reduction."""
     new = quantizer.copy()
     _te.set_quantizer_amax_group(new, group)
     return new
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """A copy in this process keeps the mark, and never takes a process group along."""
+    """Copy a quantizer with its group name but without a process group."""
     return _with_group(self, None)
 
 
 def patch_clone_of_scales(tensor: torch.Tensor) -> None:
-    """Let clones of a quantized weight, and of those, have scales of their own. Local operation.
+    """Let clones of a quantized weight, and their clones, have their own scales. Local operation.
 
-    TE's clones share them (2.18 to 2.20.2). Who keeps ``parameter.detach().clone()`` or a cloned state dict (the best
-    weights so far, values to be put back) would find new scales under old bytes after the next step.
+    TE's clones share scales (2.18 to 2.20.2). A clone kept by the user (the best weights so far, values to be
+    restored) would combine old data with new scales after the next step.
     """
     for part in (tensor, *_te.storage_parts_of(tensor)):
         quantizer = _te.quantizer_of(part)
         if quantizer is not None and _CLONES not in quantizer.__dict__:
-            keep_amax_group_in_copies()  # TE copies it for every tensor made from this one
+            keep_amax_group_in_copies()  # TE copies the attribute to every tensor derived from this one
             quantizer.__dict__[_CLONES] = True
 
 
@@ -220,10 +218,7 @@ def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def patch_empty_shards() -> None:
-    """Let empty tensors take part in current scaling's amax reductions; once per process.
-
-    Quantizations without a reduction, and those of tensors with elements, go their old way.
-    """
+    """Let empty tensors participate in current scaling's amax reductions. Applied once per process."""
     apply_patch("quantize empty", _wrap_quantize)
     apply_patch("update empty", _wrap_update)
 
@@ -253,25 +248,30 @@ def _wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
 
 def _shared_scale(quantizer: Any, group: Any, like: torch.Tensor) -> torch.Tensor:
-    """The inverse scale of the whole weight, to whose amax this rank contributes zero. Collective over ``group``."""
-    # Sizes that every kernel takes.
+    """Return the inverse scale of the unsharded weight; this rank contributes an amax of 0.
+
+    Collective over ``group``.
+    """
+    # A size that every kernel supports.
     zeros = torch.zeros((16, 16), dtype=like.dtype, device=like.device)
     return _te.inverse_scale_of(_with_group(quantizer, group).quantize_impl(zeros))
 
 
-def take_delayed_scale(local: torch.Tensor) -> None:
-    """Give an empty delayed-scaling shard the scale with which an update has just quantized the others.
+def copy_delayed_scale(local: torch.Tensor) -> None:
+    """Set the scale of an empty delayed-scaling shard to the one that an update has used on other ranks.
 
-    Local operation: the ranks of a weight have the same scale and history. Nothing to do for shards with rows.
+    Local operation, because the ranks of a weight have identical scales and histories. Shards with rows are not
+    changed.
     """
     if local.numel() == 0:
         _te.inverse_scale_of(local).copy_(_te.quantizer_of(local).scale.reciprocal())
 
 
 def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
-    """Give ranks without rows of a float8 weight of so many the scale of the first rank, which always has some.
+    """Copy the scale of a float8 weight from the first rank, which always has rows, to ranks without rows.
 
-    Collective (broadcast of one float) over the 1-D ``mesh`` if any of its ranks is empty, local otherwise.
+    Collective (broadcast of one float) over the 1-D ``mesh`` if one of its ranks is empty, else local. ``rows``
+    is the number of rows of the unsharded weight.
     """
     ranks = mesh.size()
     if (ranks - 1) * -(-rows // ranks) >= rows:
@@ -284,19 +284,19 @@ def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
 def quantized_among(
     held: Iterable[tuple[torch.Tensor, ParameterRecord]],
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
+    """Return label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
     found = [(facts.label, parameter) for parameter, facts in held if facts.label is not None]
     together = zip(found, _torch.local_tensors_of([parameter for _, parameter in found]), strict=True)
     return [(name, given, local) for (name, given), local in together if _te.is_quantized_class(type(local))]
 
 
-def refuse_unsafe_optimizer(optimizer: Optimizer, label: str) -> None:
-    """Raise if an optimizer would update a quantized weight otherwise than through fp32 main weights.
+def check_optimizer_of_quantized(optimizer: Optimizer, label: str) -> None:
+    """Raise if an optimizer would update a quantized weight without fp32 main weights.
 
-    Local operation; all ranks have the same optimizer and raise the same.
+    Local operation. All ranks have the same optimizer and raise the same error.
 
     Raises:
-        PrecisionError: Names the weight, and the option or the call that helps.
+        PrecisionError: Names the weight, and the option or call that fixes it.
     """
     if hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
         return
@@ -307,47 +307,50 @@ def refuse_unsafe_optimizer(optimizer: Optimizer, label: str) -> None:
         if options[0] and options[1] == torch.float32 and not options[2]:
             return
         got = "master_weights={}, master_weight_dtype={}, store_param_remainders={}".format(*options)
-        fix = "FusedAdam(..., master_weights=True), master_weight_dtype and store_param_remainders at their defaults"
+        fix = (
+            "FusedAdam(..., master_weights=True), with default master_weight_dtype and store_param_remainders"
+        )
     raise PrecisionError(
         f"{label}: {type(optimizer).__name__} on a quantized weight",
-        expected="fp32 main weights, of which the quantized weight is one quantization",
+        expected="fp32 main weights, from which the quantized weight is quantized",
         got=got,
-        why="Updates smaller than the format's step would be rounded away",
+        why="Updates smaller than the spacing of quantized values would be lost",
         fix=fix,
     )
 
 
 def restore_optimizer_params(step: Step) -> None:
-    """Give the parameters their places in the groups back, if a step that raised has left main weights there."""
+    """Restore the parameters in an optimizer's groups, if a failed step has left main weights there."""
     main_parameters = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None:
-        main_parameters.put_back(step.optimizer)
+        main_parameters.restore_params(step.optimizer)
 
 
 def refresh_quantized(step: Step) -> None:
-    """Give delayed-scaling weights the amax of the whole weight, and drop their transposes.
+    """Reduce the newest amaxes of delayed-scaling weights, and drop their transposes.
 
-    Collective over the weight mesh if there are some: one max all-reduce.
+    Collective over the weight mesh if there are such weights: one max all-reduce.
     """
     delayed = [(p, local) for _, p, local in quantized_among(step.held) if _te.has_delayed_scale(local)]
     for parameter, local in delayed:
         _te.drop_transpose(local)
         if parameter.requires_grad:
-            take_delayed_scale(local)
+            copy_delayed_scale(local)
     reduce_newest_amax(local for _, local in delayed)
 
 
 # --- writes
 
 
-#: Largest value of an element type (``tex.DType``) of float8.
+#: Largest value of a float8 element type (``tex.DType``).
 _LARGEST = {"kFloat8E4M3": 448.0, "kFloat8E5M2": 57344.0}
 
 
 class PendingQuantization(NamedTuple):
-    """A value that is about to be quantized with one scale, that of the amax of all pieces of its weight.
+    """A value to be quantized with one scale, which depends on the amax of all shards.
 
-    ``value`` is this rank's piece in float32, maybe empty; the group's ranks hold the others (``None``: this one all).
+    ``value`` is this rank's shard in float32, possibly empty. The other ranks of ``group`` have the other
+    shards; ``None`` if the value is unsharded.
     """
 
     value: torch.Tensor
@@ -357,16 +360,16 @@ class PendingQuantization(NamedTuple):
 
 @torch.no_grad()
 def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Make local tensors their new values, each rounded or quantized once.
+    """Write new values to local tensors, each rounded or quantized once.
 
-    Collective for weights with one scale: one max all-reduce for each group over which an amax is taken, of one float
-    per weight; for each NVFP4 weight one more. Amaxes of delayed scaling are left as they are on this rank.
+    Collective for weights with one scale: one max all-reduce of one float per weight for each amax group, and
+    one per NVFP4 weight. Amaxes of delayed scaling stay local to this rank.
 
-    A weight with a NaN gets scale 1 on all ranks. TE passes over NaN in an amax; which values the others keep beside
-    it says nothing.
+    A weight with a NaN gets scale 1 on all ranks. TE ignores NaN in an amax, so the scale of such a weight is
+    arbitrary.
 
     Args:
-        pairs: Local tensor and float32 value of its shape, in the same order on all ranks.
+        pairs: Local tensor, and float32 value of its shape. The order is the same on all ranks.
     """
     current = []
     for target, quantizer, value in _writes(pairs):
@@ -375,22 +378,22 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         elif has_current_scale(type(quantizer)):
             current.append((target, quantizer, value))
         else:
-            # A copy has the same scale and history, and does not reduce this weight's amax by itself.
+            # A copy has the same scale and history but does not reduce this weight's amax.
             own = quantizer.copy() if _te.is_delayed_quantizer(quantizer) else quantizer
             own.update_quantized(value, target)
-    # Answers with the group of the weight's mark, as TE's own quantization of it would ask.
+    # Returns the group of the name, as in TE's own quantization.
     requests = [PendingQuantization(value, own, _te.amax_group_of(target)) for target, own, value in current]
     for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
         cast(value, quantizer, scale, target)
 
 
 def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Any, Any, torch.Tensor]]:
-    """The quantizations that those of some weights consist of, in TE's order: target, quantizer, value of each."""
+    """Return the individual quantizations of some weights in TE's order: target, quantizer, value."""
     found: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
         quantizer = getattr(local, _te.QUANTIZER, None)
         if quantizer is None or (has_current_scale(type(quantizer)) and not hasattr(local, "experts")):
-            found.append((local, quantizer, value))  # most of them
+            found.append((local, quantizer, value))  # the most frequent case
         elif _te.is_grouped(local):
             weight: Any = local
             weight.mark_experts()
@@ -400,7 +403,7 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[An
             getattr(quantizer, "columnwise_source", "") == "original"
             and all(quantizer.get_usages().values())
             and len(_te.storage_parts_of(local)) == 2
-        ):  # a hybrid one, both parts of which are quantized from the value itself
+        ):  # a hybrid, whose parts are both quantized from the value
             parts = zip(_te.storage_parts_of(local), _te.quantizers_of_parts(quantizer), strict=True)
             found += [(part, own, value) for part, own in parts]
         else:
@@ -410,17 +413,18 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[An
 
 @functools.cache
 def has_current_scale(kind: type) -> bool:
-    """Whether a class of quantizers takes one scale, and nothing else, from the amax of the value."""
+    """Return whether a quantizer class computes a single scale from the amax of the value."""
     return issubclass(kind, _te.quantizer_classes("amax", blocks=False))
 
 
 def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]:
-    """The scale of each value, as TE computes it, from the amax over all pieces of the weight.
+    """Return the scale of each value, computed like TE's from the amax over all shards.
 
-    Collective: one max all-reduce for each group, of one float per value; requests in the same order on all ranks.
+    Collective: one max all-reduce of one float per value for each group. The order of requests is the same on
+    all ranks.
 
     Returns:
-        One float32 element for each, all in one vector for each kind of quantizer.
+        One float32 element per request, stored in one vector per kind of quantizer.
     """
     by_group: dict[str, list[int]] = {}
     for index, (_, _, group) in enumerate(requests):
@@ -447,17 +451,20 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
 
 
 def _amaxes_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitudes as one float32 vector: 0 without elements, infinity with a NaN. Local operation."""
+    """Return the largest magnitudes as one float32 vector: 0 for empty values, infinity with a NaN.
+
+    Local operation.
+    """
     norms = iter(_torch.norms([value for value in values if value.numel()], torch.inf))
     found = torch.stack([next(norms) if value.numel() else value.new_zeros(()) for value in values])
-    # Not NaN: what a maximum over ranks makes of it depends on their order.
+    # Replace NaN: its maximum over ranks would depend on their order.
     return found.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def _scales_of(amaxes: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
-    """``compute_scale_from_amax`` of TE's ``current_scaling.cu``, of a vector of amaxes without NaN."""
+    """Compute scales as ``compute_scale_from_amax`` of TE's ``current_scaling.cu``, for amaxes without NaN."""
     raised = amaxes.clamp(min=epsilon)
-    # Not a number over a tensor: that is the reciprocal times the number, rounded twice.
+    # number / tensor would compute the reciprocal times the number, which rounds twice.
     scales = torch.full_like(raised, largest).div_(raised).clamp_(max=torch.finfo(torch.float32).max)
     if power_of_two:
         scales.view(torch.int32).bitwise_and_(0x7F800000)
@@ -465,14 +472,14 @@ def _scales_of(amaxes: torch.Tensor, largest: float, power_of_two: bool, epsilon
 
 
 def cast(value: torch.Tensor, quantizer: Any, scale: torch.Tensor, target: Any = None) -> Any:
-    """Quantize float32, maybe empty, with a scale that is known. Local operation, which nothing waits for.
+    """Quantize a float32 tensor, possibly empty, with a known scale. Local operation without synchronization.
 
-    ``quantizer`` is TE's ``Float8CurrentScalingQuantizer``, which says into which buffers. Returns ``target``, or a new
-    float8 tensor.
+    ``quantizer`` is TE's ``Float8CurrentScalingQuantizer``, which selects the buffers. Returns ``target``, or a
+    new float8 tensor.
     """
     usages = {"rowwise": quantizer.rowwise_usage, "columnwise": quantizer.columnwise_usage}
     (make,) = _te.quantizer_classes("history")
-    # As TE does for shards of main weights (``quantize_master_weights``): without elements its kernel takes no amax.
+    # As in TE's ``quantize_master_weights``. With an empty amax tensor the kernel computes no amax.
     given: Any = make(scale=scale, amax=torch.empty(0), fp8_dtype=quantizer.dtype, **usages)
     if target is None:
         target = given(value)

@@ -1,16 +1,16 @@
 """Quantized weights in torch's own state dicts and in plain DCP, on any mesh.
 
-A save writes each rectangle of the original weight as one of TE's quantized tensors: bytes and scales. Where a
-rectangle cuts through a block of scales, its high-precision values are written.
+A save writes each rectangle of the original weight as one of TE's quantized tensors: data and scales. If a
+rectangle splits a block of scales, its high-precision values are written.
 
-A load reads rectangles that another mesh has cut. TE's tensors cannot be sliced everywhere: some slices are temporary
-copies, so that writes to them are lost. :class:`QuantizedSlice` stands for a rectangle of a quantized tensor, as source
-and as target. A target collects what arrives until its weight is complete. Then it writes
+A load reads rectangles written by a different mesh. TE's tensors cannot be sliced everywhere. Some slices are
+temporary copies, so that writes to them are lost. :class:`QuantizedSlice` represents a rectangle of a quantized
+tensor, as source and as target. A target collects values until its weight is complete. Then it writes
 
-- bytes and scales, if all rectangles consist of blocks of the same format: every bit is kept;
-- otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which no rank
-  knows while it reads. ``dcp.load`` quantizes these values after all ranks have read. Values that a rank reads alone
-  (``no_dist=True``) or takes from an unsharded tensor wait for ``load_state_dict``.
+- data and scales, if all rectangles consist of blocks of the same format: every bit is preserved;
+- otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which
+  is not available during the read. ``dcp.load`` quantizes these values after all ranks have read. Values read by one
+  rank only (``no_dist=True``) or from an unsharded tensor are kept until ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ if TYPE_CHECKING:
 
     from te_fsdp.records import ModuleBinding
 
-#: Attributes of a quantized tensor: what a load has brought so far; values that wait for their scale; whether a load
-#: has written it.
-_ARRIVED, _WAITING, _WRITTEN = "_te_fsdp_arrived", "_te_fsdp_waiting", "_te_fsdp_written"
+#: Attributes of a quantized tensor: parts read so far; values without a scale; whether a load has written it.
+_ARRIVED, _PENDING, _WRITTEN = "_te_fsdp_arrived", "_te_fsdp_waiting", "_te_fsdp_written"
 
 
 def describe_shards(
@@ -100,7 +99,10 @@ class QuantizedDTensor(BoxedDTensor):
         return one.stored() if to_write else one
 
     def fill(self, whole: torch.Tensor) -> DTensor:
-        """Write this rank's rectangles of an original tensor; formats with one scale wait for ``load_state_dict``."""
+        """Write this rank's rectangles of an original tensor.
+
+        Formats with one scale are completed by ``load_state_dict``.
+        """
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super().fill(whole)
@@ -114,7 +116,10 @@ QuantizedDTensor.kept_class = QuantizedDTensor
 
 
 class QuantizedParameter(QuantizedDTensor):
-    """A parameter whose rows are in order: attributes cost no call, and only copies have the class above."""
+    """A parameter with rows in original order.
+
+    Attribute access has no overhead, and only copies have the class above.
+    """
 
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
@@ -136,7 +141,7 @@ class _DetachedParameter(QuantizedDTensor):
     """Result of ``detach`` of a :class:`QuantizedParameter`, so that ``nn.Parameter`` accepts a parameter."""
 
     def requires_grad_(self, mode: bool = True) -> Any:
-        """Set ``requires_grad``; ``nn.Parameter`` calls it, and requires the class of what was detached."""
+        """Set ``requires_grad``. ``nn.Parameter`` calls it and requires the class of the detached parameter."""
         self.__class__ = QuantizedParameter  # type: ignore[bad-argument-type]
         return super(QuantizedDTensor, self).requires_grad_(mode)
 
@@ -157,12 +162,12 @@ def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
 def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
     """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
     weights = weights_of(local)
-    if not any(_WAITING in one.__dict__ for one in weights):
+    if not any(_PENDING in one.__dict__ for one in weights):
         return None
-    waiting = [one.__dict__.get(_WAITING) for one in weights]
+    waiting = [one.__dict__.get(_PENDING) for one in weights]
     found = [values_of(w) if v is None else v for w, v in zip(weights, waiting, strict=True)]
     for one in weights if take else ():
-        one.__dict__.pop(_WAITING, None)
+        one.__dict__.pop(_PENDING, None)
     return torch.stack(found) if _te.is_grouped(local) else found[0]
 
 
@@ -187,7 +192,7 @@ def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 
 
 class QuantizedSlice(torch.Tensor):
-    """A rectangle of one of TE's quantized tensors, to be read or to be written by ``copy_``."""
+    """A rectangle of one of TE's quantized tensors, read or written by ``copy_``."""
 
     base: torch.Tensor
     box: tuple[tuple[int, ...], tuple[int, ...]]
@@ -204,7 +209,7 @@ class QuantizedSlice(torch.Tensor):
         return made
 
     def __init__(self, *unused: Any) -> None:
-        """Do nothing: :meth:`__new__` has set everything."""
+        """Do nothing, because :meth:`__new__` has set all attributes."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
@@ -277,7 +282,7 @@ class QuantizedSlice(torch.Tensor):
         return made
 
     def component_boxes(self) -> dict[str, tuple[slice, ...]] | None:
-        """Return the rectangle in units of each component; ``None`` where it cuts through blocks."""
+        """Return the rectangle in units of each component; ``None`` if it splits blocks."""
         zeros = (0,) * len(self.box[0])
         found = {}
         for component in components_of(self.base, "weight"):
@@ -300,7 +305,7 @@ class QuantizedSlice(torch.Tensor):
             source = QuantizedSlice(source, (0,) * source.ndim, source.shape)
         base = self.base
         arrived: list[tuple[QuantizedSlice, torch.Tensor]] = base.__dict__.setdefault(_ARRIVED, [])
-        if any(_overlap(self.box, one.box) for one, _ in arrived):  # left by a load that failed
+        if any(_overlap(self.box, one.box) for one, _ in arrived):  # parts of a failed load
             arrived.clear()
         arrived.append((self, source))
         if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
@@ -324,10 +329,10 @@ def _has_columns(names: set[str]) -> bool:
 
 
 def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:
-    """Copy the components of all sources, if they have the format of the target; return whether they have."""
+    """Copy the components of all sources if they have the target's format. Return whether they do."""
     kind = _kind_of(base)
     if not all(isinstance(source, QuantizedSlice) and _kind_of(source.base) == kind for _, source in arrived):
-        return False  # before asking for components: hybrid weights have none of their own
+        return False  # hybrid weights have no components of their own
     targets = {component.name: component for component in components_of(base, "weight")}
     copies = []
     once: dict[str, torch.Tensor] = {}
@@ -340,7 +345,7 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
         for name, component in targets.items():
             value = have[name].tensor[there[name]]
             if component.block is None and not torch.equal(once.setdefault(name, value), value):
-                return False  # pieces with different scales
+                return False  # shards with different scales
             copies.append((component.tensor[here[name]], value))
     for into, value in copies:
         into.copy_(value)
@@ -349,7 +354,7 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
 
 
 def _kind_of(tensor: torch.Tensor) -> list[str]:
-    """Format and element type: delayed and current scaling have the same bytes."""
+    """Return format and element type. Delayed and current scaling have the same data."""
     found = str(describe_format(tensor)).split()
     return [found[0], found[-1]]
 
@@ -357,13 +362,13 @@ def _kind_of(tensor: torch.Tensor) -> list[str]:
 def _write_values(
     base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]], *, waits: bool
 ) -> None:
-    """Put the values together, and quantize them, now or when the amax of all ranks can be known."""
+    """Assemble the values and quantize them, immediately or when the amax of all ranks is available."""
     values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
     for target, source in arrived:
         read = source.values() if isinstance(source, QuantizedSlice) else source
         values[slices(*target.box)] = read.to(values.device, torch.float32)
     if waits:
-        base.__dict__[_WAITING] = values
+        base.__dict__[_PENDING] = values
         return
     base.quantize_(values)  # type: ignore[operator]
     base.__dict__[_WRITTEN] = True

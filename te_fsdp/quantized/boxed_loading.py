@@ -23,14 +23,14 @@ from te_fsdp.quantized.boxed import (
     weights_of,
 )
 from te_fsdp.quantized.components import components_of, drop_derived_state
-from te_fsdp.quantized.shards import quantize_whole
+from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
+def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
     """Quantize values that wait for their scale, with the amax of the whole weight.
 
     Collective over the weight mesh of each such weight: all ranks load the same ones, in the order of the model.
@@ -48,12 +48,14 @@ def take_waiting(module: nn.Module, state_dict: Any, prefix: str) -> None:
                 drop_derived(held)  # both have the same memory, and derived data of their own
                 drop_derived(local)
             if values is not None and _te.is_quantized(local):
-                quantize_whole(owner, name, local, values, keep_delayed_scale=True)  # as copy_ does
-                _follow(held, local)
+                quantize_with_shared_scale(
+                    owner, name, local, values, keep_delayed_scale=True
+                )  # as copy_ does
+                _copy_to_entry(held, local)
                 state_dict[key] = parameter.detach()  # of the same buffers as the parameter
 
 
-def _follow(held: torch.Tensor, local: torch.Tensor) -> None:
+def _copy_to_entry(held: torch.Tensor, local: torch.Tensor) -> None:
     """Give the tensor of the state dict what its weight has, where they do not share the memory."""
     if _te.is_grouped(held):
         held.copy_(local)
@@ -123,8 +125,8 @@ def _finish(container: Any, key: Any, value: QuantizedDTensor, waiting: bool) ->
         drop_derived(local)
     if waiting:
         values = waiting_values(held, take=True)
-        quantize_whole(module, name, local, values_of(held) if values is None else values)
-        _follow(held, local)
+        quantize_with_shared_scale(module, name, local, values_of(held) if values is None else values)
+        _copy_to_entry(held, local)
         container[key] = parameter.detach()  # of the same buffers as the parameter
 
 

@@ -1,28 +1,26 @@
-"""The tensors that make up a quantized weight, each in the layout of the original weight: their values and bytes.
+"""Components of a quantized weight: its tensors in the layout of the original weight.
 
 :mod:`te_fsdp.upstream.te_formats` lists them. A component is a view of the weight's own buffer without its
-padding, so that
-whoever writes into it writes the weight. A rectangle of the weight is a rectangle of each component as long as it
-consists of whole blocks; nothing is ever sliced through TE's quantized tensors, some of which answer with a temporary
-copy.
+padding, so that writing to it changes the weight. A rectangle of the weight is a rectangle of each component if
+it consists of full blocks. TE's quantized tensors are never sliced, because some return a temporary copy.
 
-The values of any rectangle come from the components of a file without TE's tensors. TE's own ``dequantize`` needs a
-tensor with padded scales on the GPU; what a checkpoint holds is unpadded and may be a few blocks of a weight only, and
-a file may be read where there is no TE and no GPU.
+The values of a rectangle can be computed from stored components without TE's tensors. TE's own ``dequantize`` requires
+a tensor with padded scales on the GPU. A checkpoint contains unpadded components and possibly only some blocks of a
+weight, and may be read without TE or a GPU.
 
-FSDP2 gathers any number of buffers and concatenates them along the dim that it cuts, with three exceptions (torch 2.11
-to 2.15, ``foreach_all_gather_copy_out``):
+FSDP2 all-gathers any number of buffers and concatenates them along the shard dim, with three exceptions (torch
+2.11 to 2.15, ``foreach_all_gather_copy_out``):
 
-- Over a shard axis of size 1 it copies only the first of several buffers. Those of experts then are sent as one flat
-  tensor; others are not sent at all (:mod:`te_fsdp.quantized.fsdp_hooks`).
-- Along another dim than the first it takes every buffer to have the parameter's own shape. Scales, and NVFP4's bytes,
-  two values each, have not.
-- For uneven shards, too.
+- Over a shard axis of size 1 it copies only the first of several buffers. Buffers of experts are then sent
+  as one flat tensor, and others are not sent at all (:mod:`te_fsdp.quantized.fsdp_hooks`).
+- Along dims other than the first it assumes that every buffer has the parameter's shape. Scales and NVFP4
+  data (two values per byte) do not.
+- The same applies to uneven shards.
 
-In the last two cases the bytes of all buffers are sent in one or more *packed tensors*: uint8 tensors of exactly the
-shard's shape. After the gather each rank's bytes are picked out of them again, and each buffer is put together. The
-price: a weight of N values sends whole multiples of N bytes (two of them for MXFP8 and float8-block in one direction,
-as many as bf16 weights), and holds them for a moment beside the result.
+In the last two cases the bytes of all buffers are sent in *packed tensors*: one or more uint8 tensors of the shard's
+shape. After the all-gather, each rank's bytes are extracted and each buffer is assembled. The cost: a weight of N
+values sends multiples of N bytes (two for MXFP8 and float8-block in one direction, as many as bf16), which temporarily
+use additional memory.
 """
 
 from __future__ import annotations
@@ -47,24 +45,24 @@ class Component:
     """One tensor of a quantized weight."""
 
     name: str  #: TE's name of the buffer
-    #: View of the buffer: local shape divided by ``block``, or one element for a value of the whole weight.
+    #: View of the buffer: local shape divided by ``block``, or one element for a value of the unsharded weight.
     tensor: torch.Tensor
-    #: Rows and columns of the weight that one element covers; ``None`` for a value of the whole weight.
+    #: Rows and columns of the weight per element; ``None`` for a value of the unsharded weight.
     block: tuple[int, ...] | None
 
     def shape(self, original: Sequence[int]) -> tuple[int, ...]:
-        """Shape of this component of the whole weight of shape ``original``."""
+        """Return the shape of this component of the unsharded weight of shape ``original``."""
         if self.block is None:
             return tuple(self.tensor.shape)
         return tuple(math.ceil(size / step) for size, step in zip(original, self.block, strict=True))
 
     def boxes(self, boxes: Sequence[Box], label: str, original: Sequence[int] | None = None) -> list[Box]:
-        """Rectangles of the weight as rectangles of this component.
+        """Convert rectangles of the weight to rectangles of this component.
 
-        ``original`` is the shape of the whole weight, whose last block may be a short one.
+        ``original`` is the shape of the unsharded weight, whose last block may be incomplete.
 
         Raises:
-            PlacementError: A rectangle cuts through a block.
+            PlacementError: A rectangle splits a block.
         """
         if self.block is None:
             zeros = (0,) * self.tensor.ndim
@@ -73,22 +71,22 @@ class Component:
 
 
 def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
-    """Format of a quantized tensor as text that tells what its bytes mean; ``None`` for a plain one.
+    """Return the format of a quantized tensor as text that defines its data; ``None`` for a plain tensor.
 
     Raises:
-        PlacementError: An option of the format under which the text would not tell.
+        PlacementError: An option of the format changes the meaning of the data.
     """
     row = _te.format_of(local)
     if row is None:
         return None
     metadata = local.get_metadata()  # type: ignore[attr-defined]
-    odd = _set_so(row.unsaid_options, metadata)
+    odd = _options_set(row.unrecorded_options, metadata)
     if odd:
         raise PlacementError(
             f"{label}: {row} weight with {odd}",
             expected="an option that checkpoints record",
-            why="Read without it, its bytes would give other values",
-            fix="leave the option off for weights in the recipe, or keep this weight in high precision",
+            why="Its data would be read as different values without this option",
+            fix="disable the option for weights in the recipe, or keep this weight in high precision",
         )
     dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
     scaling = " delayed" if _te.has_delayed_scale(local) else " current" if row.has_one_scale else ""
@@ -96,19 +94,19 @@ def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
 
 
 def components_of(local: torch.Tensor, label: str) -> list[Component]:
-    """The components of one of TE's quantized tensors, those that it has. Local operation.
+    """Return the existing components of one of TE's quantized tensors. Local operation.
 
     Raises:
-        PlacementError: A format or an option of it that has no known layout.
+        PlacementError: The layout of the format or of one of its options is unknown.
     """
     metadata = local.get_metadata()  # type: ignore[attr-defined]
     return components_from(str(_te.format_of(local)), metadata, tuple(local.shape), label)
 
 
 def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
-    """:func:`components_of`, of a hybrid tensor those of both parts, which may have names in common.
+    """Return :func:`components_of`, for a hybrid tensor those of both parts, whose names may be equal.
 
-    Local operation. Always in the same order; a high-precision part is one buffer of its values.
+    Local operation with a fixed order. A high-precision part is one buffer of its values.
     """
     found: list[Component] = []
     for part in _te.storage_parts_of(local):
@@ -123,23 +121,23 @@ def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
 def empty_on_meta(
     quantizer: Any, shape: Sequence[int], dtype: torch.dtype, *, backward: bool | None = None
 ) -> torch.Tensor:
-    """The quantized tensor that a quantizer would make of a value, its buffers on meta. Local operation.
+    """Return the quantized tensor that a quantizer creates from a value, with meta buffers. Local operation.
 
-    The value's shape is 3-D for one weight of all experts of a layer. ``backward``: only what backward reads of it, or
-    only what forward reads; ``None``: all that the quantizer makes.
+    The shape is 3-D for one weight of all experts of a layer. ``backward`` selects the buffers read by backward
+    (true) or forward (false); ``None``: all buffers.
     """
     own = quantizer.copy()
     if backward is not None:
         own.set_usage(rowwise=not backward, columnwise=backward)
-    rows, columns = math.prod(shape[:-1]), shape[-1]  # experts lie one under the other
+    rows, columns = math.prod(shape[:-1]), shape[-1]  # experts are stacked along the rows
     return own.make_empty((rows, columns), dtype=dtype, device=torch.device("meta"))
 
 
 def keep_rowwise_only(shard: torch.Tensor) -> None:
-    """Drop a float8 shard's transpose, now and in writes to come; of other formats nothing. Local operation.
+    """Drop a float8 shard's transpose, also in later writes. Other formats are not changed. Local operation.
 
-    A gather brings the bytes, of which TE makes the gathered weight's transpose. One tensor of all experts is sent as
-    it is.
+    An all-gather sends the rowwise data, from which TE computes the unsharded weight's transpose. A tensor of
+    all experts is sent unchanged.
     """
     row = _te.format_of(shard)
     if row is not None and row.transpose and shard.ndim < 3:
@@ -148,7 +146,7 @@ def keep_rowwise_only(shard: torch.Tensor) -> None:
 
 
 def block_of(local: torch.Tensor) -> int | None:
-    """Rows (and columns) that a scale of a quantized tensor spans, the most of a hybrid's parts; ``None``: unknown."""
+    """Return the rows (and columns) per scale of a quantized tensor, the maximum for hybrids; ``None`` if unknown."""
     found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
     parts = [1 if values is not None or row is None else row.block for values, row in found]
     return None if None in parts else max(part for part in parts if part is not None)
@@ -157,20 +155,20 @@ def block_of(local: torch.Tensor) -> int | None:
 def components_from(
     name: str, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
 ) -> list[Component]:
-    """The components of a quantized tensor of a format that is given by its ``get_metadata()``. Local operation.
+    """Return the components of a quantized tensor given by format name and ``get_metadata()``. Local operation.
 
     Raises:
-        PlacementError: A format or an option of it that has no known layout.
+        PlacementError: The layout of the format or of one of its options is unknown.
     """
     row = FORMATS.get(name, unknown_format(name))
-    odd = _set_so(row.unknown_options, metadata)
+    odd = _options_set(row.unknown_options, metadata)
     if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
         raise PlacementError(
             f"{label}: quantized weight without a known layout",
             expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
             got=f"{name} of shape {shape} {odd or ''}".rstrip(),
             fix=(
-                "build it in high precision, without quantized_model_init; the custom recipe may stay"
+                "build it in high precision, without quantized_model_init; the custom recipe can stay"
                 if name == "hybrid"
                 else "keep this weight in high precision"
             ),
@@ -180,22 +178,22 @@ def components_from(
     for buffer in row.buffers:
         tensor = metadata.get(buffer.name)
         if buffer.name == "data" and turned is not None:
-            # Hopper may keep a weight for backward alone: the same bytes, the last dim first.
+            # Hopper may keep only the transposed data (last dim first) of a weight for backward.
             tensor = turned.movedim(0, -1)
         if tensor is not None:
             found.append(Component(buffer.name, *_view(tensor, buffer, shape, label)))
     return found
 
 
-def _set_so(options: Mapping[str, bool], metadata: Mapping[str, Any]) -> dict[str, bool]:
-    """Those of some options that a tensor has at these values."""
+def _options_set(options: Mapping[str, bool], metadata: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the options that a tensor has set to these values."""
     return {key: value for key, value in options.items() if metadata.get(key, not value) == value}
 
 
 def _view(
     tensor: torch.Tensor, buffer: Buffer, shape: tuple[int, ...], label: str
 ) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """The buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
+    """Return the buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
     if buffer.block is None:
         return tensor.detach().view(-1), None
     steps = _steps(buffer.block, shape)
@@ -210,32 +208,32 @@ def _view(
 
 
 def _steps(block: Block, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Elements of each dim that one element of a component covers; a format of 1 x 1 may have any number of dims."""
+    """Return the elements per dim that one component element covers. 1 x 1 formats support any number of dims."""
     return block if block is not None and len(sizes) == 2 else (1,) * len(sizes)
 
 
 def drop_derived_state(local: torch.Tensor) -> None:
-    """Forget what a quantized tensor derived from bytes that have been overwritten. Local operation."""
+    """Drop data that a quantized tensor derived from overwritten values. Local operation."""
     for part in _te.storage_parts_of(local):
         _te.drop_transpose(part)
     _te.drop_high_precision_value(local)
 
 
 def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int] | None) -> Box:
-    """A rectangle of the weight in units of blocks."""
+    """Convert a rectangle of the weight to units of blocks."""
     ends = [o + s for o, s in zip(box.original, box.sizes, strict=True)]
-    # The last block of a dim ends where the weight does, whole or not.
+    # The last block of a dim ends with the weight, even if it is incomplete.
     short = [original is not None and end == original[dim] for dim, end in enumerate(ends)]
     found = []
     for values in (box.original, box.local, box.sizes):
         cuts = [value % step != 0 for value, step in zip(values, block, strict=True)]
         if any(cut and not (values is box.sizes and short[dim]) for dim, cut in enumerate(cuts)):
             raise PlacementError(
-                f"{label}: a rank's rectangle at {box.original} of size {box.sizes} cuts through blocks",
+                f"{label}: a rank's rectangle at {box.original} of size {box.sizes} splits blocks",
                 expected=f"multiples of {block}",
                 got=f"{values}",
-                why="The block would belong to two places of the original weight at once",
-                fix="choose sizes of which every rank gets whole blocks, or high-precision weights",
+                why="The block would belong to two ranks at once",
+                fix="choose sizes for which every rank gets complete blocks, or use high-precision weights",
             )
         found.append(tuple(math.ceil(value / step) for value, step in zip(values, block, strict=True)))
     return Box(*found)
@@ -245,22 +243,22 @@ def _scaled(box: Box, block: tuple[int, ...], label: str, original: Sequence[int
 
 
 _FP8 = {"kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2}
-#: Values of E2M1, by its four bits.
+#: Values of E2M1, indexed by its four bits.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-#: NVFP4's first-level scales are E4M3 numbers up to 448, its values go up to 6.
+#: NVFP4's first-level scales are E4M3 values up to 448. Its values are at most 6.
 _NVFP4_MAX = 6.0 * 448.0
 
 
 def needed_components(described: str, have: Sequence[str], label: str) -> dict[str, Block]:
-    """Which of the components that there are give the values of a quantized weight. Local operation.
+    """Return the components that are needed for the values of a quantized weight. Local operation.
 
-    ``described`` is its format as :func:`describe_format` writes it, for example ``"mxfp8 kFloat8E4M3"``.
+    ``described`` is its format in the notation of :func:`describe_format`, for example ``"mxfp8 kFloat8E4M3"``.
 
     Returns:
-        Name of the component -> rows and columns of the weight that one element covers.
+        Component name -> rows and columns of the weight per element.
 
     Raises:
-        CheckpointError: A format that is not known, or components of neither direction.
+        CheckpointError: The format is unknown, or components of both directions are missing.
     """
     name, *_, dtype = described.split()
     row = FORMATS.get(name, unknown_format(name))
@@ -273,16 +271,16 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
         f"{label}: values of a quantized weight",
         expected=f"components of one of {', '.join(map(str, known))}, of {', '.join(elements)} or {last}",
         got=f"{described} with {', '.join(have)}",
-        fix="load it into a model of the same format",
+        fix="load it into a model with the same format",
     )
 
 
 def covering(
     offsets: Sequence[int], sizes: Sequence[int], block: Block
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Offset and size, in elements of a component, of the blocks that cover a rectangle of the weight.
+    """Return offset and size, in component elements, of the blocks that cover a rectangle of the weight.
 
-    The rectangle may cut through blocks; for a value of the whole weight it is that one element.
+    The rectangle may split blocks. A value of the unsharded weight is one element.
     """
     if block is None:
         return (0,), (1,)
@@ -299,17 +297,18 @@ def dequantize_box(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> torch.Tensor:
-    """Values of a rectangle of the weight. Local operation.
+    """Return the values of a rectangle of the weight. Local operation.
 
-    ``described`` is as for :func:`needed_components`, which gives ``needed``; ``parts`` has of each of these components
-    the elements that :func:`covering` gives, not transposed.
+    ``described`` is as for :func:`needed_components`, whose result is ``needed``. ``parts`` contains the
+    elements of each component that :func:`covering` selects, not transposed.
 
     Returns:
-        float32 tensor of shape ``sizes`` on the parts' device: TE's ``dequantize(dtype=torch.float32)``, to the bit.
+        float32 tensor of shape ``sizes`` on the parts' device, bitwise equal to TE's
+        ``dequantize(dtype=torch.float32)``.
     """
 
     def crop(values: torch.Tensor, block: Block) -> torch.Tensor:
-        """The rectangle out of the elements of the blocks that cover it."""
+        """Extract the rectangle from the blocks that cover it."""
         places = zip(offsets, sizes, _steps(block, offsets), strict=True)
         return values[tuple(slice(o % s, o % s + n) for o, n, s in places)]
 
@@ -325,7 +324,7 @@ def dequantize_box(
     factor = scale.view(number).float()
     amax = next((parts[n] for n in needed if n.startswith("amax")), None)
     if amax is not None:
-        # The kernels' order of multiplications.
+        # Multiply in the kernels' order.
         largest = torch.tensor(1.0 / _NVFP4_MAX, dtype=torch.float32, device=amax.device)
         factor = factor * amax.float().reshape(()) * largest
     for dim, step in enumerate(block):
@@ -334,7 +333,7 @@ def dequantize_box(
 
 
 def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tensor:
-    """float32 numbers of FP8 bytes, or of FP4 pairs: the low four bits come first."""
+    """Decode FP8 bytes, or pairs of FP4 values (low four bits first), to float32."""
     dtype = described.split()[-1]
     if dtype in _FP8:
         return data.view(torch.uint8).view(_FP8[dtype]).float()
@@ -348,13 +347,13 @@ def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tens
 
 
 class BufferLocations(NamedTuple):
-    """Where buffers lie among the bytes of an expert, and the dtype of each."""
+    """Byte offsets of an expert's buffers, with their dtypes."""
 
     buffer: PackedBuffer
     dtypes: tuple[torch.dtype, ...]
 
     def typed(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The buffers in the last dim of ``memory``, contiguous. Local operation."""
+        """Yield the buffers in the last dim of ``memory``, contiguous. Local operation."""
         for piece, dtype in zip(self.buffer.pieces(memory), self.dtypes, strict=True):
             yield piece.contiguous().view(dtype)
 
@@ -362,9 +361,9 @@ class BufferLocations(NamedTuple):
 def pack_bytes(
     inputs: Sequence[torch.Tensor], shape: tuple[int, ...]
 ) -> tuple[tuple[torch.Tensor, ...], BufferLocations]:
-    """uint8 tensors of ``shape`` that hold the bytes of all (experts, ...) buffers. Local operation."""
+    """Pack the bytes of all (experts, ...) buffers into uint8 tensors of ``shape``. Local operation."""
     lengths = tuple(buffer.shape[1] * buffer.element_size() for buffer in inputs)
-    buffer = PackedBuffer(lengths, 16)  # aligned enough for every dtype of a scale
+    buffer = PackedBuffer(lengths, 16)  # sufficient alignment for every scale dtype
     each = math.prod(shape[1:])
     count = max(1, math.ceil(buffer.numel / each))
     flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
@@ -378,9 +377,9 @@ def pack_bytes(
 def bytes_of_ranks(
     outputs: Sequence[torch.Tensor], shape: Sequence[int], dim: int, ranks: int
 ) -> torch.Tensor:
-    """(experts, ranks, bytes) of packed tensors that ranks hold along ``dim`` of an (experts, rows, columns) shard.
+    """Return (experts, ranks, bytes) of packed tensors sharded along ``dim`` of an (experts, rows, columns) shard.
 
-    ``outputs`` is what FSDP2 made of them: memory of the whole's shape, under whatever shape it shows.
+    ``outputs`` are the results of FSDP2's all-gather: memory of the unsharded shape with an arbitrary view shape.
     """
     cut = (*shape[:dim], ranks, *shape[dim:])
     parts = [output.view(cut).movedim(dim, 1).reshape(shape[0], ranks, -1) for output in outputs]

@@ -1,35 +1,34 @@
 """Corrections to the all-gather hooks of TE's quantized tensors.
 
-Faults of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15), each mended by a wrapper that leaves tensors of
-modules without a te_fsdp binding alone:
+Bugs of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15). A wrapper fixes each and does not affect modules
+without a te_fsdp binding:
 
-1. From the second gather on FSDP2 passes ``out`` as the DTensor around the unsharded weight. TE writes the
-   gathered buffers onto that wrapper, and the kernels go on reading the old ones.
-2. Every gather replaces the tensor's amax group by the FSDP group, so that tensor-parallel ranks drift to
-   different scales.
-3. With a shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). Nothing is sent
-   then: the gathered weight gets the shard's own buffers.
-4. FSDP2 passes the first gathered tensor through ``torch.as_strided``, and TE's version scrambles the
-   transpose that Hopper's backward reads, without marking it invalid (confirmed on an H200). The first result
-   therefore goes out without its transpose, which TE then makes from the bytes when it is needed.
-5. FSDP2 wants buffers of one size from all ranks. Float8 shards that are short, or empty, are padded with rows that
-   the gathered weight leaves out.
-6. Along another dim than the first FSDP2 puts together only buffers of the parameter's own shape: they are packed
+1. From the second all-gather on, FSDP2 passes ``out`` as the DTensor around the unsharded weight. TE sets the gathered
+   buffers on that wrapper, and kernels keep reading the old ones.
+2. Every all-gather replaces the tensor's amax group by the FSDP group, so scales differ between tp ranks. 3. With a
+shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). Nothing is sent
+   then, and the unsharded weight uses the shard's own buffers.
+4. FSDP2 calls ``torch.as_strided`` on the first gathered tensor. TE's version scrambles the transpose that backward on
+   Hopper reads, without marking it invalid (confirmed on an H200). So the first result is returned without its
+   transpose, which TE recomputes on demand.
+5. FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows that the
+   unsharded weight omits.
+6. Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape. Others are packed
    (:mod:`te_fsdp.quantized.components`).
-7. Only the first gather hands a float8 scale over. A shard that is given another scale tensor (``shard.data = ...``)
-   would be read with the old one.
-8. In backward TE's modules clear the columnwise data of a weight, to free what TE computed from gathered rowwise data.
-   They do so for every quantized weight of a module under FSDP2, replicated ones included. Columnwise data that TE
-   cannot compute again (MXFP8, one-dimensional blocks) must stay for the next backward.
-9. Before a backward FSDP2 gathers a resharded unit again, and TE then keeps of a weight only what backward GEMMs read.
-   When the forward is run again there for its activations, what forward GEMMs read is missing (TE raises from deep
-   inside). Float8 and float8-block weights are sent in the bytes that forward reads: te_fsdp hands these back at no
-   cost. Of MXFP8 weights TE gathers rowwise or columnwise data, which are independent. Where one is missed, both are
-   gathered, then and there; later backwards gather both at once.
+7. Only the first all-gather passes a float8 scale on. A shard with a new scale tensor (``shard.data = ...``) would be
+   read with the old scale.
+8. In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise data. They do
+   so for every quantized weight of a module under FSDP2, including replicated ones. Columnwise data that TE
+   cannot recompute (MXFP8, one-dimensional blocks) must stay for the next backward.
+9. Before a backward FSDP2 all-gathers a resharded unit again, and TE then keeps only the data for backward GEMMs. When
+   activations are recomputed, the data for forward GEMMs is missing (TE raises an internal error). Float8 and
+   float8-block weights are sent as rowwise data, which te_fsdp keeps at no cost. MXFP8 weights have independent
+   rowwise and columnwise data. If one is missing, both are gathered at this point. Later backwards gather both
+   immediately.
 
-FSDP2 assigns parameters through the module's ``__setattr__``: once when it cuts them, then the gathered one before
-each forward and backward and the sharded one after it. These are the only moments at which te_fsdp learns of a
-``fully_shard`` called by the user, and of the end of a gathered weight's life.
+FSDP2 assigns parameters through the module's ``__setattr__``: once after sharding, then the unsharded parameter
+before each forward and backward, and the sharded one afterwards. Through these assignments te_fsdp detects a
+``fully_shard`` called by the user, and the end of an unsharded weight's use.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ from te_fsdp.quantized.components import (
     keep_rowwise_only,
     pack_bytes,
 )
-from te_fsdp.quantized.shards import agree_on_weight_mesh, attach_amax_group
+from te_fsdp.quantized.shards import attach_amax_group, check_weight_mesh
 from te_fsdp.records import BINDING, ModuleBinding, is_replicated
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
@@ -73,14 +72,14 @@ if TYPE_CHECKING:
 
     from te_fsdp.upstream.te_formats import Format
 
-#: Attribute of the local tensor of a gathered weight, or of one that was gathered: its format.
+#: Attribute of the local tensor of an unsharded weight: its format. It stays after resharding.
 GATHERED = "_te_fsdp_gathered"
-#: Attribute of the local tensor of a quantized shard: what is known of its gathers (``all_gather``).
+#: Attribute of the local tensor of a quantized shard: its cached gather metadata.
 GATHERS = "_te_fsdp_gathers"
 
 
 def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleBinding) -> None:
-    """Mark a gathered weight that FSDP2 installs in place of its shard. Local operation."""
+    """Mark an unsharded weight that FSDP2 installs in place of its shard. Local operation."""
     if isinstance(old, DTensor) and old.device_mesh != binding.tp_mesh:
         local = _torch.local_of(new)
         if _te.is_quantized(local):
@@ -90,15 +89,16 @@ def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleB
 def release_function_of(
     gathered: torch.Tensor | None, shard: DTensor | None, binding: ModuleBinding
 ) -> Callable[[], None] | None:
-    """Return a function that frees the derived buffers of a gathered weight. Local operation.
+    """Return a function that frees the derived buffers of an unsharded weight. Local operation.
 
-    TE derives transposes and padded scales from gathered bytes. FSDP2 does not free them, so they would stay until the
-    next all-gather. Buffers that were joined along columns belong to te_fsdp.
+    TE derives transposes and padded scales from gathered data. FSDP2 does not free them, so they would stay
+    until the next all-gather. te_fsdp owns buffers that were concatenated along columns.
 
     ``shard`` replaces ``gathered``.
 
     Returns:
-        To be called at the end of every forward and backward. ``None`` if this is not a gathered quantized weight.
+        A function to call at the end of every forward and backward. ``None`` unless it is an unsharded quantized
+        weight.
     """
     local = None if gathered is None else _torch.local_of(gathered)
     if local is None or GATHERED not in local.__dict__:
@@ -106,7 +106,7 @@ def release_function_of(
     if _te.is_grouped(local):
         return local.release  # type: ignore[missing-attribute]
     row = local.__dict__[GATHERED]
-    # Cut along another dim than the first?
+    # Is it sharded along a dim other than the first?
     within = shard is not None and any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding)))
     return functools.partial(_release_columns if within else _te.drop_derived_buffers, local, row)
 
@@ -122,21 +122,21 @@ def _fsdp_placements(shard: DTensor, binding: ModuleBinding) -> tuple[Placement,
     return shard.placements[:-1] if binding.tp_mesh is not None else shard.placements
 
 
-def check_cut(module: nn.Module, binding: ModuleBinding, name: str, shard: DTensor) -> None:
-    """Raise if FSDP2's shards of a weight, quantized now or later, do not fit the format.
+def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard: DTensor) -> None:
+    """Check that FSDP2's shards of a weight, quantized now or later, fit its format; raise otherwise.
 
-    Local operation on global shapes: every rank raises the same, before anything is communicated. ``shard`` is what
-    FSDP2 installs.
+    Local operation on global shapes. Every rank raises the same error before any communication. ``shard`` is the
+    parameter that FSDP2 installs.
 
     Raises:
-        PlacementError: Names the weight, and the nearest mesh and shape that fit; also for a parameter that was to
-            stay whole.
+        PlacementError: The shards do not fit, or the parameter must stay replicated. The error names the weight
+            and the nearest mesh and shape that fit.
     """
     if is_replicated(module, name):
         raise PlacementError(
             f"{binding.label(name)}: sharded by FSDP2, although te_fsdp.fsdp_no_shard was called for it",
-            why="torch's fully_shard does not support this mark",
-            fix="use te_fsdp.fully_shard; or pass it to torch's in ignored_params, and reduce its gradients",
+            why="torch's fully_shard does not support fsdp_no_shard",
+            fix="use te_fsdp.fully_shard, or pass the parameter in ignored_params and reduce its gradients yourself",
         )
     rule, quantizer = binding.rules.get(name), _te.weight_quantizer(module, name)
     if rule is None or not rule.quantizable or quantizer is None:
@@ -145,10 +145,10 @@ def check_cut(module: nn.Module, binding: ModuleBinding, name: str, shard: DTens
     shape, first = list(shard.shape), 0
     if rule.shard_dim is not None:
         shape[rule.shard_dim] //= tp
-    if rule.layout.is_grouped:  # what must fit is one expert; cuts between experts always do
+    if rule.layout.is_grouped:  # one expert must fit; shards between experts always do
         first = 1
         rule = ParameterRule(None if rule.shard_dim is None else rule.shard_dim - 1, quantizable=True)
-    weight = Weight.made_by(quantizer, binding.label(name), tuple(shape[first:]), rule, tp)
+    weight = Weight.from_quantizer(quantizer, binding.label(name), tuple(shape[first:]), rule, tp)
     for axis, placement in enumerate(_fsdp_placements(shard, binding)):
         dim = _torch.shard_dim_of(placement)
         if dim is None or dim < first:
@@ -160,11 +160,11 @@ def check_cut(module: nn.Module, binding: ModuleBinding, name: str, shard: DTens
 
 
 def patch_new_zeros(local: torch.Tensor) -> None:
-    """Let FSDP2 cut an MXFP8 weight that lies on the device. Local operation; other formats are left alone.
+    """Let FSDP2 shard an MXFP8 weight on the device. Local operation that does not change other formats.
 
-    FSDP2 copies its piece, which TE cuts byte for byte, into ``local.new_zeros(shape)``. That of TE 2.20.2 has scales
-    without padding, into which those of the piece do not go unless their numbers happen to be multiples of 128 and 4.
-    The attribute belongs to this tensor object alone.
+    FSDP2 copies its chunk, which TE slices bytewise, to ``local.new_zeros(shape)``. TE 2.20.2 creates it without scale
+    padding, so the chunk's scales only fit if their numbers are multiples of 128 and 4. The attribute belongs to this
+    tensor object only.
     """
     row = _te.format_of(local)
     if row is not None and row.name == "mxfp8":
@@ -187,41 +187,42 @@ def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options:
 
 
 class _GatherMetadata(NamedTuple):
-    """What is the same in all gathers of a shard, found in the first one and kept on the shard (``GATHERS``).
+    """Metadata shared by all all-gathers of a shard, computed in the first one and cached on the shard (``GATHERS``).
 
-    Found anew for a shard that takes another's place in its module (``MeshModule._take_over``), and when one of the
-    first three has changed. Of the quantizer, which TE replaces when the length of delayed scaling's history changes,
-    nothing is kept but its kind: the mark on it is looked at in every gather.
+    It is recomputed for a shard that replaces another one in its module (``MeshModule._on_replace``),
+    and if one of the first three fields has changed. TE replaces the quantizer when the length of delayed
+    scaling's history changes, so only its kind is cached. Its group name is checked in every all-gather.
     """
 
-    weight_mesh: int  #: ``id`` of the binding's, which goes from ``None`` to a mesh and never to another one
-    ranks: int  #: That the gather is over
-    whole: torch.Size  #: Shape of the gathered weight
+    weight_mesh: int  #: ``id`` of the binding's weight mesh, which is set at most once
+    ranks: int  #: Size of the all-gather's group
+    whole: torch.Size  #: Shape of the unsharded weight
     row: Format
-    has_one_scale: bool  #: Whether the amax of the whole weight is reduced over a group
-    group: str | None  #: Name of that group; ``None`` where nothing cuts the weight
-    is_as_it_is: bool  #: Whether FSDP2 gathers what TE gives it
+    has_one_scale: bool  #: Whether the amax of the unsharded weight is reduced over a group
+    group: str | None  #: Name of that group; ``None`` if the weight is not sharded
+    is_unconverted: bool  #: Whether FSDP2 gathers TE's buffers without conversion
 
 
 class _Packed(NamedTuple):
     """Layout of packed tensors of a shard along columns."""
 
-    shape: tuple[int, int]  #: Of the shard
+    shape: tuple[int, int]  #: Shape of the shard
     places: BufferLocations
-    buffers: list[tuple[torch.Size, int]]  #: Shape of a rank's, and columns of the whole one with its padding
+    #: Shape of a rank's buffer, and columns of the unsharded buffer with padding
+    buffers: list[tuple[torch.Size, int]]
 
 
 class _CustomGather(NamedTuple):
-    """Metadata of a gather that sends something else than TE would: what TE's buffers come from, one of three."""
+    """Metadata of an all-gather that converts TE's buffers in one of three ways."""
 
-    metadata: Any  #: TE's
-    buffers: tuple[torch.Tensor, ...] = ()  #: TE's, of a shard that is the whole weight
-    rows: int = 0  #: Of uneven shards: those of the whole weight
-    packed: _Packed | None = None  #: Of shards that are cut along their columns
+    metadata: Any  #: TE's metadata
+    buffers: tuple[torch.Tensor, ...] = ()  #: TE's buffers, for a shard on a single rank
+    rows: int = 0  #: Rows of the unsharded weight, for uneven shards
+    packed: _Packed | None = None  #: Layout, for shards along columns
 
 
 def patch_fsdp_hooks() -> None:
-    """Wrap the hooks of every quantized tensor class that has them; once per class, later calls do nothing."""
+    """Wrap the hooks of every quantized tensor class with hooks. Only the first call per class has an effect."""
     patch_empty_shards()
     apply_patch("columnwise", _wrap_clear)
     apply_patch("gather", _wrap_pre)
@@ -248,7 +249,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         module: nn.Module | None = None,
         mp_policy: Any = None,
     ) -> tuple[tuple[torch.Tensor, ...], Any]:
-        # Called by hand, as TE's own tests do, it may have no module: then it is TE's, as of any unbound tensor.
+        # Without a module (as in TE's own tests) use TE's code, as for unbound tensors.
         binding: ModuleBinding | None = None if module is None else module.__dict__.get(BINDING)
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
@@ -266,15 +267,15 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         if known is None:
             known = _build_gather_metadata(self, module, binding, now)
         elif known.has_one_scale and not has_amax_group(self, known.group):
-            # TE's hook has put FSDP2's group there, or the weight another quantizer.
+            # TE's hook has set FSDP2's group, or the weight has a new quantizer.
             set_amax_group(self, known.group)
-        if not known.is_as_it_is:
+        if not known.is_unconverted:
             inputs, metadata = _customize_gather(self, inputs, metadata, mesh, orig_size)
         if group is not None:
             _fsdp2.resize_all_gather_outputs(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
         return inputs, metadata
 
-    # Else FSDP2, which counts the parameters at every gather, has inspect read all of TE's function again.
+    # FSDP2 inspects the signature in every all-gather. Without this attribute it would parse TE's function each time.
     fsdp_pre_all_gather.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
     return fsdp_pre_all_gather
 
@@ -282,8 +283,8 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _build_gather_metadata(
     shard: torch.Tensor, module: nn.Module, binding: ModuleBinding, now: tuple[int, int, torch.Size]
 ) -> _GatherMetadata:
-    """Build and cache the gather metadata of a shard. Collective as :func:`agree_on_weight_mesh`."""
-    agree_on_weight_mesh(binding, module, shard)
+    """Build and cache the gather metadata of a shard. Same collective as :func:`check_weight_mesh`."""
+    check_weight_mesh(binding, module, shard)
     attach_amax_group(shard, binding)
     _fsdp2_patches.disable_flat_shards(module, shard)
     keep_zeros_unquantized(module, shard)
@@ -292,7 +293,7 @@ def _build_gather_metadata(
     assert row is not None
     is_even = tuple(shard.shape[1:]) == tuple(whole[1:]) and whole[0] % ranks == 0
     one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(shard)))
-    keep_rowwise_only(shard)  # unless te_fsdp.fully_shard and materialize have seen to it
+    keep_rowwise_only(shard)  # no effect if te_fsdp.fully_shard and materialize did so already
     known = _GatherMetadata(*now, row, one_scale, binding.weight_group, ranks > 1 and is_even)
     shard.__dict__[GATHERS] = known
     return known
@@ -305,7 +306,7 @@ def _customize_gather(
     mesh: DeviceMesh,
     orig_size: torch.Size,
 ) -> tuple[tuple[torch.Tensor, ...], _CustomGather]:
-    """Return the buffers that TE would gather, converted where FSDP2 cannot gather them directly."""
+    """Return the buffers that TE would gather, converted if FSDP2 cannot gather them directly."""
     ranks = mesh.size()
     if ranks == 1:
         nothing = torch.empty(0, dtype=torch.uint8, device=inputs[0].device)
@@ -314,7 +315,7 @@ def _customize_gather(
         inputs, packed = _pack_columns(shard, inputs, ranks)
         return inputs, _CustomGather(metadata, packed=packed)
     share_scale(shard, mesh, orig_size[0])
-    rows, padded = -(-orig_size[0] // ranks), []  # as many as the first rank has
+    rows, padded = -(-orig_size[0] // ranks), []  # the number of rows of the first rank
     for data in inputs:
         if data.shape[0] < rows:
             data = torch.cat([data, data.new_zeros((rows - data.shape[0], *data.shape[1:]))])
@@ -325,10 +326,10 @@ def _customize_gather(
 def _pack_columns(
     local: torch.Tensor, inputs: tuple[torch.Tensor, ...], ranks: int
 ) -> tuple[tuple[torch.Tensor, ...], _Packed]:
-    """Return packed tensors of the unpadded buffers that TE would gather of a shard (M, K / ranks)."""
+    """Return packed tensors of the unpadded buffers that TE would gather from a shard (M, K / ranks)."""
     rows, columns = local.shape
     known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
-    found = [known[i.data_ptr()] for i in inputs]  # views of buffers that begin where these begin
+    found = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
     buffers = []
     for component in found:
         whole = component.tensor.shape[1] * ranks
@@ -342,7 +343,7 @@ def _pack_columns(
 
 
 def _join_columns(outputs: tuple[torch.Tensor, ...], packed: _Packed) -> tuple[torch.Tensor, ...]:
-    """Return the buffers of the unsharded weight, new tensors, in TE's order and shapes."""
+    """Return the buffers of the unsharded weight as new tensors, in TE's order and shapes."""
     rows, columns = packed.shape
     ranks = outputs[0].numel() // (rows * columns)
     flats = bytes_of_ranks(outputs, (1, rows, columns), 2, ranks)[0]
@@ -352,7 +353,7 @@ def _join_columns(outputs: tuple[torch.Tensor, ...], packed: _Packed) -> tuple[t
         buffer = torch.zeros((shape[0], whole), dtype=found.dtype, device=flats.device)
         buffer[:, : ranks * shape[1]].view(shape[0], ranks, shape[1]).copy_(pieces.transpose(0, 1))
         buffers.append(buffer)
-    for output in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+    for output in outputs:  # FSDP2 would free them with the weight only, and allocates them again
         output.untyped_storage().resize_(0)
     return tuple(buffers)
 
@@ -373,12 +374,13 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             # FSDP2 must not free the shard's memory.
             buffers, own, inner = metadata.buffers, metadata.metadata, ()
             if metadata.rows:
-                # Rows at the end are a contiguous part of the gathered buffer, which FSDP2 frees itself.
+                # The padding is at the end, so the rows are a contiguous part of the gathered buffer, which FSDP2
+                # frees.
                 buffers = (all_gather_outputs[0][: metadata.rows],)
             elif metadata.packed is not None:
                 buffers = _join_columns(all_gather_outputs, metadata.packed)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
-        # What TE has taken off for backward lives until FSDP2 frees it, on the weight or not (fault 9).
+        # Buffers that TE has removed for backward stay allocated until FSDP2 frees them (bug 9).
         known: _GatherMetadata | None = self.__dict__.get(GATHERS)
         row = _te.format_of(self) if known is None else known.row
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
@@ -394,10 +396,10 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gather_missing_direction(module: nn.Module, binding: ModuleBinding) -> None:
-    """Complete gathered weights of which one direction is missing, before a module's forward inside a backward.
+    """Gather the missing direction of unsharded weights, before a module's forward is recomputed in backward.
 
-    Collective over ``dp_shard`` when one is missing, at most in a module's first such forward: one all-gather. Every
-    rank misses the same.
+    Collective over ``dp_shard`` if one is missing, at most in a module's first such forward: one all-gather. The same
+    direction is missing on every rank.
     """
     missing = []
     for name, parameter in module._parameters.items():

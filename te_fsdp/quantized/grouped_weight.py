@@ -1,12 +1,12 @@
 """A quantized weight that contains all experts of a layer.
 
 FSDP2 and optimizers see ``GroupedWeight`` as an ordinary TE quantized tensor: (experts, out, in), quantized and
-dequantized as a unit. Internally it is TE's ``GroupedTensor``: flat buffers of all experts. Each expert's quantized
-tensor is a view of them, with its own scale in per-tensor formats. FSDP2 shards the weight between experts if their
-number is divisible. An all-gather then concatenates the flat buffers of the shards, which is the layout of the
-unsharded ``GroupedTensor``. Otherwise FSDP2 shards every expert into full blocks of rows or columns, if there are
-enough, and their bytes are packed (:mod:`te_fsdp.quantized.components`). Otherwise the shards have different numbers of
-experts, or none. Blocks and scales are never split.
+dequantized as a unit. Internally it is TE's ``GroupedTensor``: flat buffers of all experts. Each expert's
+quantized tensor is a view of them, with its own scale in per-tensor formats. FSDP2 shards the weight between
+experts if their number is divisible. An all-gather then concatenates the flat buffers of the shards, which is
+the layout of the unsharded ``GroupedTensor``. Otherwise FSDP2 shards every expert into full blocks of rows or
+columns, if there are enough, and their bytes are packed (:mod:`te_fsdp.quantized.components`). Otherwise the
+shards have different numbers of experts, or none. Blocks and scales are never split.
 
 A contiguous (experts, out, in) tensor has the same bytes as TE's grouped tensor of it: the experts follow each
 other in flat buffers. Conversions copy nothing. FSDP2 frees and refills the memory of the gathered weight, and the
@@ -42,8 +42,9 @@ Piece: TypeAlias = tuple[torch.Size, torch.dtype]
 class GroupedGather(NamedTuple):
     """Metadata of an all-gather: names of the sent buffers, unsharded shape, and the packing.
 
-    ``pieces``: one flat tensor, for a shard axis of size 1. ``places``: the offsets of the buffers in packed tensors of
-    the shard's own shape. FSDP2 requires them for uneven shards, and for shards along a ``dim`` other than the first.
+    ``pieces``: one flat tensor, for a shard axis of size 1. ``places``: the offsets of the buffers in packed tensors
+    of the shard's own shape. FSDP2 requires them for uneven shards, and for shards along a ``dim`` other than the
+    first.
     """
 
     names: list[str]
@@ -80,7 +81,7 @@ class _GroupedWeightMixin:
     def quantize_(self, tensor: torch.Tensor, *, noop_flag: torch.Tensor | None = None) -> Any:
         """Quantize (experts, out, in) in place, each expert with its own scale.
 
-        Collective over the group that the quantizer is marked with, if it is: one reduction for each expert.
+        Collective over the quantizer's amax group if it has one: one reduction per expert.
         """
         if isinstance(tensor, _te.te().QuantizedTensor):
             tensor = tensor.dequantize()
@@ -90,7 +91,7 @@ class _GroupedWeightMixin:
         return self
 
     def mark_experts(self) -> None:
-        """Set the mark on the experts' quantizers: TE creates separate quantizers for some of them."""
+        """Set the amax group of the experts' quantizers. TE creates separate quantizers for some of them."""
         group = amax_group_name(self)  # type: ignore[bad-argument-type]
         if group is not None:
             for expert in self.experts:
@@ -99,7 +100,7 @@ class _GroupedWeightMixin:
     def derive_transposes(self) -> None:
         """Recompute the cached transposes of float8 weights from their bytes. Local operation."""
         for expert in self.experts:
-            _te.derive_transpose(expert)  # it lies in one buffer with those of the other experts
+            _te.derive_transpose(expert)  # all experts share one buffer
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the existing flat buffers by their names in ``GroupedTensor``."""
@@ -115,7 +116,7 @@ class _GroupedWeightMixin:
 
     def as_grouped(self) -> Any:
         """Return a separate ``GroupedTensor`` over the same buffers, for one forward and its backward."""
-        with torch.inference_mode(False):  # where a wrapper of outside cannot be detached
+        with torch.inference_mode(False):  # otherwise the wrapper created outside cannot be detached
             return self.grouped.detach()
 
     def detach(self) -> Any:
@@ -174,7 +175,7 @@ class _GroupedWeightMixin:
         module: nn.Module | None = None,
         mp_policy: Any = None,
     ) -> tuple[tuple[torch.Tensor, ...], GroupedGather]:
-        """The flat buffers as (experts, bytes of one), as many experts on each rank as on the first."""
+        """Return the flat buffers as (experts, bytes per expert), padded to the first rank's number of experts."""
         if module is not None:
             _fsdp2_patches.disable_flat_shards(module, self)  # type: ignore[arg-type]
         total, ranks, whole = outer_size[0], mesh.size(), tuple(outer_size)
@@ -187,7 +188,7 @@ class _GroupedWeightMixin:
         rows, like = -(-total // ranks), self
         if not self.experts:
             like = empty_experts((1, *outer_size[1:]), self._quantizer, self.dtype, self.device)
-        # NVFP4 keeps the amax with the weight: it is the second-level scale.
+        # NVFP4 stores the amax with the weight, as its second-level scale.
         has_amax = any("amax" in buffer.name for buffer in _te.format_of_quantizer(self._quantizer).buffers)
         inputs, names = [], []
         for name, buffer in _buffers(like.grouped):
@@ -216,7 +217,7 @@ class _GroupedWeightMixin:
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole weight over the gathered buffers; later gathers fill the same memory, and nothing is left to do."""
+        """Return the unsharded weight over the gathered buffers. Later all-gathers refill the same memory."""
         if metadata.places is not None:
             whole = self._unpacked(all_gather_outputs, metadata, metadata.places, param_dtype, out)
             return (whole, ()) if out is None else None
@@ -241,28 +242,24 @@ class _GroupedWeightMixin:
         if out is None:
             whole = empty_experts(metadata.shape, self._quantizer.copy(), dtype, self.device)
             whole.owns_buffers = True
-        else:  # what `release` has freed; whoever has saved it for backward sees it
+        else:  # refills memory that `release` has freed, which autograd may have saved for backward
             whole: Any = _torch.local_of(out)
             for _, buffer in _buffers(whole.grouped):
                 buffer.untyped_storage().resize_(buffer.nbytes)
-                buffer.zero_()  # the padding of scales
+                buffer.zero_()  # padding of scales
         if metadata.dim:
             _join_within(whole, self, outputs, places, metadata.dim)
         else:  # one expert after the other
             flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
             for name, value in zip(metadata.names, places.typed(flat), strict=True):
                 getattr(whole.grouped, name).copy_(value[: metadata.shape[0]].reshape(-1))
-        for output in outputs:  # FSDP2 would free them with the weight only, and allocates them anew
+        for output in outputs:  # FSDP2 would free them with the weight only, and allocates them again
             output.untyped_storage().resize_(0)
         return whole
 
 
 def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None) -> torch.Tensor:
-    """Quantize (experts, out, in), maybe without experts, into a new ``GroupedWeight``.
-
-    Collective for formats with one scale per tensor over ``group_name``, the ranks that hold pieces of the same
-    experts (``None``: this one holds them whole): one reduction for each expert.
-    """
+    """Quantize (experts, out, in), possibly without experts, into a new ``GroupedWeight``."""
     own = _te.persistent_quantizer_of(quantizer)
     new: Any = empty_experts(tuple(value.shape), own, value.dtype, value.device)
     set_amax_group(new, group_name)
@@ -272,7 +269,7 @@ def quantize_experts(value: torch.Tensor, quantizer: Any, group_name: str | None
 
 
 def empty_experts(shape: Sequence[int], quantizer: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """A ``GroupedWeight`` with zeroed buffers. Local operation."""
+    """Return a ``GroupedWeight`` with zeroed buffers. Local operation."""
     grouped, experts = None, []
     if shape[0]:
         grouped = _te.te().tensor.GroupedTensor.make_grouped_tensor_with_shapes(
@@ -291,7 +288,7 @@ def empty_experts(shape: Sequence[int], quantizer: Any, dtype: torch.dtype, devi
 def _adopt(grouped: Any) -> Any:
     """Return a ``GroupedWeight`` over the buffers of a quantized ``GroupedTensor`` created by TE."""
     own = grouped.detach()
-    own.quantizer = own.quantizer.copy()  # the module sets up its own anew
+    own.quantizer = own.quantizer.copy()  # the module reconfigures its own quantizer
     experts = own.split_into_quantized_tensors()
     return _make(own, experts, tuple(own.shape), own.dtype, own.device, own.quantizer)
 
@@ -402,11 +399,11 @@ def grouped_shard_dim(
     counts: Collection[int] = (),
     fits: Callable[[int], bool] = lambda dim: True,
 ) -> int:
-    """The dim along which ``ranks`` of FSDP2 shall cut a tensor of all experts, so that every rank gets as much.
+    """Return the dim along which FSDP2 must shard a tensor of all experts over ``ranks``, for equal shards.
 
-    0 where the experts divide, else the first dim that does; 0, with uneven or empty shards, if none does. The shape is
-    tp-local (experts, out, in) or (experts, out); ``counts``: how many experts the ranks of ``ep`` hold, which all cut
-    along one dim; ``fits``: whether an expert may be cut along a dim that divides.
+    It is 0 if the number of experts is divisible, else the first divisible dim, else 0 with uneven or empty shards.
+    The shape is tp-local (experts, out, in) or (experts, out). ``counts`` are the numbers of experts of the ``ep``
+    ranks, which all shard along one dim. ``fits`` returns whether an expert may be sharded along a divisible dim.
     """
     if all(count % ranks == 0 for count in counts or shape[:1]):
         return 0
@@ -430,14 +427,14 @@ def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Te
 
 
 def _flat_buffer(pieces: tuple[Piece, ...]) -> PackedLayout:
-    # Kernels and vectorised copies want aligned buffers: to 256 bytes, as torch's CUDA allocator within a block.
+    # Align buffers to 256 bytes for kernels and vectorized copies, as torch's CUDA allocator does within a block.
     return PackedLayout(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), 256)
 
 
 def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
-    """The buffers that are sent of a shard cut within its experts, with the component that each is of the first expert.
+    """Return the buffers sent of a shard along a dim of its experts, with their components of the first expert.
 
-    What is no component can be made anew from those that are.
+    Buffers without a component can be recomputed from the others.
     """
     first: dict[int, str] = {}
     for name, buffer in _buffers(grouped):
@@ -449,7 +446,7 @@ def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
 def _join_within(
     whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places: BufferLocations, dim: int
 ) -> None:
-    """Fill the buffers of a gathered weight with zeroed padding, of which shards are parts along ``dim``, 1 or 2."""
+    """Fill the buffers of an unsharded weight (with zeroed padding) from shards along ``dim`` 1 or 2."""
     experts, ranks = shard.shape[0], whole.shape[dim] // shard.shape[dim]
     flat = bytes_of_ranks(outputs, shard.shape, dim, ranks)
     parts = _sent_within(shard.grouped, shard.experts[0])
@@ -462,7 +459,7 @@ def _join_within(
         strides = (target.numel() // experts, *into.stride())
         stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())
         if part.block is None:
-            stack.copy_(source[:, 0])  # one value of the whole weight, the same on all ranks
+            stack.copy_(source[:, 0])  # one value of the unsharded weight, identical on all ranks
         else:
             stack.unflatten(dim, (ranks, one.shape[dim - 1])).copy_(source.movedim(1, dim))
     whole.derive_transposes()

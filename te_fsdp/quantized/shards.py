@@ -1,23 +1,23 @@
-"""Shards of quantized weights: one scale for one weight, and the way through FSDP2's ``fully_shard``.
+"""Shards of quantized weights: a common scale, and the path through FSDP2's ``fully_shard``.
 
-Every way to write into a quantized weight asks the tensor for its reduction group (TE 2.20.2
-``update_quantized`` of the per-tensor quantizers): initialisation, the optimizer's requantization, loading
-from high precision, ``copy_`` and ``quantize_`` by the user. te_fsdp marks the weights of bound modules with
-the weight mesh's group, and the mark sticks (:mod:`te_fsdp.quantized.amax`).
+Every write to a quantized weight reads the tensor's amax group (TE 2.20.2 ``update_quantized`` of per-tensor
+quantizers): initialization, requantization by the optimizer, loading from high precision, and ``copy_`` or
+``quantize_`` by the user. te_fsdp sets the weight mesh's group on weights of bound modules in a persistent way
+(:mod:`te_fsdp.quantized.amax`).
 
-Delayed scaling: a weight's quantizer reads the module's scale and writes the module's amax history, always. TE makes a
-new history when the length changes, as it does in the first forward if ``te.autocast`` has another
-``amax_history_len`` than ``quantized_model_init`` had. It tells the weights of the module, but not FSDP2's shards,
-which go on with the old history: their scale stays as it was, and weights that grow are cut off at the format's
-largest value, in silence (TE 2.20.2 ``adjust_amax_history_length``). So the shards are remembered, and told too.
+Delayed scaling: a weight's quantizer reads the module's scale and writes the module's amax history. TE creates a new
+history when its length changes. This happens in the first forward if ``amax_history_len`` of ``te.autocast`` differs
+from that of ``quantized_model_init``. TE updates the module's weights but not FSDP2's shards, which keep the previous
+history. Their scale would stay constant, and growing weights would be clipped silently at the format's maximum (TE
+2.20.2 ``adjust_amax_history_length``). So te_fsdp stores the shards and updates them as well.
 
-FSDP2 splits parameters with tensor operations for which TE's block formats have no quantized answer:
-float8-block and NVFP4 weights come out dequantized, MXFP8 ones raise or dequantize (TE 2.20.2). te_fsdp hands
-FSDP2 the high-precision values instead, quantizes each shard afterwards, and copies the whole weight's bytes into it.
+FSDP2 shards parameters with tensor operations that TE's block formats do not support. Float8-block and NVFP4 weights
+are dequantized, MXFP8 weights raise or are dequantized (TE 2.20.2). te_fsdp passes high-precision values to FSDP2
+instead. Then it quantizes each shard and copies the unsharded weight's data into it.
 
-The weight mesh must be the one that cuts the weight: FSDP2's shard axis times tp, no replicas, nothing left out.
-``set_device_mesh`` cannot know what FSDP2 will do. So the mesh is looked at when FSDP2 installs the first quantized
-shard of a module, at the latest before its first gather, and the ranks agree on what they see: all raise, or none.
+The weight mesh must be the mesh that shards the weight: FSDP2's shard axis times tp, without replicas.
+``set_device_mesh`` runs before FSDP2. So the mesh is checked when FSDP2 installs the first quantized shard of a
+module, or before its first all-gather. The ranks exchange the result: all raise, or none.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor
 if TYPE_CHECKING:
     from torch import nn
 
-#: A parameter by its owner's id and its name there.
+#: (id of the owner, name of the parameter in it)
 Key: TypeAlias = tuple[int, str]
 
 
 class StashedWeight(NamedTuple):
-    """A quantized weight on its way through ``fully_shard``: tp-local, its bytes are those of the shards.
+    """An unsharded (tp-local) quantized weight during ``fully_shard``. Its data is copied to the shards.
 
     Attributes:
-        places: Modules that it is registered at, each with its name there: several if it is tied.
+        places: Modules at which it is registered, each with the name; several if it is tied.
     """
 
     places: list[tuple[nn.Module, str]]
@@ -61,7 +61,7 @@ class StashedWeight(NamedTuple):
 def stash_quantized(model: nn.Module) -> list[StashedWeight]:
     """Replace quantized weights on the device by their high-precision values. Local operation.
 
-    Tied weights stay tied: one replacement takes all places of a weight.
+    Tied weights stay tied: one replacement is registered at all places of a weight.
     """
     stashed: dict[int, StashedWeight] = {}
     replacements: dict[int, nn.Parameter] = {}
@@ -73,7 +73,7 @@ def stash_quantized(model: nn.Module) -> list[StashedWeight]:
         if key not in stashed:
             kept = _te.high_precision_value(local)
             value = local.dequantize() if kept is None else kept.to(local.device)
-            # With the parameter itself, whose id is not given to another object then.
+            # Keep the parameter itself, so that its id is not reused.
             stashed[key] = StashedWeight([], parameter, local, _te.quantizer_of(local).copy())
             replacements[key] = replace_local_tensor(parameter, value)
         stashed[key].places.append((module, name))
@@ -83,7 +83,7 @@ def stash_quantized(model: nn.Module) -> list[StashedWeight]:
 
 
 def restore_quantized(stashed: list[StashedWeight]) -> None:
-    """Quantize the shards of stashed weights: each is its part of the whole weight, to the byte.
+    """Quantize the shards of stashed weights. Each one equals its part of the unsharded weight bit for bit.
 
     Collective over the weight mesh for formats with one scale per tensor.
     """
@@ -113,9 +113,9 @@ def _copy_bytes(
 ) -> None:
     """Overwrite a new shard with its rows of the tp-local weight. Local operation.
 
-    Quantizing dequantized values gives the same values, but not always the same bytes: MXFP8 rounds the amax of a
-    block up to a power of two, and the dequantized amax may lie below one that the original exceeded; its columnwise
-    bytes come from the original values, not from the rowwise ones.
+    Quantizing dequantized values gives the same values but not always the same data. MXFP8 rounds the amax of a
+    block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
+    columnwise data come from the original values, not from the rowwise data.
     """
     mesh = parameter.device_mesh  # type: ignore[missing-attribute]
     name = item.places[0][1]
@@ -130,7 +130,7 @@ def _copy_bytes(
         return
     weight: Any = local
     experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
-    if dim == 0:  # whole experts
+    if dim == 0:  # complete experts
         experts, dim, low = experts[low:high], 1, 0
     for one, whole in zip(weight.experts, experts, strict=True):
         _copy_part(one, whole, dim - 1, low, label)
@@ -138,13 +138,13 @@ def _copy_bytes(
 
 
 def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, label: str) -> None:
-    """Overwrite a shard with its bytes of ``whole``, from ``low`` on along ``dim``."""
+    """Overwrite a shard with its data of ``whole``, starting at ``low`` along ``dim``."""
     row = _te.format_of(local)
     if row is None or not row.buffers:
         return  # hybrids: no table of their buffers
     shape, zeros = tuple(local.shape), (0,) * local.ndim
     if not local.numel():
-        return  # an empty shard has no bytes; its scale came with its quantization
+        return  # An empty shard has no data. Its scale was set by its quantization.
     box = Box((*zeros[:dim], low, *zeros[dim + 1 :]), zeros, shape)
     sources = {component.name: component for component in components_of(whole, label)}
     for target in components_of(local, label):
@@ -159,14 +159,14 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, lab
 def attach_amax_group(local: torch.Tensor, binding: ModuleBinding) -> None:
     """Set the group over which quantizations of a local shard reduce the amax.
 
-    Local operation. Nothing to do for formats whose scales are local to a block. Without a weight mesh nothing cuts
-    the weight, and a group that TE has put there is dropped.
+    Local operation that does nothing for formats with block scales only. Without a weight mesh the weight is not
+    sharded, and a group set by TE is removed.
     """
     if _te.is_grouped(local):
         set_amax_group(local, _experts_group(binding))
         return
     if has_amax_group(local, binding.weight_group):
-        return  # what every gather after the first finds
+        return  # the case in every all-gather after the first
     if not _te.is_quantized(local):
         return
     patch_clone_of_scales(local)
@@ -175,12 +175,10 @@ def attach_amax_group(local: torch.Tensor, binding: ModuleBinding) -> None:
 
 
 def quantize_shard(value: torch.Tensor, quantizer: Any, binding: ModuleBinding) -> torch.Tensor:
-    """Quantize one rank's shard with the scale of the whole weight.
+    """Quantize one rank's shard with the scale of the unsharded weight.
 
-    Collective (max all-reduce of one or two floats) over the weight mesh for formats with one scale per
-    tensor, local for the others.
-
-    The quantizer is left without a group afterwards.
+    Collective (max all-reduce of one or two floats) over the weight mesh for formats with one scale per tensor,
+    local for others. The quantizer has no group afterwards.
     """
     if value.dim() == 3:
         return quantize_experts(value, quantizer, _experts_group(binding))
@@ -208,13 +206,13 @@ def _experts_group(binding: ModuleBinding) -> str | None:
 
 
 def requantize(local: torch.Tensor, binding: ModuleBinding) -> None:
-    """Give a weight that TE quantized rank by rank the scale of the whole weight, in place.
+    """Requantize a weight that TE quantized on each rank separately, with the scale of the unsharded weight.
 
-    Uses the value from before quantization where TE kept it, the dequantized bytes otherwise. Collective over
-    the weight mesh for per-tensor formats; nothing to do for the others, whose scales are local to a block.
+    It uses the value before quantization if TE has kept it, else the dequantized data. Collective over the
+    weight mesh for per-tensor formats. Formats with block scales are not changed.
     """
     patch_clone_of_scales(local)
-    if _te.has_delayed_scale(local):  # every rank has quantized with the same scale
+    if _te.has_delayed_scale(local):  # every rank has used the same scale
         attach_amax_group(local, binding)
         reduce_newest_amax([local])
         return
@@ -227,7 +225,7 @@ def requantize(local: torch.Tensor, binding: ModuleBinding) -> None:
         local.quantize_(value)  # type: ignore[operator]
 
 
-def quantize_whole(
+def quantize_with_shared_scale(
     module: nn.Module,
     name: str,
     local: torch.Tensor,
@@ -235,14 +233,14 @@ def quantize_whole(
     *,
     keep_delayed_scale: bool = False,
 ) -> None:
-    """Write a value into a quantized parameter, with the scale that the whole weight has.
+    """Write a value to a quantized parameter, with the scale of the unsharded weight.
 
-    Collective over the ranks that hold pieces of the weight (maximum of one or two floats) for formats with one scale
-    per tensor. The value is float32, of the shape of ``local``. ``keep_delayed_scale``: use delayed scaling's scale
-    that is there, instead of the one of this value.
+    Collective over the ranks that shard the weight (maximum of one or two floats) for formats with one scale per
+    tensor. The value is float32 with the shape of ``local``. ``keep_delayed_scale`` uses delayed scaling's present
+    scale instead of computing one from this value.
     """
     binding = binding_of(module)
-    if _te.is_grouped(local):  # every expert has a scale of its own
+    if _te.is_grouped(local):  # every expert has its own scale
         if binding is not None:
             attach_amax_group(local, binding)
         local.quantize_(value)  # type: ignore[operator]
@@ -273,12 +271,12 @@ def _group_of_whole(parameter: torch.Tensor | None, binding: ModuleBinding | Non
         return None
     mesh = parameter.device_mesh
     cuts = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
-    assert len(cuts) <= 1, "tp without a weight mesh is refused when the model is bound"
+    assert len(cuts) <= 1, "binding a model rejects tp without a weight mesh"
     return mesh.get_group(cuts[0]) if cuts else None
 
 
 def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> None:
-    """Point the quantizers of a module's weights, gathered and not, at its scale and history. Local operation."""
+    """Set the quantizers of a module's weights, sharded and unsharded, to its scale and history. Local operation."""
     tensors = [(n, _torch.local_of(p)) for n, p in module._parameters.items() if p is not None]
     tensors += [(n, local) for n, ref in binding.fsdp.shards.items() if (local := ref()) is not None]
     for name, local in tensors:
@@ -287,38 +285,37 @@ def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> N
             continue
         quantizer = _te.quantizer_of(local)
         quantizer.scale, quantizer.amax = live.scale, live.amax
-        attach_amax_group(local, binding)  # TE may have put another quantizer there
+        attach_amax_group(local, binding)  # TE may have set a different quantizer
 
 
 # ---------------------------------------------------------------------------------- which ranks hold the pieces
 
 
 def register_shard(binding: ModuleBinding, module: nn.Module, name: str, parameter: DTensor) -> None:
-    """Take note of a parameter that FSDP2 has cut and that is, or will be, quantized.
+    """Register a sharded parameter that is, or will be, quantized.
 
-    Without tensor parallelism FSDP2's shard axis is the whole weight mesh, and is taken as such where none was given.
-    Collective over the mesh of the parameter, once per module: one max all-reduce of an integer per axis.
+    Without tp, FSDP2's shard axis is the weight mesh. It is used if no weight mesh was given. Collective over
+    the mesh of the parameter, once per module: one max all-reduce of an integer per axis.
 
     Raises:
-        MeshError: On all ranks, if on any of them the weight mesh does not consist of the ranks that hold this
-            weight's pieces.
+        MeshError: On some rank, the weight mesh does not consist of the ranks that shard this weight. All ranks raise.
     """
     if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.ep.is_cut_within:
-        return  # every expert lies whole on one rank
+        return  # every expert is unsharded on one rank
     if binding.amax.agreed or not _has_one_scale(_torch.local_of(parameter), module, name):
         return
     mesh, axes = parameter.device_mesh, _fsdp_axes(binding, name, parameter)
     without_tp = binding.tp_mesh is None or binding.tp_mesh.size() == 1
     if binding.weight_mesh is None and without_tp and axes and mesh.size(axes[0]) > 1:
-        # FSDP2 asks for names on 2-D meshes.
+        # FSDP2 requires axis names on 2-D meshes.
         binding.weight_mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[axes[0]]]  # type: ignore[unsupported-operation]
-    _agree(binding, name, parameter)
+    _check_on_all_ranks(binding, name, parameter)
 
 
-def agree_on_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Tensor) -> None:
-    """The same before a gather of a module's weight, for shards that came to the module by another way.
+def check_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Tensor) -> None:
+    """Run the check of :func:`register_shard` before an all-gather, for shards that were set in a different way.
 
-    Also remembers a shard of delayed scaling while its module holds it: in forward that holds the gathered weight.
+    It also stores a shard of delayed scaling, because the module has the unsharded weight in forward.
     """
     is_delayed = _te.has_delayed_scale(local)
     if binding.amax.agreed and not is_delayed:
@@ -330,26 +327,32 @@ def agree_on_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch
             binding.fsdp.shards[name] = weakref.ref(local)
         is_open = isinstance(parameter, DTensor) and not binding.amax.agreed
         if is_open and _has_one_scale(local, module, name):
-            _agree(binding, name, parameter)
+            _check_on_all_ranks(binding, name, parameter)
 
 
-def _agree(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
-    """Raise on all ranks if on any the weight mesh contradicts the parameter's own mesh. Collective over that."""
+def _check_on_all_ranks(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
+    """Raise on all ranks if the weight mesh of any rank contradicts the parameter's mesh.
+
+    Collective over that mesh.
+    """
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert at is not None
-    # What cuts the weight: FSDP2's shard axis, and tp, which is the last axis of a bound parameter.
+    # The weight is sharded by FSDP2's shard axis, and by tp, the last axis of a bound parameter.
     axes = [*_fsdp_axes(binding, name, parameter), *([mesh.ndim - 1] if binding.tp_mesh is not None else [])]
     index = tuple(slice(None) if axis in axes else at[axis] for axis in range(mesh.ndim))
     want = sorted(mesh.mesh[index].flatten().tolist())
     own = binding.weight_mesh
     have = [dist.get_rank()] if own is None else sorted(own.mesh.flatten().tolist())
     if on_any_rank(have != want, mesh):
-        expected, why = "on every rank the ranks that hold pieces of the weight", ""
-        got = "others on another rank"
+        expected, why = "the ranks that shard the weight, on every rank", ""
+        got = "different ranks on some rank"
         if have != want:
-            expected = f"ranks {want}, the {len(want)} that hold pieces of it (FSDP shard x tp)"
+            expected = f"ranks {want}, the {len(want)} ranks that shard it (FSDP shard x tp)"
             got = "None" if own is None else f"ranks {have}"
-            why = "Pieces of one weight would be quantized with different scales, or scales of other weights mixed in"
+            why = (
+                "Shards of one weight would be quantized with different scales, or with the scale of a "
+                "different weight"
+            )
         raise MeshError(
             f"{binding.label(name)}: weight_mesh of a weight with one scale per tensor",
             expected=expected,
@@ -361,7 +364,7 @@ def _agree(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
 
 
 def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:
-    """Whether a weight has, or on meta will have, one scale, of which ranks hold pieces together."""
+    """Return whether a weight has, or on meta will have, one scale for shards on several ranks."""
     quantizer = _te.weight_quantizer(module, name) if local.is_meta else _te.quantizer_of(local)
     return quantizer is not None and bool(_te.one_scale_quantizers(quantizer))
 

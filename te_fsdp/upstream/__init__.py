@@ -1,1 +1,1 @@
-"""Private names of torch and TransformerEngine, and patches of both. No other file uses any."""
+"""Private names of torch and TransformerEngine, with the patches of both. No other file uses private names."""

@@ -1,21 +1,22 @@
-"""FSDP2's gathers as copies: each rank reads the others' shards, piece by piece, into its gathered weights' memory.
+"""Copy engine all-gathers of FSDP2 units: each rank copies the other ranks' shards into its unsharded weights.
 
-In place of one all-gather into a buffer and a copy out of it (``FSDPParamGroup.unshard``, ``wait_for_unshard``):
+This replaces an all-gather into a buffer and the copy out of it (``FSDPParamGroup.unshard``, ``wait_for_unshard``):
 
-    every rank   shards that lie in memory which the others read: nothing; all others are copied there   (on the gather
-    all ranks    a barrier                                                                                stream)
-    every rank   one contiguous copy for each rank and tensor, into the very memory that kernels read; small ones by
-                 one kernel
-    all ranks    a barrier: nobody reads any more, shards may be written again
+    every rank   copies shards into shared memory unless they are stored there already     (on the all-gather
+    stream)
+    all ranks    barrier
+    every rank   copies each rank's part of each tensor into the memory that kernels read; one kernel copies all
+                 small parts
+    all ranks    barrier: no rank reads any more, so shards may be written again
 
-What the last units of a forward have gathered is there when their backward begins, unless an optimizer has stepped.
+The weights of a forward's last units are still unsharded when their backward starts, unless an optimizer has stepped.
 
-The gathered weights' memory stays FSDP2's: storages that are given memory before a gather and lose it when the unit is
-released, while tensors that autograd has saved follow them. It is taken from the gather stream's part of the allocator,
-so that a gather need not wait for what is computed meanwhile. It goes back when that stream waits for all that has read
-it; after a forward that is one unit later, else the next gather would wait for this unit's forward.
+FSDP2 keeps managing the memory of unsharded weights. It resizes storages before an all-gather and after the unit is
+released, and tensors saved by autograd refer to these storages. The memory belongs to the all-gather stream, so that
+an all-gather need not wait for concurrent computation. It is released once this stream waits for all readers. After a
+forward this is one unit later, because the next all-gather would otherwise wait for this unit's forward.
 
-Private names of FSDP2, checked on torch 2.11 to 2.15. The replacements are installed by ``upstream/fsdp2_patches.py``.
+Private names of FSDP2, checked with torch 2.11 to 2.15. ``upstream/fsdp2_patches.py`` installs the replacements.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import torch
 
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
-from te_fsdp.upstream.fsdp2_settled import ask_hook, takes_all
+from te_fsdp.upstream.fsdp2_settled import call_all_gather_hook, takes_all
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, owners_of
 from te_fsdp.upstream.torch_dtensor import copy_all_, local_of
 
-#: Each piece begins at a multiple of so many bytes: vectorised copies and kernels want aligned addresses.
+#: Alignment of each part in bytes, required by vectorized copies and kernels.
 ALIGNMENT = 256
-#: Bytes of a piece that is copied with others by one kernel: to begin a copy of its own takes the host longer.
+#: Parts below this size in bytes are copied together by one kernel, because the launch of a copy takes longer.
 SMALL = 1 << 16
 
 
 class Memory(Protocol):
-    """What the ranks read of each other (:class:`te_fsdp.peer_memory.PeerMemory`)."""
+    """Memory that the ranks read of each other (:class:`te_fsdp.peer_memory.PeerMemory`)."""
 
     parts: list[torch.Tensor]
     own: torch.Tensor
@@ -47,7 +48,7 @@ class Memory(Protocol):
 
 
 class _SharedLocation(NamedTuple):
-    """Where the tensors that are sent of a shard lie in memory that the others read, one after the other."""
+    """Location of a shard's tensors in shared memory, one after the other."""
 
     memory: Memory
     offset: int
@@ -55,41 +56,44 @@ class _SharedLocation(NamedTuple):
 
     @property
     def addresses(self) -> list[int]:
-        """Of the tensors."""
-        rooms = itertools.accumulate(
+        """Return the addresses of the tensors."""
+        starts = itertools.accumulate(
             map(_aligned, self.sizes), initial=self.memory.own.data_ptr() + self.offset
         )
-        return [*rooms][:-1]
+        return [*starts][:-1]
 
 
 class _PendingCopy(NamedTuple):
-    """A gather under way: what FSDP2 looks for in an ``AllGatherResult`` of its own."""
+    """A pending all-gather, with the fields that FSDP2 reads of an ``AllGatherResult``."""
 
     all_gather_event: Any
     all_gather_work: None = None
 
 
-#: Targets and sources of copies, uint8.
+#: (target, source) of copies, uint8.
 _Pairs: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 class _Gather(NamedTuple):
-    """What a group's gather copies: the next one the same, if nothing has changed."""
+    """Cached copy plan of a group's all-gather, reused as long as nothing changes."""
 
-    #: What the rest depends on, of each record: the offset in the memory for what is copied first (None: it lies where
-    #: the others read), sizes and dtypes of the tensors that are sent.
+    #: Inputs of the plan for each record: the offset in shared memory for tensors that are copied there first (None if
+    #: stored there), sizes and dtypes of the tensors.
     keys: list[tuple[Any, ...]]
     outputs: list[list[torch.Tensor]]  #: FSDP2's lists of gathered tensors
-    own: list[list[torch.Tensor]]  #: Where this rank's tensors lie, or are copied to
-    seen: list[list[tuple[torch.Tensor, int]]]  #: What was sent, with addresses, if all of it lay there
-    storages: list[tuple[torch.UntypedStorage, int]]  #: Gathered weights' memory, and how many bytes it needs
-    copies: _Pairs  #: Of the other ranks' shards
-    local: _Pairs  #: Of this rank's
-    small: tuple[list[torch.Tensor], list[torch.Tensor]]  #: Targets, and sources, of all ranks' small pieces
-    joins: list[tuple[Any, list[torch.Tensor]]]  #: Records whose gathered tensors are put together of parts
+    own: list[list[torch.Tensor]]  #: This rank's tensors, or their copies in shared memory
+    #: Tensors with addresses, if all of them are stored in shared memory
+    seen: list[list[tuple[torch.Tensor, int]]]
+    #: Storages of unsharded weights, with their sizes in bytes
+    storages: list[tuple[torch.UntypedStorage, int]]
+    copies: _Pairs  #: Copies from other ranks
+    local: _Pairs  #: Copies of this rank's shards
+    #: Targets and sources of the small parts of all ranks
+    small: tuple[list[torch.Tensor], list[torch.Tensor]]
+    joins: list[tuple[Any, list[torch.Tensor]]]  #: Records whose gathered tensors are concatenated from parts
 
     def is_same(self, records: list[Any], sent: list[list[torch.Tensor]]) -> bool:
-        """Whether a gather of these tensors copies the same, and nothing first. Asked in every gather."""
+        """Return whether the plan applies to these tensors without staging. Every all-gather calls it."""
         if len(records) != len(self.seen):
             return False
         for record, outputs, tensors, seen in zip(records, self.outputs, sent, self.seen, strict=True):
@@ -102,21 +106,22 @@ class _Gather(NamedTuple):
 
 
 class _ReleasedUnit(NamedTuple):
-    """What a released group has gathered, until somebody else takes the memory."""
+    """Gathered weights of a released group, until another all-gather uses the memory."""
 
-    storages: list[torch.UntypedStorage]  #: The memory
-    event: Any  #: When nobody computes with it any longer
-    is_kept: bool  #: Whether it holds what the next backward would gather
+    storages: list[torch.UntypedStorage]  #: Their memory
+    event: Any  #: Event after which no kernel reads it
+    is_kept: bool  #: Whether it contains the weights for the next backward
 
 
 class CopyEngineGathers:
-    """Gathers of a model's units whose shards lie on the same ranks.
+    """Copy engine all-gathers of a model's units with shards on the same ranks.
 
     Attributes:
-        meeting: Memory whose barrier all gathers use.
-        make: Bytes -> memory that the ranks share. Collective over them; waits for the device.
-        sent_of: Attributes of a quantized shard that are sent, of even ones as they lie; none where these change.
-        staged: How many bytes the gathers so far have copied on their way out of shards.
+        meeting: Memory whose barrier all all-gathers use.
+        make: Allocates shared memory of the given size in bytes. Collective over the ranks; waits for the device.
+        sent_of: Returns the attributes of an evenly sharded quantized weight that are sent unchanged; empty if these
+            vary.
+        staged: Number of bytes that were copied into shared memory.
     """
 
     def __init__(
@@ -127,30 +132,32 @@ class CopyEngineGathers:
         self._rank = next(rank for rank, part in enumerate(meeting.parts) if part is meeting.own)
         self._staging: Memory | None = None
         self._homes: dict[int, _SharedLocation] = {}
-        self._gathers: dict[int, _Gather] = {}  # of each group: the last one
-        self._read: dict[int, Any] = {}  # of each group: the event after which nobody reads its shards
-        self._last: Any = None  # that of the last gather
+        self._gathers: dict[int, _Gather] = {}  # of each group: its latest plan
+        self._read: dict[int, Any] = {}  # of each group: the event after which no rank reads its shards
+        self._last: Any = None  # event of the latest all-gather
         self._held: dict[int, _ReleasedUnit] = {}
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of this rank that the others read, which torch's allocator does not count."""
+        """Return the shared memory of this rank in bytes, which torch's allocator does not count."""
         memories = {id(home.memory): home.memory for home in self._homes.values()}
         return sum(m.own.numel() for m in (self.meeting, self._staging, *memories.values()) if m is not None)
 
     def install(self, unit: torch.nn.Module) -> None:
-        """Gather a unit in this way from now on. Local operation."""
+        """All-gather a unit by copies from now on. Local operation."""
         for group in fsdp_parameter_groups(unit):
             set_gather_methods(group, self)
 
     # --- shards
 
-    def take_in(self, units: Iterable[torch.nn.Module], alias: Callable[..., torch.Tensor]) -> None:
-        """Move shards that are sent as they lie into memory that the others read. Collective over the ranks.
+    def move_to_shared_memory(
+        self, units: Iterable[torch.nn.Module], alias: Callable[..., torch.Tensor]
+    ) -> None:
+        """Move shards that are sent unchanged into shared memory. Collective over the ranks.
 
         The parameters stay the same objects. Shards that are cast on their way, quantized ones whose buffers are put
-        together or padded first, and those on meta stay where they are, as do those that another call has moved and
-        nobody has moved away. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
+        together or padded first, and those on meta stay where they are, and so do those that an earlier call has
+        moved. ``alias`` is :func:`te_fsdp.peer_memory.alias`.
         """
         records = [m for u in units for group in fsdp_parameter_groups(u) for m in group.fsdp_params]
         found = [(managed, tensors) for managed in records if (tensors := self._outside(managed))]
@@ -172,53 +179,59 @@ class CopyEngineGathers:
                 local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
 
     def _outside(self, managed: Any) -> dict[str, torch.Tensor]:
-        """What is sent of a shard as it lies, by name (empty: FSDP2's own), if it lies where others cannot read it."""
+        """Return a shard's tensors that are sent unchanged but are not in shared memory, by name.
+
+        The name of FSDP2's own flat tensor is empty.
+        """
         owner, name = owners_of(managed)[0]
         local, dim = local_of(getattr(owner, name)), managed.fsdp_placement.dim
         if local.is_meta:
             return {}
-        managed.reset_sharded_param()  # FSDP2 has not looked since the parameter was initialised
+        managed.reset_sharded_param()  # FSDP2 has not re-read the parameter since its initialization
         if not has_all_gather_hooks(local):
             data = managed._sharded_param_data
             found = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
             found = {each: getattr(local, each) for each in self.sent_of(local)}
-        else:  # the hooks make new tensors of it
+        else:  # the hooks create new tensors
             found = {}
         if not all(each is not None and each.numel() and each.is_contiguous() for each in found.values()):
             return {}
         home = self._homes.get(id(managed))
-        lies_there = home is not None and [each.data_ptr() for each in found.values()] == home.addresses
-        return {} if lies_there else found
+        is_shared = home is not None and [each.data_ptr() for each in found.values()] == home.addresses
+        return {} if is_shared else found
 
     # --- what FSDP2 calls
 
     def unshard(self, group: Any, stock: Callable[[bool], None], async_op: bool = False) -> None:
-        """``FSDPParamGroup.unshard``. Collective over the ranks; a gather by hand holds up the current stream."""
+        """Replace ``FSDPParamGroup.unshard``. Collective over the ranks.
+
+        A call by the user blocks the current stream.
+        """
         if group._all_gather_result is not None or group.is_unsharded:
             return
         phase, device = group._training_state.name, group.device_handle
         if phase == "PRE_BACKWARD" and not group.unshard_in_backward:
             return
         held = self._held.pop(id(group), None)
-        if type(group._all_gather_comm).__name__ != "DefaultAllGather":  # what a user has set since
+        if type(group._all_gather_comm).__name__ != "DefaultAllGather":  # set by the user meanwhile
             stock(async_op)
             return
-        if held is not None and phase == "PRE_BACKWARD" and self._is_there(group, held):
+        if held is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, held):
             with torch.no_grad():
                 for managed in group.fsdp_params:
-                    _inputs(managed)  # hooks want to be asked before they are given what was gathered
+                    _inputs(managed)  # hooks must run before they receive the gathered tensors
             group._all_gather_result = _PendingCopy(None)
             return
         in_pass = phase in ("FORWARD", "PRE_BACKWARD")
-        # By hand a user may write to shards right afterwards: then what the current stream does next comes later.
+        # After an explicit call the user may write to shards. Work on the current stream must therefore wait.
         stream = group.comm_ctx.all_gather_stream if in_pass else device.current_stream()
-        # What torch.profiler.record_function shows of it would cost more than the rest of this line without a profiler.
+        # torch.profiler.record_function would cost more than the rest of this line without a profiler.
         shown = torch._C._profiler._RecordFunctionFast(group._with_fqn("FSDP::all_gather"))
         with shown, torch.no_grad(), device.stream(stream):
-            _wait(stream, self._last)  # the gather before may have been on another stream
+            _wait(stream, self._last)  # the previous all-gather may have used a different stream
             _wait(stream, held and held.event)
-            del held  # not before: other buffers may take the memory's place
+            del held  # not earlier, because other buffers could reuse the memory
             gather = self._lay_out(group)
             self.meeting.barrier()
             self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
@@ -230,7 +243,7 @@ class CopyEngineGathers:
         group._all_gather_result = _PendingCopy(copied)
 
     def wait_for_unshard(self, group: Any, stock: Callable[[], None]) -> None:
-        """``FSDPParamGroup.wait_for_unshard``. Local operation."""
+        """Replace ``FSDPParamGroup.wait_for_unshard``. Local operation."""
         if not isinstance(group._all_gather_result, _PendingCopy):
             stock()
             return
@@ -242,21 +255,21 @@ class CopyEngineGathers:
                 managed.init_unsharded_param()
         group._to_unsharded()
         group._all_gather_result = None
-        # What is kept from forward is about to be used in this backward.
+        # Weights kept from forward are needed in this backward.
         frees = bool(self._held) and group._training_state.name != "PRE_BACKWARD"
-        # Where shards are not sent as they lie hooks give memory back that the current stream still reads.
-        if frees or self._settled(group) is None:
+        # With staging, hooks release memory that the current stream still reads.
+        if frees or self._cached_plan(group) is None:
             self._release(group, current.record_event(), frees=frees)
 
     def to_sharded(self, group: Any, stock: Callable[[], None]) -> None:
-        """``FSDPParamGroup._to_sharded``. Local operation."""
+        """Replace ``FSDPParamGroup._to_sharded``. Local operation."""
         if group.is_sharded:
             return
         stock()
         current = group.device_handle.current_stream()
-        # Whoever writes to shards next, writes on this stream.
+        # The next write to shards is on this stream.
         _wait(current, self._read.pop(id(group), None))
-        gather = self._settled(group)
+        gather = self._cached_plan(group)
         if gather is not None:
             memory = [storage for storage, _ in gather.storages]
         else:
@@ -268,18 +281,18 @@ class CopyEngineGathers:
         if not after_forward:
             self._release(group, event)
 
-    def _settled(self, group: Any) -> _Gather | None:
-        """A group's last gather, if all shards lay where the others read; not for a part that is gathered again."""
+    def _cached_plan(self, group: Any) -> _Gather | None:
+        """Return a group's plan if all shards are in shared memory; ``None`` for a partial all-gather."""
         gather = self._gathers.get(id(group))
         return gather if gather is not None and len(gather.seen) == len(group.fsdp_params) else None
 
     def expire(self) -> None:
-        """Gather in the next backward what is there from a forward: shards have new values. Local operation."""
+        """Make the next backward all-gather again, because shards have new values. Local operation."""
         self._held = {key: held._replace(is_kept=False) for key, held in self._held.items()}
 
-    def _is_there(self, group: Any, held: _ReleasedUnit) -> bool:
-        """Whether a released group's memory holds what a backward would gather: the same answer on all ranks."""
-        # Whether somebody has edited a shard since is not asked: ranks may have nothing of it.
+    def _has_backward_weights(self, group: Any, held: _ReleasedUnit) -> bool:
+        """Return whether a released group's memory contains the weights for a backward. Identical on all ranks."""
+        # Changes of shards are not checked here: some ranks may have no rows of the weight.
         return held.is_kept and all(
             (not has_all_gather_hooks(m.sharded_param) or self.sent_of(local_of(m.sharded_param)))
             and m.all_gather_outputs
@@ -288,7 +301,7 @@ class CopyEngineGathers:
         )
 
     def forget(self) -> None:
-        """Forget all events, and free what waits to be freed. Local operation; nothing may be under way."""
+        """Drop all events and free released memory. Local operation; nothing may be pending."""
         self._read.clear()
         self._last = None
         self._free()
@@ -296,7 +309,7 @@ class CopyEngineGathers:
     # --- a gather
 
     def _lay_out(self, group: Any) -> _Gather:
-        """What is to be copied; shards that do not lie where the others read them are copied there."""
+        """Plan the copies, and copy shards outside of shared memory into it."""
         records, gather = group.fsdp_params, self._gathers.get(id(group))
         plain = torch.Tensor
         sent = [
@@ -317,7 +330,7 @@ class CopyEngineGathers:
         outputs = [managed.all_gather_outputs for managed in records]
         if gather is None or gather.keys != keys or any(map(operator.is_not, gather.outputs, outputs)):
             gather = self._gather_of(records, keys)
-        if not gather.joins:  # what they are put together of is memory of this gather alone
+        if not gather.joins:  # concatenated parts use memory of this all-gather only
             self._gathers[id(group)] = gather
         pairs = [
             (mine, tensor)
@@ -330,7 +343,7 @@ class CopyEngineGathers:
         return gather
 
     def _keys_of(self, records: list[Any], sent: list[list[torch.Tensor]]) -> list[tuple[Any, ...]]:
-        """Where what is sent lies, or is copied to, its sizes and dtypes; with memory for what is copied."""
+        """Return location, sizes and dtypes of the sent tensors. Allocate staging memory if needed."""
         needed, keys = 0, list[tuple[Any, ...]]()
         for managed, tensors in zip(records, sent, strict=True):
             cast = None if has_all_gather_hooks(managed.sharded_param) else managed.param_dtype
@@ -343,17 +356,17 @@ class CopyEngineGathers:
             needed += 0 if is_home else sum(map(_aligned, sizes))
         if needed and (self._staging is None or self._staging.own.numel() < needed):
             self._staging = None
-            self._gathers.clear()  # what looks at the memory keeps it
+            self._gathers.clear()  # plans keep the memory alive
             self._staging = self.make(needed)
         return keys
 
     def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy shards to where the others read them."""
+        """Copy shards into shared memory."""
         copy_all_(targets, sources)
         self.staged += sum(target.nbytes for target in targets)
 
     def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
-        """What a gather copies, small pieces apart."""
+        """Plan the copies of an all-gather, with small parts separate."""
         ranks, every_own, copies, local, joins = len(self.meeting.parts), [], _Pairs(), _Pairs(), []
         for managed, (offset, sizes, dtypes) in zip(records, keys, strict=True):
             home = self._homes[id(managed)] if offset is None else None
@@ -364,9 +377,10 @@ class CopyEngineGathers:
                 joins.append((managed, targets))
             for target, size, dtype in zip(targets, sizes, dtypes, strict=True):
                 own.append(memory.own[at : at + size].view(dtype))
-                # Not the tensor itself: what autograd has saved of it would seem to have been overwritten.
+                # Use .data: autograd would treat a write to the tensor as a modification of saved tensors.
                 rows = target.data.view(torch.uint8).view(ranks, size)
-                for step in range(1, ranks):  # each rank begins with another one: none is read by all at once
+                # each rank starts with a different peer, so that no rank is read by all at once
+                for step in range(1, ranks):
                     rank = (self._rank + step) % ranks
                     copies.append((rows[rank], memory.parts[rank][at : at + size]))
                 local.append((rows[self._rank], memory.own[at : at + size]))
@@ -381,11 +395,14 @@ class CopyEngineGathers:
         return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
 
     def _copy(self, gather: _Gather, is_first: bool) -> None:
-        """Read all ranks' parts; in a forward's first gather, beside which nothing computes, the own by a kernel."""
+        """Copy all ranks' parts.
+
+        In a forward's first all-gather, which overlaps with nothing, a kernel copies the own part.
+        """
         for target, source in gather.copies:
             target.copy_(source)
         copy_all_(*gather.small)
-        if is_first:  # copy engines take five times as long from a GPU to itself
+        if is_first:  # copy engines take five times as long for a copy within one GPU
             copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])
             return
         for target, source in gather.local:
@@ -394,9 +411,9 @@ class CopyEngineGathers:
     # --- memory of gathered weights
 
     def _release(self, group: Any, event: Any, frees: bool = True) -> None:
-        """Let gathers use memory that was given back, and free units', after the event: all that read it has ended."""
+        """After ``event``, let all-gathers reuse released memory and free the memory of released units."""
         stream = getattr(group.comm_ctx, "all_gather_stream", None)
-        if stream is not None:  # there is none before the first forward
+        if stream is not None:  # None before the first forward
             _wait(stream, event)
         if frees:
             self._free()
@@ -414,24 +431,24 @@ def _aligned(size: int) -> int:
 
 
 def _wait(stream: Any, event: Any) -> None:
-    """Let a stream wait for an event; the CPU has none."""
+    """Let a stream wait for an event; ``None`` on the CPU."""
     if event is not None:
         stream.wait_event(event)
 
 
 def _inputs(managed: Any) -> list[torch.Tensor]:
-    """Tensors of a shard that are sent (``FSDPParam.all_gather_inputs``, which looks at hooks' signatures too)."""
+    """Return the sent tensors of a shard. ``FSDPParam.all_gather_inputs`` inspects hook signatures each time."""
     local = local_of(managed.sharded_param)
     if not has_all_gather_hooks(local):
         return [managed._sharded_param_data]
     is_even = local.shape == managed.padded_sharded_param_size
     if not is_even or managed.offload_to_cpu or not takes_all(type(local)):
         return managed.all_gather_inputs
-    return list(ask_hook(managed, local))
+    return list(call_all_gather_hook(managed, local))
 
 
 def _join(managed: Any, parts: list[torch.Tensor]) -> None:
-    """Put ranks' parts together along the dim that they are cut along, as ``foreach_all_gather_copy_out`` does."""
+    """Concatenate ranks' parts along their shard dim, as ``foreach_all_gather_copy_out`` does."""
     dim, shape = managed.fsdp_placement.dim, list(managed.padded_sharded_param_size)
     for part, output in zip(parts, managed.all_gather_outputs, strict=True):
         ranks = part.numel() // managed.padded_sharded_param_size.numel()

@@ -1,7 +1,7 @@
-"""What FSDP2 does around forward and backward of a unit, where its public hooks do not suffice; torch 2.11 to 2.15.
+"""Hooks around the forward and backward of an FSDP2 unit, beyond FSDP2's public hooks; torch 2.11 to 2.15.
 
-FSDP2 gathers a unit for backward in hooks on the tensors of its output, which it finds by ``torch.utils._pytree``. The
-first module that runs forward becomes the root of all modules in it.
+FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It finds them with
+``torch.utils._pytree``. The first module that runs forward becomes the root of all modules in it.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 #: Leaves of an output that hold no tensors.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_TENSORLESS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 #: How many objects of an output are searched.
-_MOST = 10_000
+_MAX_OBJECTS = 10_000
 
 
 def opaque_in(output: Any) -> list[Any]:
-    """Return the objects in an output that ``torch.utils._pytree`` does not look into."""
+    """Types of output leaves without tensors."""
     if isinstance(output, torch.Tensor):
         return []
-    return [leaf for leaf in flatten(output)[0] if not isinstance(leaf, (torch.Tensor, *_PLAIN))]
+    return [leaf for leaf in flatten(output)[0] if not isinstance(leaf, (torch.Tensor, *_TENSORLESS))]
 
 
 def tensors_in(output: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors in an output: in containers, dataclasses and attributes of other objects."""
     waiting, seen = [output], set[int]()
-    while waiting and len(seen) < _MOST:
+    while waiting and len(seen) < _MAX_OBJECTS:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif id(item) not in seen and not isinstance(item, (*_PLAIN, type, torch.nn.Module, Callable)):
+        elif id(item) not in seen and not isinstance(item, (*_TENSORLESS, type, torch.nn.Module, Callable)):
             seen.add(id(item))
             waiting.extend(_held_by(item))
 
@@ -59,12 +59,18 @@ def _held_by(item: Any) -> list[Any]:
 
 
 def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Let FSDP2 gather a unit in the backward of these outputs (``FSDPState._register_pre_backward_hook``). Local."""
+    """Let FSDP2 all-gather a unit in the backward of these outputs (``FSDPState._register_pre_backward_hook``).
+
+    Local.
+    """
     fsdp_state_of(unit)._register_pre_backward_hook(tensors)
 
 
 def before_backward(unit: nn.Module, call: Callable[[], None]) -> None:
-    """Call something before FSDP2 gathers a unit for backward (``FSDPParamGroup.pre_backward``). Local operation."""
+    """Call ``call`` before FSDP2 all-gathers a unit for backward (``FSDPParamGroup.pre_backward``).
+
+    Local operation.
+    """
     for group in fsdp_parameter_groups(unit):
         group.pre_backward = functools.partial(_call_first, call, group.pre_backward)
 
@@ -80,9 +86,10 @@ def is_bound_to_root(unit: nn.Module) -> bool:
     return (unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root is not None
 
 
-def choose_root(unit: nn.Module) -> None:
-    """Let FSDP2 take a unit for the root of all units in it (``FSDPState._lazy_init``). Local operation.
+def make_root(unit: nn.Module) -> None:
+    """Make a unit the root of all units in it (``FSDPState._lazy_init``). Local operation.
 
-    Before a unit inside of it runs forward on its own, which FSDP2 would take for a root, and refuse the model later.
+    Call it before a unit inside of it runs forward on its own. FSDP2 would make the inner unit a root and later
+    reject the model.
     """
     fsdp_state_of(unit)._lazy_init()

@@ -1,10 +1,10 @@
-"""Everything that te_fsdp replaces on objects of FSDP2 and torch, and the only place that does so.
+"""Replacements of methods on objects of FSDP2 and torch.
 
-:data:`te_fsdp.upstream.patches.FSDP2` has a row for each replacement, with its reason.
+:data:`te_fsdp.upstream.patches.FSDP2` has one row per replacement, with its reason.
 
-Objects of models that ``te_fsdp.fully_shard`` was called on, never classes: other models see no change. Only while the
-call lasts a function of FSDP2 is replaced too, in ``upstream/fsdp2_state.py``. Private names of torch, checked on
-2.11 to 2.15.
+Only objects of models passed to ``te_fsdp.fully_shard`` are changed, never classes. Other models are not
+affected. ``upstream/fsdp2_state.py`` replaces one function of FSDP2 for the duration of the call. Private names
+of torch, checked with 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 #: Attribute of a parameter group: functions called before its reduction, after it, and after each backward.
 LISTENERS = "_te_fsdp_listeners"
-#: Of a parameter group: the record that is reduced with the gradients (``_fsdp2_unused.UseFlags``).
+#: Attribute of a parameter group: record reduced with its gradients (``fsdp2_unused.UseFlags``).
 FLAGS = "_te_fsdp_use_flags"
 
 
@@ -45,7 +45,7 @@ Listener: TypeAlias = "Callable[[Any], None] | None"
 def add_reduction_listener(
     group: Any, *, before: Listener = None, after: Listener = None, ended: Listener = None
 ) -> None:
-    """Have a parameter group's reductions announced (``FSDPParamGroup.post_backward``, one wrapper for all).
+    """Call functions before and after a parameter group's reductions (``FSDPParamGroup.post_backward``, one wrapper).
 
     The function added last is called first before a reduction, and last after it. ``ended`` is also called after
     backwards that do not reduce.
@@ -89,13 +89,13 @@ def wrap_reductions(
     before: Callable[[list[torch.nn.Parameter]], None],
     after: Callable[[list[torch.nn.Parameter], int, Any], None],
 ) -> None:
-    """Call something before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
+    """Call functions before and after FSDP2 reduces the gradients of one of a unit's groups. Local operation.
 
-    Every backward comes by at least once for each parameter group of the tree that it runs in, also for those that it
-    has not used (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). ``before`` gets the group's sharded
-    parameters; their ``.grad`` is what the reduction will be added to. ``after`` gets them when it is enqueued and
-    ``.grad`` is there, the group's number in the unit, and the event after which gradients are final, as far as this
-    backward goes: ``None`` where nothing was reduced, or there are no streams.
+    Every backward calls them at least once for each parameter group of its tree, even if it did not use the
+    group (``FSDPParamGroup.post_backward``, ``_post_reduce_event``). ``before`` gets the group's sharded
+    parameters. The reduction will accumulate into their ``.grad``. ``after`` gets the parameters once the
+    reduction is enqueued and ``.grad`` is set, the index of the group in the unit, and an event. Gradients of
+    this backward are final after the event. It is ``None`` if nothing was reduced or there are no streams.
     """
     for number, group in enumerate(fsdp_parameter_groups(unit)):
         add_reduction_listener(
@@ -106,7 +106,7 @@ def wrap_reductions(
 
 
 def wrap_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
-    """Call something before a unit is gathered by hand (``FSDPModule.unshard``). Local operation."""
+    """Call ``before`` when the user all-gathers a unit (``FSDPModule.unshard``). Local operation."""
     stock: Any = unit.unshard
 
     @functools.wraps(stock)
@@ -125,11 +125,11 @@ def _parameters_of(group: Any) -> list[torch.nn.Parameter]:
 
 
 def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
-    """Let FSDP2 keep a unit's sharded gradients in another dtype than its sharded parameters. Local operation.
+    """Let FSDP2 store a unit's sharded gradients in a different dtype than its sharded parameters. Local operation.
 
-    Up to 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which each ``_init_mp_dtypes`` sets to
-    the parameters' dtype; later it casts to the parameter's public ``grad_dtype``, which autograd wants in any
-    version. Both are set whenever FSDP2 looks at its parameters anew: they may have been replaced since.
+    Until 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which ``_init_mp_dtypes`` sets to the
+    parameters' dtype. Later versions cast to the parameter's public ``grad_dtype``, which autograd requires in any
+    version. Both are set whenever FSDP2 re-reads its parameters, because parameters may have been replaced.
     """
     for group in fsdp_parameter_groups(unit):
         group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
@@ -142,7 +142,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
-    """``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
+    """Run ``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
     stock()
     if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
         group._orig_dtype = dtype
@@ -150,10 +150,10 @@ def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> N
 
 
 def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
-    """``FSDPParam.to_sharded_dtensor`` for gradients of another dtype than their parameter's.
+    """Run ``FSDPParam.to_sharded_dtensor`` for gradients of a different dtype than their parameter's.
 
-    FSDP2 gives them the parameter's spec, which says the parameter's dtype. Operations on DTensors go by it: ``lerp_``
-    of an optimizer with fp32 main weights refuses an fp32 gradient, as one of bf16.
+    FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this dtype. For
+    example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as bf16 and raise.
     """
     made = stock(tensor)
     spec = spec_of(made)
@@ -175,23 +175,26 @@ def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
 
 
 def disable_flat_shard(managed: Any) -> None:
-    """Keep FSDP2 from holding a flat copy of a shard that has all-gather hooks of its own.
+    """Prevent FSDP2 from storing a flat copy of a shard with all-gather hooks.
 
-    FSDP2 keeps ``FSDPParam._sharded_param_data = local.view(-1)``, and makes it anew in ``reset_sharded_param``: at
+    FSDP2 stores ``FSDPParam._sharded_param_data = local.view(-1)``. It recomputes it in ``reset_sharded_param``: at
     lazy init, in ``Module._apply`` and after ``load_state_dict``. It never reads it for such a shard. TE's block
-    formats answer ``view(-1)`` with a dequantized copy, so that every shard would be held in high precision too.
-    The copy is dropped, and the record's ``reset_sharded_param`` replaced by one that makes none and pads nothing
-    (the hooks do that). It leaves plain shards to FSDP2, and those that it keeps in pinned memory. Local operation.
+    formats return a dequantized copy for ``view(-1)``, so every shard would also be stored in high precision. The copy
+    is dropped, and the record's ``reset_sharded_param`` is replaced by one without copy and padding (the hooks pad).
+    Plain shards and shards in pinned memory are left to FSDP2. Local operation.
     """
     if "reset_sharded_param" not in managed.__dict__:
         managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
     owner, name = owners_of(managed)[0]
     if has_all_gather_hooks(getattr(owner, name)):
-        managed.reset_sharded_param()  # also lets go of the parameter that the registered one has replaced
+        managed.reset_sharded_param()  # also releases the parameter that the registered one has replaced
 
 
 def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
-    """:func:`disable_flat_shard` of a module's quantized shard. Local operation; nothing to do without FSDP2."""
+    """Run :func:`disable_flat_shard` for a module's quantized shard.
+
+    Local operation that does nothing without FSDP2.
+    """
     for name, parameter in module._parameters.items():
         if parameter is None or local_of(parameter) is not local:
             continue
@@ -200,12 +203,12 @@ def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
 
 
 def has_all_gather_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
+    """Return whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
     return hasattr(local_of(parameter), "fsdp_pre_all_gather")
 
 
 def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
-    """``FSDPParam.reset_sharded_param`` without the flat copy."""
+    """Run ``FSDPParam.reset_sharded_param`` without the flat copy."""
     info = managed._module_info
     parameter = getattr(info.module, info.param_name)
     if managed.pin_memory or not isinstance(parameter, DTensor) or not has_all_gather_hooks(parameter):
@@ -219,10 +222,10 @@ def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
 
 
 def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
-    """What ``reset_sharded_param`` of torch 2.15 does besides: in which dtype the shard's gradient is kept.
+    """Set the dtype of the shard's gradient, as ``reset_sharded_param`` of torch 2.15 does.
 
-    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which refuses all but its
-    own ``grad_dtype``: both have to say the same. One that was set on the old parameter holds for the new one.
+    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which only accepts its own
+    ``grad_dtype``. Both must be equal. A value set on the previous parameter applies to the new one.
     """
     managed._capture_grad_dtype_policy(managed.sharded_param)
     managed._capture_grad_dtype_policy(parameter)
@@ -230,14 +233,14 @@ def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
         managed.sharded_grad_dtype = parameter.dtype
     elif not parameter._has_grad_dtype_override:  # type: ignore[attr-defined]
         parameter.grad_dtype = managed.sharded_grad_dtype
-    managed._sharding_spec_by_dtype.clear()  # specs of gradients, made from the spec of the old parameter
+    managed._sharding_spec_by_dtype.clear()  # gradient specs derived from the previous parameter's spec
 
 
 def record_shard_meshes(unit: nn.Module) -> None:
-    """Keep the mesh that FSDP2 hands to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
+    """Cache the mesh that FSDP2 passes to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
 
-    Up to torch 2.12 it is a property that slices the mesh of HSDP anew at every gather of every quantized weight: a
-    tenth of the host's time of a step. Later ones keep it themselves and are left alone. Local operation.
+    Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized weight. This
+    takes a tenth of the host time of a step. Later versions cache it themselves and are not changed. Local operation.
     """
     for managed in managed_fsdp_params(unit):
         kind = type(managed)
@@ -245,15 +248,15 @@ def record_shard_meshes(unit: nn.Module) -> None:
             continue
         slicing = kind.shard_mesh.fget
         assert slicing is not None
-        # A subclass, as FSDP2 gives units one: a property cannot be hidden by an attribute of the instance.
+        # Use a subclass: an instance attribute cannot override a property.
         managed.__class__ = _with_shard_mesh(kind)
         managed._te_fsdp_shard_mesh = slicing(managed)
 
 
 @functools.cache
 def _with_shard_mesh(kind: type) -> type:
-    """A record's class whose ``shard_mesh`` is what :func:`record_shard_meshes` has kept."""
-    kept = property(operator.attrgetter("_te_fsdp_shard_mesh"))  # no call of Python's
+    """Return a subclass of a record's class with the cached ``shard_mesh``."""
+    kept = property(operator.attrgetter("_te_fsdp_shard_mesh"))  # avoids a Python call
     return type(kind.__name__, (kind,), {"shard_mesh": kept})
 
 
@@ -261,18 +264,19 @@ def _with_shard_mesh(kind: type) -> type:
 
 
 def alias_single_rank_shards(unit: nn.Module) -> None:
-    """Let whole shards lend their memory to the gathered parameters, and pass their gradients on. Local operation.
+    """Let unsharded parameters use the memory of single-rank shards, and pass gradients on. Local operation.
 
-    Over a shard axis of size 1 FSDP2 copies each shard in every gather and holds both
-    (``FSDPParamGroup.wait_for_unshard``). Here what it gathers into (``FSDPParam.all_gather_outputs``) is the shard's
-    memory: it copies a tensor onto itself, which torch passes over. The gathered parameter is one object all the same.
-    FSDP2 does as ever with values that are cast to ``param_dtype``, or lie on the host or in a part of a storage.
-    Quantized shards lend their buffers through their hooks (``quantized/fsdp_hooks.py``).
+    Over a shard axis of size 1 FSDP2 copies each shard in every all-gather and stores both copies
+    (``FSDPParamGroup.wait_for_unshard``). Here ``FSDPParam.all_gather_outputs`` is the shard's memory. torch
+    skips the copy of a tensor onto itself. The unsharded parameter remains one object. Values cast to
+    ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. Quantized shards share their
+    buffers through their hooks (``quantized/fsdp_hooks.py``).
 
-    It also copies gradients into the input of a reduction, and from there into its output (``foreach_reduce``). Here
-    they are passed on before, and it finds none; only what it would cast, divide or add is written. FSDP2 does as ever
-    where it all-reduces over ``dp_replicate`` (HSDP) or the user has set a hook for that, and with parameters on the
-    host. Call it before anything else listens to the unit's reductions: it has to be the last before FSDP2.
+    FSDP2 also copies gradients into the input of a reduction and from there to its output (``foreach_reduce``).
+    Here they are passed on first, so FSDP2 finds none. Only gradients that must be cast, divided or accumulated
+    are written. FSDP2 handles all-reduces over ``dp_replicate`` (HSDP), user-defined all-reduce hooks, and
+    parameters on the host. Call this before other listeners of the unit's reductions are added, because it must
+    run right before FSDP2.
     """
     for group in fsdp_parameter_groups(unit):
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
@@ -292,12 +296,12 @@ def _init_outputs(
     *rest: Any,
     **named: Any,
 ) -> None:
-    """``FSDPParam.init_all_gather_outputs``, in every gather. Numbers and dtypes are those of what it brings."""
+    """Run ``FSDPParam.init_all_gather_outputs`` in every all-gather, with the sizes and dtypes of its inputs."""
     data, outputs = managed._sharded_param_data, managed.all_gather_outputs
-    # Never the shard's memory for other values than its own: FSDP2 writes what it brings.
+    # FSDP2 writes the inputs to the outputs. Alias the shard only if the inputs are the shard itself.
     own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
     if own and outputs and outputs[0] is data:
-        return  # as in the gather before
+        return  # as in the previous all-gather
     lends, lent = own and _can_alias(managed), "free_unsharded_param" in managed.__dict__
     if lends:
         managed.all_gather_outputs = [data]
@@ -307,29 +311,29 @@ def _init_outputs(
         del managed.free_unsharded_param
     stock(all_gather_input_numels, all_gather_input_dtypes, *rest, **named)
     if (lends or lent) and hasattr(managed, "_unsharded_param"):
-        # The shard has been loaded or moved since the gather before: the same parameter with other memory.
+        # The shard was loaded or moved since the previous all-gather: same parameter, different memory.
         output, size = managed.all_gather_outputs[0], managed._orig_size
         local_of(managed._unsharded_param).data = output.as_strided(size, managed._contiguous_orig_stride, 0)
 
 
 def _can_alias(managed: Any) -> bool:
-    """Whether a shard's memory is all of a storage on the device, in which its gathered parameter can lie."""
+    """Return whether a shard uses its full storage on the device, so that the unsharded parameter can share it."""
     data = managed._sharded_param_data
     whole = data.untyped_storage().nbytes() == data.numel() * data.itemsize
     return whole and data.device == managed.device and not has_all_gather_hooks(managed.sharded_param)
 
 
-#: Instead of ``FSDPParam.free_unsharded_param``, at the end of every forward and backward: nothing, without a call.
+#: Replaces ``FSDPParam.free_unsharded_param``, which runs after every forward and backward. Does nothing.
 _keep: Callable[[], Any] = tuple
 
 
 def skips_reduction(group: Any) -> bool:
-    """Whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
+    """Return whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
     return _reduce_single_rank in group.__dict__.get(LISTENERS, ((),))[0]
 
 
 def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
-    """Parameters of an FSDP module that one rank alone holds, by ``id``: whether their gradients are passed on."""
+    """Map ``id`` of each single-rank parameter of an FSDP module to whether its gradients are passed on."""
     groups = [g for g in fsdp_parameter_groups(unit) if getattr(g.mesh_info, "shard_mesh_size", 1) == 1]
     return {
         id(managed.sharded_param): skips_reduction(group) for group in groups for managed in group.fsdp_params
@@ -338,14 +342,14 @@ def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
 
 @torch.no_grad()
 def _reduce_single_rank(group: Any) -> None:
-    """What ``foreach_reduce`` comes to where nobody else has a part of the gradients."""
+    """Replace ``foreach_reduce`` for a shard group of size 1."""
     if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
         return
     show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
     seen = set[int]()
     for managed in group.fsdp_params:
         parameter, whole = managed.sharded_param, getattr(managed, "_unsharded_param", None)
-        # Before torch 2.15 what several backwards have added up lies apart.
+        # Before torch 2.15 accumulated gradients are stored separately.
         if vars(managed).get("unsharded_accumulated_grad") is not None:
             managed.accumulate_unsharded_grad_if_needed()
             gradient, managed.unsharded_accumulated_grad = managed.unsharded_accumulated_grad_data, None
@@ -356,7 +360,7 @@ def _reduce_single_rank(group: Any) -> None:
         reduced = group._reduce_dtype or getattr(managed, "unsharded_grad_dtype", None)
         gradient = gradient if reduced is None else gradient.to(reduced)
         if factor not in (None, 1):
-            # Not in place: others may look at it. Of fp16 as FSDP2 does over one rank, twice (torch 2.11 to 2.13).
+            # Not in place, since the gradient may be shared. FSDP2 divides fp16 twice (torch 2.11 to 2.13).
             gradient = gradient / (factor * factor if gradient.dtype == torch.float16 else factor)
         if show is not None:
             show(gradient)
@@ -365,7 +369,7 @@ def _reduce_single_rank(group: Any) -> None:
         if parameter.grad is not None:
             local_of(parameter.grad).add_(gradient)
         else:
-            # Autograd gives views as gradients, too: what is added to one must not change another.
+            # Gradients may be views of one memory. Accumulation into one must not change another.
             memory = gradient.untyped_storage()
             if memory.nbytes() != gradient.nbytes or memory.data_ptr() in seen:
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
@@ -378,12 +382,15 @@ def _reduce_single_rank(group: Any) -> None:
 # --- gathers
 
 
-#: Attribute of a parameter group: what gathers it instead of FSDP2.
+#: Attribute of a parameter group: object that all-gathers it instead of FSDP2.
 _GATHERS = "_te_fsdp_copies"
 
 
 def set_gather_methods(group: Any, gathers: Any) -> None:
-    """Let a parameter group be gathered and released by another's methods, which get it and the stock ones. Local."""
+    """Replace the all-gather and reshard methods of a parameter group. They get the group and the stock method.
+
+    Local.
+    """
     group.__dict__[_GATHERS] = gathers
     group.unshard = functools.partial(gathers.unshard, group, group.unshard)
     group.wait_for_unshard = functools.partial(gathers.wait_for_unshard, group, group.wait_for_unshard)
@@ -393,7 +400,7 @@ def set_gather_methods(group: Any, gathers: Any) -> None:
 
 
 def clear_gathers(group: Any) -> None:
-    """Let what gathers a parameter group instead of FSDP2 forget its events. Local; nothing may be under way."""
+    """Drop the events of a parameter group's replaced all-gather. Local operation; no all-gather may be pending."""
     gathers = group.__dict__.get(_GATHERS)
     if gathers is not None:
         gathers.forget()
@@ -403,14 +410,15 @@ def clear_gathers(group: Any) -> None:
 
 
 def wrap_pipeline_step(stage: Any, sync: Callable[[bool], None], end: Callable[[], None]) -> None:
-    """Tell what FSDP2 does not manage which microbatches of a pipeline reduce no gradients, and when the last is over.
+    """Forward a pipeline schedule's gradient synchronization to parameters that FSDP2 does not manage.
 
-    torch's stages (``_PipelineStageBase``) tell FSDP2's root alone: they turn reductions off before each backward, and
-    after the last one turn them on, reduce, and call the root's ``_root_post_backward_final_callback``, from torch 2.15
-    on ``finalize_backward``. Then they divide all gradients by the number of microbatches. Local operation.
+    Local operation. torch's stages (``_PipelineStageBase``) only control FSDP2's root. They disable reductions
+    before each backward. After the last one they enable and run them, and call the root's
+    ``_root_post_backward_final_callback`` (from torch 2.15 ``finalize_backward``). Then they divide all
+    gradients by the number of microbatches.
 
-    ``sync`` gets whether backwards reduce from now on; ``end`` is called at the end of each, and when the stage has
-    reduced.
+    ``sync`` gets whether following backwards reduce. ``end`` is called at the end of each backward and after the stage
+    has reduced.
     """
     stage.set_requires_gradient_sync = functools.partial(_set_sync, stage.set_requires_gradient_sync, sync)
     state = stage._get_fsdp_state()
@@ -423,14 +431,14 @@ def wrap_pipeline_step(stage: Any, sync: Callable[[bool], None], end: Callable[[
 def _set_sync(
     stock: Callable[..., None], sync: Callable[[bool], None], enabled: bool, *, recurse: bool = True
 ) -> None:
-    """``FSDPModule.set_requires_gradient_sync``; without ``recurse`` te_fsdp itself speaks to FSDP2's part."""
+    """Run ``FSDPModule.set_requires_gradient_sync``. Calls without ``recurse`` are te_fsdp's own, for FSDP2 only."""
     stock(enabled, recurse=recurse)
     if recurse:
         sync(enabled)
 
 
 def _finalize(stock: Callable[..., Any], end: Callable[[], None], *args: Any, **named: Any) -> Any:
-    """The end of a backward, or of a stage (torch 2.15): what FSDP2 does not manage is reduced with it."""
+    """End a backward or a stage (torch 2.15), then reduce parameters that FSDP2 does not manage."""
     handle = stock(*args, **named)
     end()
     return handle
@@ -442,22 +450,22 @@ def _finalize(stock: Callable[..., Any], end: Callable[[], None], *args: Any, **
 def replace_outer_group(
     unit: nn.Module, make: Callable[[torch.distributed.ProcessGroup], torch.distributed.ProcessGroup]
 ) -> None:
-    """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` through another process group. Local operation.
+    """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` with a different process group. Local operation.
 
-    FSDP2 takes a reduce-scatter of one's own, but no all-reduce: it calls ``dist.all_reduce`` with
-    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it uses for nothing else. ``make`` gives one of the same
-    size for the group that FSDP2 has.
+    FSDP2 supports a custom reduce-scatter but no custom all-reduce. It calls ``dist.all_reduce`` with
+    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it does not use otherwise. ``make`` maps FSDP2's
+    group to one of the same size.
     """
     for group in fsdp_parameter_groups(unit):
-        info = copy.copy(group.mesh_info)  # equal to the one it replaces, which other units may share
+        info = copy.copy(group.mesh_info)  # other units may share the original
         info.replicate_process_group = make(info.replicate_process_group)
         group.mesh_info = info
 
 
 def wrap_apply(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Call something instead of what ``to``, ``float``, ``cuda`` and their like all go through (``Module._apply``).
+    """Call ``call`` instead of ``Module._apply``, which ``to``, ``float``, ``cuda`` and similar methods use.
 
-    It gets the method that it stands for, then its arguments. A call on a module around this one comes by as well.
+    It gets the replaced method, then its arguments. A call on a module that contains this one calls it, too.
     """
     module._apply = functools.partial(call, module._apply)  # type: ignore[method-assign]
 

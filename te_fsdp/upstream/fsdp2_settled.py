@@ -1,13 +1,13 @@
-"""Do what FSDP2 does for each parameter of a unit in one loop, as long as nothing changes between two steps.
+"""Fast paths of FSDP2's per-parameter work in the steady state: one loop per unit.
 
-FSDP2 calls ten functions for each parameter and pass to install the gathered one and to put the shard back, and
-te_fsdp's modules check each assignment. Both are the same objects in every pass. So one loop over the unit compares
-them with those of the pass before, and assigns:
+FSDP2 calls ten functions for each parameter to install the unsharded parameter and to restore the shard.
+te_fsdp's modules check each assignment. In the steady state both are the same objects in every pass. One loop
+over the unit compares them with those of the previous pass, then assigns:
 
-    same shard, same gathered parameter, no new attribute on either    module._parameters[name] = ...
-    anything else                                                      setattr, as FSDP2 does
+    same shard, same unsharded parameter, no new attribute     module._parameters[name] = ...
+    otherwise                                                  setattr, as FSDP2 does
 
-Private names of FSDP2 (``FSDPParamGroup._to_unsharded``, ``_to_sharded``), checked on torch 2.11 to 2.15.
+Private names of FSDP2 (``FSDPParamGroup._to_unsharded``, ``_to_sharded``), checked with torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 
 
 class Pair(Protocol):
-    """The two forms of a parameter that a module knows (:class:`te_fsdp.records.ShardedUnshardedPair`)."""
+    """Sharded and unsharded parameter as a module records them (:class:`te_fsdp.records.ShardedUnshardedPair`)."""
 
     shard: Any
     gathered: Any
@@ -40,62 +40,64 @@ class Pair(Protocol):
     is_aside: bool
 
 
-class _Place(NamedTuple):
-    """Where a parameter of a unit is registered."""
+class _ParamSlot(NamedTuple):
+    """A module attribute at which a unit's parameter is registered."""
 
-    managed: Any  #: FSDP2's record of it
+    managed: Any  #: FSDP2's record (``FSDPParam``)
     owner: torch.nn.Module
     own: dict[str, Any]  #: ``owner._parameters``
     name: str
-    pair: Pair | None  #: What its module knows of it; ``None`` for a module that looks at no assignment
+    pair: Pair | None  #: The module's record; ``None`` for a module that does not check assignments
 
 
-class _Places(NamedTuple):
-    """All places of a parameter group."""
+class _ParamSlots(NamedTuple):
+    """All parameter attributes of a parameter group."""
 
     records: list[Any]  #: ``FSDPParamGroup.fsdp_params``
-    places: list[_Place]
+    slots: list[_ParamSlot]
 
 
-#: Of a module and the name of a parameter: what it knows of the two forms, ``None`` where it looks at no assignment.
-#: One that knows neither looks at every assignment; raises ``KeyError`` before the first gather.
+#: Maps a module and a parameter name to the module's record of both forms; ``None`` if the module does not check
+#: assignments. An empty record means that every assignment is checked. Raises ``KeyError`` before the first
+#: all-gather.
 PairOf: TypeAlias = "Callable[[torch.nn.Module, str], Pair | None]"
 
 
-def swap_at_once(group: Any, pair_of: PairOf, record: str) -> None:
-    """Let a parameter group swap its parameters in one loop from its second gather on. Local operation.
+def swap_in_one_loop(group: Any, pair_of: PairOf, record: str) -> None:
+    """Let a parameter group swap its parameters in one loop, from its second all-gather on. Local operation.
 
     ``record`` is the attribute that both forms of a parameter share.
     """
-    known: list[_Places] = []
+    known: list[_ParamSlots] = []
     group._to_unsharded = functools.partial(_to_unsharded, group, group._to_unsharded, known, pair_of, record)
     group._to_sharded = functools.partial(_to_sharded, group, group._to_sharded, known)
 
 
-def _find_places(group: Any, pair_of: PairOf) -> list[_Places]:
-    """One entry once every module knows both forms of its parameters, else none."""
+def _find_slots(group: Any, pair_of: PairOf) -> list[_ParamSlots]:
+    """Return one entry once every module has recorded both forms of its parameters, else none."""
     try:
-        places = [
-            _Place(managed, owner, owner._parameters, name, pair_of(owner, name))
+        slots = [
+            _ParamSlot(managed, owner, owner._parameters, name, pair_of(owner, name))
             for managed in group.fsdp_params
             for owner, name in owners_of(managed)
         ]
     except KeyError:
         return []
-    return [_Places(group.fsdp_params, places)]
+    return [_ParamSlots(group.fsdp_params, slots)]
 
 
 def _to_unsharded(
-    group: Any, stock: Callable[[], None], known: list[_Places], pair_of: PairOf, record: str
+    group: Any, stock: Callable[[], None], known: list[_ParamSlots], pair_of: PairOf, record: str
 ) -> None:
-    """``FSDPParamGroup._to_unsharded``. Local operation."""
+    """Replace ``FSDPParamGroup._to_unsharded``. Local operation."""
     if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
         stock()
         if not known:
-            known[:] = _find_places(group, pair_of)
+            known[:] = _find_slots(group, pair_of)
         return
-    with torch._C.DisableTorchFunctionSubclass():  # subclasses of DTensor answer for each attribute
-        for managed, owner, own, name, pair in known[0].places:
+    # avoids __torch_function__ of DTensor subclasses for each attribute
+    with torch._C.DisableTorchFunctionSubclass():
+        for managed, owner, own, name, pair in known[0].slots:
             shard, whole = managed.sharded_param, managed._unsharded_param
             if shard.requires_grad is not whole.requires_grad:
                 whole.requires_grad_(shard.requires_grad)
@@ -113,14 +115,14 @@ def _to_unsharded(
     group._sharded_state = _UNSHARDED
 
 
-def _to_sharded(group: Any, stock: Callable[[], None], known: list[_Places]) -> None:
-    """``FSDPParamGroup._to_sharded``. Local operation."""
+def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots]) -> None:
+    """Replace ``FSDPParamGroup._to_sharded``. Local operation."""
     if group._sharded_state is _SHARDED:
         return
     if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _UNSHARDED:
         stock()
         return
-    for managed, owner, own, name, pair in known[0].places:
+    for managed, owner, own, name, pair in known[0].slots:
         shard, whole = managed.sharded_param, managed._unsharded_param
         if pair is None:
             own[name] = shard
@@ -128,7 +130,7 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_Places]) -> 
             own.get(name) is whole is pair.gathered
             and shard is pair.shard
             and not pair.is_aside
-            # What modules carry back to a shard hangs on DTensors alone.
+            # Modules copy attributes back to a shard from DTensors only.
             and (not isinstance(whole, DTensor) or whole.__dict__.keys() <= shard.__dict__.keys())
         ):
             if pair.release is not None:
@@ -151,18 +153,18 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_Places]) -> 
 # --------------------------------------------------------------------------------------------- records of parameters
 
 
-def ask_once(group: Any) -> None:
-    """Let the records of a parameter group answer in one call, or none, what FSDP2 asks in five to ten. Local.
+def shorten_fsdp_calls(group: Any) -> None:
+    """Replace per-parameter calls of FSDP2 on a parameter group's records by a single call or none. Local operation.
 
-    For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``; later ones stay as they are.
-    Records get a subclass, as FSDP2 gives units one: properties cannot be replaced on an object. Call it before
-    anything else replaces a group's ``unshard`` and ``wait_for_unshard``.
+    For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are not
+    changed. Records get a subclass because properties cannot be replaced on an object. Call this before other
+    replacements of a group's ``unshard`` and ``wait_for_unshard``.
     """
     known = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
     if not all(known) or getattr(group.mesh_info, "is_spmd_mesh", False):
         return
     for managed in group.fsdp_params:
-        managed.__class__ = _answering_at_once(type(managed))
+        managed.__class__ = _with_shortcuts(type(managed))
     alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
     wait = _wait_alone if alone else _wait_for_unshard
     group.wait_for_unshard = functools.partial(wait, group, group.wait_for_unshard)
@@ -170,13 +172,13 @@ def ask_once(group: Any) -> None:
         group.unshard = functools.partial(_unshard, group, group.unshard)
 
 
-#: In the place of a method of a record: nothing, without a call of Python's.
+#: Replaces a method of a record. Does nothing, without a Python call.
 _nothing: Callable[[], Any] = tuple
 _shape, _flat = operator.attrgetter("shape"), operator.methodcaller("view", -1)
 
 
 def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) -> None:
-    """``FSDPParamGroup.unshard`` that asks no plain shard what it sends. Collective as that is."""
+    """Replace ``FSDPParamGroup.unshard`` without a call per plain shard. Same collective."""
     if group._all_gather_result is not None or group._sharded_state is _UNSHARDED:
         return
     for managed in group.fsdp_params:
@@ -195,7 +197,7 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
 
 
 def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
-    """``FSDPParamGroup.wait_for_unshard`` that takes all memory in one loop. Local operation."""
+    """Replace ``FSDPParamGroup.wait_for_unshard``, allocating all memory in one loop. Local operation."""
     if group._all_gather_result is None:
         return
     for managed in group.fsdp_params:
@@ -207,7 +209,7 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
             storage, size = tensor.untyped_storage(), tensor.nbytes
             if storage.nbytes() != size:
                 storage.resize_(size)
-        if outputs:  # the first gather makes them
+        if outputs:  # the first all-gather creates them
             own["alloc_all_gather_outputs"] = _nothing
     try:
         stock()
@@ -218,13 +220,13 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
 
 
 def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
-    """``FSDPParamGroup.wait_for_unshard`` of one rank. Local operation.
+    """Replace ``FSDPParamGroup.wait_for_unshard`` for a single rank. Local operation.
 
-    Plain shards that lend their memory already are passed over: there is nothing to copy, and nothing to wait for.
+    Plain shards that share their memory already are skipped, because there is nothing to copy or to wait for.
     """
     if group._all_gather_result is None:
         return
-    if group.comm_ctx.all_gather_state is not None:  # of a unit that others have a part of
+    if group.comm_ctx.all_gather_state is not None:  # of a unit that is sharded over several ranks
         stock()
         return
     has_copied = False
@@ -256,12 +258,12 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
 
 
 @functools.cache
-def _answering_at_once(kind: Any) -> Any:
-    """A class of records whose answers are those of ``kind`` where nothing is cast, moved or padded."""
+def _with_shortcuts(kind: Any) -> Any:
+    """Return a subclass of the record class ``kind`` with shortcuts for parameters without cast, move or padding."""
     stock_inputs, stock_gradient = kind.all_gather_inputs.fget, kind.unsharded_grad_data.fget
 
     class AllGatherInputs:
-        """A property that an attribute of the record of the same name stands in for."""
+        """A property that an instance attribute of the same name overrides."""
 
         def __get__(self, managed: Any, _: Any) -> list[torch.Tensor]:
             local = managed.sharded_param._local_tensor
@@ -273,7 +275,7 @@ def _answering_at_once(kind: Any) -> Any:
                 or not takes_all(type(local))
             ):
                 return stock_inputs(managed)
-            tensors, metadata = local.fsdp_pre_all_gather(  # as ask_hook does, in one call less
+            tensors, metadata = local.fsdp_pre_all_gather(  # as call_all_gather_hook does, with one call less
                 managed.shard_mesh_from_root,
                 managed._orig_size,
                 managed._contiguous_orig_stride,
@@ -306,10 +308,10 @@ def _answering_at_once(kind: Any) -> Any:
     return type(kind.__name__, (kind,), answers)
 
 
-def ask_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
-    """What the all-gather hook of an even shard sends, noted as FSDP2 does.
+def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
+    """Call the all-gather hook of an evenly sharded parameter and store its metadata as FSDP2 does.
 
-    ``FSDPParam.all_gather_inputs``, which inspects the signature of the hook in each gather.
+    ``FSDPParam.all_gather_inputs`` would inspect the hook's signature in each all-gather.
     """
     tensors, metadata = local.fsdp_pre_all_gather(
         managed.shard_mesh_from_root,
@@ -325,7 +327,7 @@ def ask_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
 
 @functools.cache
 def takes_all(cls: Any) -> bool:
-    """Whether a class has an all-gather hook that takes more than the mesh."""
+    """Return whether a class has an all-gather hook with more arguments than the mesh."""
     hook = getattr(cls, "fsdp_pre_all_gather", None)
     return hook is not None and len(inspect.signature(hook).parameters) > 2
 
@@ -334,9 +336,9 @@ def takes_all(cls: Any) -> bool:
 
 
 def partial_gradients(group: Any, placement: Placement) -> Iterator[tuple[Any, DTensor]]:
-    """Records of a group whose whole gradients wait for their reduction as ``placement`` over one axis, with those.
+    """Yield (record, unsharded gradient) of the gradients that await a reduction as ``placement`` over one axis.
 
-    What several backwards have added up is complete then.
+    Gradients accumulated over several backwards are included.
     """
     for managed in group.fsdp_params:
         parameter = managed.__dict__.get("_unsharded_param")
@@ -358,8 +360,8 @@ def partial_gradients(group: Any, placement: Placement) -> Iterator[tuple[Any, D
             yield managed, gradient
 
 
-def give_whole_gradient(managed: Any, gradient: torch.Tensor) -> None:
-    """Put a local tensor in the place of one of :func:`partial_gradients`, placed as the gathered parameter is."""
+def set_unsharded_gradient(managed: Any, gradient: torch.Tensor) -> None:
+    """Replace a gradient of :func:`partial_gradients` by a local tensor with the unsharded parameter's placements."""
     parameter = managed._unsharded_param
     whole = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
     if managed.__dict__.get("unsharded_accumulated_grad") is not None:

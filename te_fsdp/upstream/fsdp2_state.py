@@ -1,8 +1,9 @@
-"""Private names of FSDP2's running state and of autograd (see also ``torch_dtensor.py``); torch 2.11 to 2.15.
+"""Private names of FSDP2's runtime state; torch 2.11 to 2.15.
 
-FSDP2's public all-gather hooks choose what of a shard is sent, but not when, and bring the same buffers each time. It
-has no public way to ask whether a unit is gathered, or which gradients wait for their reduction; none before 2.13 to
-recover from an exception, and none before 2.15 to reduce outside of a backward.
+FSDP2's public all-gather hooks determine the data of an all-gather, but not its time, and always use the same
+buffers. FSDP2 has no public function that returns whether a unit is unsharded or which gradients await their
+reduction. It can recover from an exception only from 2.13, and reduce outside of a backward only from 2.15. See
+also ``torch_dtensor.py``.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ if TYPE_CHECKING:
 
 @functools.cache
 def can_copy_gradients_into(dtype: torch.dtype, device: str) -> bool:
-    """Whether FSDP2 can copy gradients of other dtypes into a buffer of ``dtype`` (``torch._chunk_cat``).
+    """Return whether FSDP2 can copy gradients of different dtypes into a buffer of ``dtype`` (``torch._chunk_cat``).
 
-    It always could up to torch 2.13; later sources say that it rejects casts to a narrower dtype.
+    Until torch 2.13 it always can. Later versions reject casts to a narrower dtype.
     """
     out = torch.empty((2, 4), dtype=dtype, device=device)
     try:
@@ -50,7 +51,7 @@ def can_copy_gradients_into(dtype: torch.dtype, device: str) -> bool:
 
 
 def is_unit_unsharded(unit: nn.Module) -> bool:
-    """Whether a unit's parameters are the gathered ones now (``FSDPParamGroup.is_unsharded``)."""
+    """Return whether a unit's parameters are unsharded (``FSDPParamGroup.is_unsharded``)."""
     # Runs in each step for each unit, so it avoids a Python call for each group.
     state = unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit)
     groups = getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)
@@ -58,7 +59,7 @@ def is_unit_unsharded(unit: nn.Module) -> bool:
 
 
 def is_root(unit: nn.Module) -> bool:
-    """Whether a unit is the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
+    """Return whether a unit was the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
     return bool((unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root)
 
 
@@ -76,36 +77,36 @@ def first_sharded_parameter(unit: nn.Module) -> torch.nn.Parameter | None:
 
 
 def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
-    """The sharded parameters of a unit, gathered or not (``FSDPParam.sharded_param``)."""
+    """Return the sharded parameters of a unit, even if it is unsharded (``FSDPParam.sharded_param``)."""
     return [managed.sharded_param for managed in managed_fsdp_params(unit)]
 
 
 def sharded_by_group(unit: nn.Module) -> list[list[torch.nn.Parameter]]:
-    """:func:`sharded_parameters` of each parameter group."""
+    """Return :func:`sharded_parameters` of each parameter group."""
     groups = fsdp_parameter_groups(unit)
     return [[managed.sharded_param for managed in group.fsdp_params] for group in groups]
 
 
 def sharded_param_of(managed: Any) -> torch.nn.Parameter:
-    """The sharded parameter of a record now (``FSDPParam.sharded_param``): FSDP2 looks for a new one at times."""
+    """Return the current sharded parameter of a record (``FSDPParam.sharded_param``). FSDP2 may replace it."""
     return managed.sharded_param
 
 
 def fsdp_params_of(unit: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """FSDP2's record of each parameter of a unit, and that of its parameter group."""
+    """Return FSDP2's record of each parameter of a unit, with its parameter group."""
     return ((managed, group) for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params)
 
 
 def unsharded_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]]:
-    """Gathered parameter and FSDP2's record of each parameter that was gathered at least once."""
+    """Return (unsharded parameter, FSDP2's record) of each parameter that was unsharded at least once."""
     found = ((getattr(managed, "_unsharded_param", None), managed) for managed in managed_fsdp_params(unit))
     return [(parameter, managed) for parameter, managed in found if parameter is not None]
 
 
 def is_assigned_by_user(module: nn.Module, name: str, value: object) -> bool:
-    """Whether FSDP2 has gathered a module's parameter before, and ``value`` is none of the forms that it puts there.
+    """Return whether the user has replaced a parameter that FSDP2 had unsharded.
 
-    ``FSDPParam.sharded_param``, ``_unsharded_param`` (from the first gather on), ``_sharded_post_forward_param``.
+    ``FSDPParam.sharded_param``, ``_unsharded_param`` (set by the first all-gather), ``_sharded_post_forward_param``.
     """
     managed = find_fsdp_param(module, name)
     if managed is None or not hasattr(managed, "_unsharded_param"):
@@ -115,25 +116,25 @@ def is_assigned_by_user(module: nn.Module, name: str, value: object) -> bool:
 
 
 def unreduced_gradient(managed: Any) -> torch.Tensor | None:
-    """The whole gradient of a gathered parameter that FSDP2 keeps, to be added to."""
+    """Return the unsharded gradient into which FSDP2 accumulates."""
     if "unsharded_accumulated_grad" in vars(managed):
         return managed.unsharded_accumulated_grad
     return managed._unsharded_param.grad
 
 
 def _accumulated_dtype(group: Any) -> torch.dtype | None:
-    """Dtype in which other gradients of a group have added up (torch before 2.15 must reduce all in one)."""
+    """Return the dtype of a group's accumulated gradients. Before torch 2.15 all must have one dtype."""
     kept = (vars(managed).get("unsharded_accumulated_grad") for managed in group.fsdp_params)
     return next((gradient.dtype for gradient in kept if gradient is not None), None)
 
 
 def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
-    """The whole gradient of a parameter that FSDP2 keeps until it reduces; uninitialised where there was none.
+    """Return the unsharded gradient that FSDP2 keeps until the reduction; uninitialized if there was none.
 
-    ``FSDPParam.unsharded_accumulated_grad``; before torch 2.15 all gradients that are reduced together must have one
-    dtype: that of the parameter as it is computed, unless FSDP2 accumulates in ``reduce_dtype``.
+    ``FSDPParam.unsharded_accumulated_grad``. Before torch 2.15 all gradients of a reduction must have one dtype: the
+    compute dtype of the parameter, unless FSDP2 accumulates in ``reduce_dtype``.
 
-    Local, of the gathered parameter's shape.
+    Local operation. The result has the unsharded parameter's shape.
     """
     parameter, kept = managed._unsharded_param, unreduced_gradient(managed)
     if kept is None:
@@ -151,12 +152,12 @@ def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
 
 
 def _states(root: nn.Module) -> list[Any]:
-    """FSDP2's states of the tree under a root (``FSDPStateContext.all_states``); none before its first forward."""
+    """Return FSDP2's states of a tree (``FSDPStateContext.all_states``). It is empty before the first forward."""
     return list(fsdp_state_of(root)._state_ctx.all_states)
 
 
 def _groups(root: nn.Module) -> list[Any]:
-    """The parameter groups of the tree under a root."""
+    """Return the parameter groups of the tree under a root."""
     return [group for state in _states(root) for group in fsdp_parameter_groups(state._modules[0])]
 
 
@@ -165,9 +166,9 @@ def _comm(root: nn.Module) -> Any:
 
 
 def interrupted_phase(root: nn.Module) -> str:
-    """What an exception has left half done under a root: ``"forward"``, ``"backward"``, or ``""`` for nothing.
+    """Return the phase that an exception interrupted: ``"forward"``, ``"backward"``, or ``""`` for none.
 
-    Call it when neither runs.
+    Call it while neither is running.
     """
     context = fsdp_state_of(root)._state_ctx
     states = context.all_states
@@ -183,10 +184,10 @@ def interrupted_phase(root: nn.Module) -> str:
 
 
 def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
-    """Make a tree ready for the next forward after an exception; gradients are left as they are.
+    """Reset a tree for the next forward after an exception. Gradients are not changed.
 
-    ``FSDPModule.reset_iter_state`` where there is one (torch 2.13) and ``stock`` is true, else the same by hand. It
-    would also drop what HSDP has reduced in part, and from 2.15 on every gradient, those of earlier microbatches.
+    Uses ``FSDPModule.reset_iter_state`` if it exists (torch 2.13) and ``stock`` is true. It would also drop the
+    partial reductions of HSDP, and from 2.15 all gradients of earlier microbatches.
     """
     groups = _groups(root)
     kept = [_gradients_of(group) for group in groups]
@@ -199,7 +200,7 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
 
 
 def _gradients_of(group: Any) -> Callable[[], None]:
-    """What a parameter group holds of gradients, reduced or not: a function that puts it back."""
+    """Capture a parameter group's gradients, reduced or not. Return a function that restores them."""
     part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
     sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
     found = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
@@ -211,19 +212,19 @@ def _gradients_of(group: Any) -> Callable[[], None]:
             group._partial_reduce_output_layout.update(layout)
         for parameter, gradient in sharded:
             if parameter.grad is None:
-                # The very tensor: it carries marks, and that of HFSDP refuses to be computed with.
+                # Restore the same tensor object: it has attributes, and HFSDP's gradient rejects operations.
                 parameter.grad = gradient
         for parameter, gradient in gathered:
             if parameter.grad is None and gradient is not None:
-                # A backward that was interrupted leaves gathered parameters' gradients in the dtype of compute, torch
-                # 2.15 wants them in that in which they add up.
+                # An interrupted backward leaves gradients of unsharded parameters in the compute dtype. torch 2.15
+                # requires the accumulation dtype.
                 parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
 
     return put_back
 
 
 def _reset(root: nn.Module, groups: list[Any]) -> None:
-    """``reset_iter_state`` for torch before 2.13. Waits for the device: exceptions are rare."""
+    """Implement ``reset_iter_state`` for torch before 2.13. Waits for the device, which is rare."""
     if groups and groups[0].device.type != "cpu":
         torch.accelerator.synchronize(groups[0].device)
     context = fsdp_state_of(root)._state_ctx
@@ -252,7 +253,7 @@ def _clear_events(comm: Any, groups: list[Any]) -> None:
 
 
 def _clear_reductions(comm: Any) -> None:
-    """What FSDP2 keeps of reductions until they have ended: one on 2.11, a list on 2.13."""
+    """Clear the state that FSDP2 keeps until reductions have ended: one object on 2.11, a list on 2.13."""
     comm.post_forward_order.clear()
     if hasattr(comm, "reduce_scatter_states"):
         comm.reduce_scatter_states.clear()
@@ -261,10 +262,10 @@ def _clear_reductions(comm: Any) -> None:
 
 
 def clear_events(root: nn.Module) -> None:
-    """Forget the events that FSDP2 has kept of a tree to wait for. Local operation; nothing may be under way.
+    """Drop the events of a tree on which FSDP2 would wait. Local operation; nothing may be pending.
 
-    A stream that is captured must not wait for an event from before, nor any other for one that was recorded in a
-    capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
+    A stream under CUDA graph capture must not wait for an event recorded before, and other streams must not wait for
+    an event recorded in a capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
     """
     comm, groups = _comm(root), _groups(root)
     _clear_events(comm, groups)
@@ -276,21 +277,21 @@ def clear_events(root: nn.Module) -> None:
 
 
 def clear_forward_order(root: nn.Module) -> None:
-    """Forget the order of units in forwards whose backwards have all run (``FSDPCommContext.post_forward_order``).
+    """Clear the order of units in forwards whose backwards have all run (``FSDPCommContext.post_forward_order``).
 
-    FSDP2 gathers ahead in backward by that order, and forgets it after a last backward alone: in a later microbatch the
-    first unit would gather the last one of the microbatch before, in the form that backward needs.
+    FSDP2 prefetches in backward by this order, and clears it after a last backward only. In a later microbatch
+    the first unit would prefetch the last unit of the previous microbatch, in the form for backward.
     """
     if not any(group._post_forward_indices for group in _groups(root)):
         _comm(root).post_forward_order.clear()
 
 
 def reduce_outside_backward(root: nn.Module) -> None:
-    """Start the reduction of all gradients that wait for it (``FSDPParamGroup.post_backward``).
+    """Start the reduction of all unreduced gradients (``FSDPParamGroup.post_backward``).
 
-    Collective over data parallel, the units in the order of a backward. Every trained parameter that was gathered at
-    least once takes part, with zeros where it has no gradient, so that ranks agree, and so that the parts that HSDP has
-    kept are reduced too. Call :func:`wait_for_reductions` before gradients are read.
+    Collective over data parallel, with the units in backward order. Every trained parameter that was unsharded
+    at least once participates, with zeros if it has no gradient. So all ranks run the same collectives, and
+    HSDP's partial reductions are completed. Call :func:`wait_for_reductions` before reading gradients.
     """
     for group in reversed(_groups(root)):
         trained = [m for m in group.fsdp_params if m.sharded_param.requires_grad]
@@ -306,10 +307,10 @@ def reduce_outside_backward(root: nn.Module) -> None:
 
 
 def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """The dtype in which FSDP2 reduces a unit's gradients.
+    """Return the dtype in which FSDP2 reduces a unit's gradients.
 
-    Without a ``reduce_dtype`` in the policy that it was sharded with: up to torch 2.14 that of compute, later that of
-    the sharded parameters.
+    Without a ``reduce_dtype`` in the policy it is the compute dtype until torch 2.14, later that of the sharded
+    parameters.
     """
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
@@ -321,9 +322,9 @@ def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
 
 
 def wait_for_reductions(root: nn.Module) -> None:
-    """Let the current stream wait for reductions that were started (``FSDPParamGroup.finalize_backward``).
+    """Let the current stream wait for started reductions (``FSDPParamGroup.finalize_backward``).
 
-    What a backward does at its end, unless ``set_is_last_backward(False)`` has told it not to; on torch 2.15
+    A backward does this at its end unless ``set_is_last_backward(False)`` disables it. On torch 2.15
     ``FSDPState._end_backward_iteration``.
     """
     end = getattr(fsdp_state_of(root), "_end_backward_iteration", None)
@@ -344,7 +345,7 @@ def wait_for_reductions(root: nn.Module) -> None:
 
 
 def all_gather_ranks(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | None:
-    """The ranks that a unit's weights are gathered from; ``None`` where that is one, or there are no weights."""
+    """Return the process group of a unit's all-gathers; ``None`` for a single rank or a unit without weights."""
     for group in fsdp_parameter_groups(unit):
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             return group.mesh_info.shard_process_group
@@ -352,11 +353,11 @@ def all_gather_ranks(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | 
 
 
 def allow_recompute(unit: nn.Module) -> None:
-    """Let FSDP2 take part in a forward that runs in a backward after this unit's own backward. Local operation.
+    """Let FSDP2 handle a recomputed forward that runs after this unit's own backward. Local operation.
 
     A reentrant checkpoint runs forward and backward of each use of a unit in turn. FSDP2 leaves the unit's state at
-    ``PRE_BACKWARD`` until the outermost backward ends (``FSDPState._training_state``), and then registers nothing for
-    the second use: its gradients stay unreduced, without an error.
+    ``PRE_BACKWARD`` until the outermost backward ends (``FSDPState._training_state``). It then registers no hooks for
+    the second use, whose gradients stay unreduced without an error.
     """
     if any(group._training_state.name == "POST_BACKWARD" for group in fsdp_parameter_groups(unit)):
         state = fsdp_state_of(unit)
@@ -365,9 +366,9 @@ def allow_recompute(unit: nn.Module) -> None:
 
 @contextlib.contextmanager
 def report_as_unsharded(group: Any) -> Iterator[None]:
-    """Within the context a parameter group says of itself that it stays gathered between forward and backward.
+    """Return a context in which a parameter group reports that it stays unsharded between forward and backward.
 
-    ``FSDPParamGroup._reshard_after_forward``, which is true where ``post_forward_mesh_info`` is set.
+    ``FSDPParamGroup._reshard_after_forward``, which is true if ``post_forward_mesh_info`` is set.
     """
     mesh_info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
     try:
@@ -377,11 +378,11 @@ def report_as_unsharded(group: Any) -> Iterator[None]:
 
 
 def resize_all_gather_outputs(group: Any, shard: torch.Tensor, sizes: list[int]) -> None:
-    """Let a gather bring other buffers of a shard than the one before. Local operation.
+    """Change the all-gather buffers of a shard, so that an all-gather can return different ones. Local operation.
 
-    FSDP2 makes memory for what its first gather brings, and fills that ever after (``FSDPParam.all_gather_outputs``;
-    ``_unsharded_inner_tensors`` are views of it). The shard, local, has hooks of its own and is not gathered; ``sizes``
-    are numbers of elements of the gathered buffers.
+    FSDP2 allocates memory for the result of its first all-gather and reuses it (``FSDPParam.all_gather_outputs``;
+    ``_unsharded_inner_tensors`` are views of it). ``shard`` is a local tensor with all-gather hooks in the sharded
+    state. ``sizes`` are the numbers of elements of the gathered buffers.
     """
     for managed in group.fsdp_params:
         have = managed.all_gather_outputs
@@ -390,10 +391,10 @@ def resize_all_gather_outputs(group: Any, shard: torch.Tensor, sizes: list[int])
 
 
 def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -> None:
-    """Gather some of a gathered module's parameters once more, into the same gathered parameters.
+    """All-gather some parameters of an unsharded module again, into the same unsharded parameters.
 
-    Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard``, of fewer ``fsdp_params``). The
-    names in the module are the same on all ranks, and its group is gathered.
+    Collective over the group's shard mesh: one all-gather (``FSDPParamGroup.unshard`` with fewer
+    ``fsdp_params``). The names are the same on all ranks, and the group is unsharded.
     """
     everything, wanted = group.fsdp_params, [(module, name) for name in names]
     group.fsdp_params = [m for m in everything if any(owner in wanted for owner in owners_of(m))]
@@ -408,10 +409,13 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
 
 @contextlib.contextmanager
 def chunk_own_rank_only() -> Iterator[None]:
-    """In the context FSDP2 makes no tensors for the pieces that other ranks get of a parameter. Local operation."""
-    module: Any = _fsdp_param  # wants lists, but takes pieces by their number alone
+    """Return a context in which FSDP2 does not create tensors for other ranks' chunks of a parameter.
+
+    Local operation.
+    """
+    module: Any = _fsdp_param  # annotated as lists, but only their length is used
     stock = module._chunk_with_empty
-    plain = (torch.Tensor, torch.nn.Parameter)  # others are cut in ways of their own
+    plain = (torch.Tensor, torch.nn.Parameter)  # subclasses may define their own chunk
     module._chunk_with_empty = lambda tensor, count, dim: (
         _OwnChunk(tensor, count, dim) if type(tensor) in plain else stock(tensor, count, dim=dim)
     )
@@ -423,7 +427,7 @@ def chunk_own_rank_only() -> Iterator[None]:
 
 @dataclass
 class _OwnChunk:
-    """What ``torch.chunk`` gives, and empty tensors for the ranks that it leaves without; made when asked for."""
+    """Lazy result of ``torch.chunk``, padded with empty tensors for ranks without a chunk."""
 
     tensor: torch.Tensor
     count: int
@@ -439,12 +443,12 @@ class _OwnChunk:
 
 
 def defers_leaf_gradient(leaf: Any) -> bool:
-    """Whether the backward that runs leaves out a leaf's gradient, and keeps its graph for another backward.
+    """Return whether the running backward skips a leaf's gradient and keeps its graph for another backward.
 
     ``torch._C._will_engine_execute_node``, ``torch._C._autograd._get_current_graph_task_keep_graph``.
     """
     try:
         left_out = not torch._C._will_engine_execute_node(leaf)
-    except RuntimeError:  # of leaves that torch.autograd.grad was asked for
+    except RuntimeError:  # a leaf passed to torch.autograd.grad
         return False
     return left_out and torch._C._autograd._get_current_graph_task_keep_graph()

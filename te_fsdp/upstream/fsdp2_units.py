@@ -68,7 +68,7 @@ def find_fsdp_param(module: nn.Module, name: str) -> Any | None:
     return None
 
 
-def tie_again(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:
+def retie_parameters(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:
     """Register the parameters that replaced those of ``before`` at the modules that FSDP2 has them tied to. Local."""
     for name, old in before.items():
         new = module._parameters.get(name)

@@ -1,7 +1,8 @@
 """Gradients of parameters that a rank did not use in a backward, under FSDP2; torch 2.11 to 2.15.
 
-FSDP2 reduces the gradients that exist. Ranks whose gradients differ would run different collectives. So a parameter
-without a gradient takes part with zeros. Flags that are reduced with the gradients say whether any rank used it.
+FSDP2 reduces the gradients that exist. Ranks with different sets of gradients would run different collectives.
+So a parameter without a gradient participates with zeros. Flags that are reduced with the gradients record
+whether any rank used it.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def fill_unused(group: Any) -> None:
-    """Give a parameter group's trained parameters zero gradients before it reduces, where they have none.
+    """Give a parameter group's trained parameters zero gradients before it reduces, if they have none.
 
-    In place of FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
+    It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
     """
     if _fill not in group.__dict__.get(LISTENERS, ((), ()))[0]:
         add_reduction_listener(group, before=_fill)
 
 
 def is_alone(group: Any) -> bool:
-    """Return whether no other rank has a part of a parameter group's gradients."""
+    """Return whether no other rank shares a parameter group's gradients."""
     return getattr(group.mesh_info, "shard_mesh_size", 1) == 1 and not hasattr(
         group.mesh_info, "replicate_mesh_size"
     )
@@ -48,7 +49,7 @@ def drop_unused(group: Any) -> None:
     group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
 
 
-#: Order in which torch 2.15 reduces a group's records, by their numbers: it leaves out a record that is added.
+#: Order in which torch 2.15 reduces a group's records by index. It does not include an added record.
 _ORDER = "_reduce_scatter_param_indices"
 
 
@@ -61,7 +62,7 @@ def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:
 def _fill(group: Any) -> None:
     flags = group.__dict__.get(FLAGS)
     for managed in group.fsdp_params:
-        parameter = getattr(managed, "_unsharded_param", None)  # before the first gather there is none
+        parameter = getattr(managed, "_unsharded_param", None)  # None before the first all-gather
         if parameter is None or not parameter.requires_grad:
             continue
         if parameter.grad is None and managed.unsharded_accumulated_grad is None:
@@ -78,7 +79,7 @@ class UseFlags:
     the backward, which waits for the device, and remove gradients of parameters that no rank used. Ranks agree: a
     parameter without any use has the flag 0 everywhere.
 
-    Alternatives considered: a collective of its own for each step, as DDP's ``find_unused_parameters`` has.
+    Alternatives considered: a separate collective per step, as in DDP's ``find_unused_parameters``.
 
     Attributes:
         filled: Records that take part in the coming reduction with zeros.
@@ -94,16 +95,16 @@ class UseFlags:
         self.undecided: dict[Any, list[torch.Tensor]] = {}
         self._dropped: set[Any] = set()
         self._all_used: tuple[Any, torch.Tensor] | None = None
-        # What FSDP2 reads of a record: its parameter, unsharded and sharded, and the gradient of each.
+        # FSDP2 reads the unsharded and the sharded parameter of a record, and their gradients.
         self._unsharded_param = self.unsharded_param = SimpleNamespace(grad=None)
         self.sharded_param = SimpleNamespace(grad=None, requires_grad=True)
         self.sharded_size = self.padded_sharded_param_size = self._orig_size = torch.Size((0,))
 
     def reduce_with(self, group: Any, stock: Any, *args: Any) -> None:
-        """Run a group's ``post_backward`` with the flags as one more record."""
+        """Run a group's ``post_backward`` with the flags as an additional record."""
         records = group.fsdp_params
         trained = [m for m in records if hasattr(m, "_unsharded_param") and m._unsharded_param.requires_grad]
-        # FSDP2 frees gradients while it reduces them: no reference to one may stay here.
+        # FSDP2 frees gradients while it reduces them, so no reference to one may remain here.
         dtype = next((dtype for dtype in map(_gradient_dtype, trained) if dtype is not None), None)
         if dtype is None:
             stock(*args)
@@ -112,7 +113,7 @@ class UseFlags:
         without = {m for m in self.filled if m.sharded_param.grad is None}
         may_be_zeros = self.filled & self.undecided.keys()
         if group.reshard_after_backward:
-            group._to_sharded()  # FSDP2 would do it with the record of the flags in the list
+            group._to_sharded()  # otherwise FSDP2 would call it with the record of the flags in the list
         group.fsdp_params = [*records, self]
         try:
             stock(*args)
@@ -123,7 +124,7 @@ class UseFlags:
         if reduced is None:
             return  # HSDP keeps the sums over dp_shard until it reduces them over dp_replicate
         for number, managed in enumerate(trained):
-            if managed in without:  # also where the gradients of an earlier microbatch were dropped
+            if managed in without:  # also if gradients of an earlier microbatch were dropped
                 self.undecided[managed] = [reduced[number]]
             elif managed in may_be_zeros:
                 self.undecided[managed].append(reduced[number])
@@ -147,26 +148,26 @@ class UseFlags:
         undecided, self.undecided = self.undecided, {}
         flags = torch.stack([torch.stack(found).sum() for found in undecided.values()])
         if type(flags) is not torch.Tensor:
-            return  # of a model that is planned, not trained
+            return  # the model is planned, not trained
         if not (flags.is_cuda and torch.cuda.is_current_stream_capturing()):
             used = flags.tolist()
             self._dropped = {managed for managed, count in zip(undecided, used, strict=True) if count == 0}
         for managed in undecided:
-            if managed in self._dropped:  # while a graph is recorded: as in the step before
+            if managed in self._dropped:  # During graph capture, repeat the decision of the previous step.
                 managed.sharded_param.grad = None
 
     @property
     def unsharded_grad_data(self) -> torch.Tensor:
-        """The flags."""
+        """Return the flags."""
         grad = self.unsharded_param.grad
         assert grad is not None
         return grad
 
     def accumulate_unsharded_grad_if_needed(self) -> None:
-        """Nothing: flags are of one reduction."""
+        """Do nothing. Flags belong to one reduction."""
 
     def to_sharded(self) -> None:
-        """Nothing: flags are not gathered."""
+        """Do nothing. Flags are not all-gathered."""
 
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
@@ -194,10 +195,10 @@ def zero_gradient(managed: Any, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
-    """Let FSDP2's ``set_reduce_scatter_unused_params`` make zeros for a module's quantized weight without reading it.
+    """Let FSDP2's ``set_reduce_scatter_unused_params`` create zeros for a quantized weight without reading it.
 
-    ``FSDPParam.unsharded_zero_grad_data`` calls ``torch.zeros_like`` (torch 2.13 and later). ``shard`` is the local
-    tensor. Local operation.
+    ``FSDPParam.unsharded_zero_grad_data`` calls ``torch.zeros_like`` (torch 2.13 and later). ``shard`` is the
+    local tensor. Local operation.
     """
     for name, parameter in module._parameters.items():
         if parameter is None or local_of(parameter) is not shard:
@@ -208,12 +209,12 @@ def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
             managed.__class__ = _with_zeros(kind)
 
 
-#: Name of FSDP2's property that makes the zeros of an unused parameter.
+#: FSDP2's property that creates the zeros of an unused parameter.
 _ZERO_GRADIENT = "unsharded_zero_grad_data"
 
 
 class _Zeros:
-    """Marker of a record's class whose zeros are those of :func:`zero_gradient`."""
+    """Marker of record classes that use :func:`zero_gradient`."""
 
 
 @functools.cache
@@ -223,12 +224,12 @@ def _with_zeros(kind: type) -> type:
     return type(kind.__name__, (_Zeros, kind), {_ZERO_GRADIENT: zeros})
 
 
-def one_gradient_dtype(group: Any) -> None:
-    """Let a parameter group reduce gradients of which only some have added up over several backwards.
+def unify_gradient_dtypes(group: Any) -> None:
+    """Let a parameter group reduce gradients of which only some have accumulated over several backwards.
 
-    FSDP2 adds up in the dtype of the reduction, but leaves gradients of a first backward in the gathered parameters'
-    dtype, and makes zeros for unused parameters in that: where the two differ, it cannot reduce them together (torch
-    2.15 keeps all in one dtype by itself).
+    FSDP2 accumulates in the reduction dtype but keeps gradients of a first backward in the unsharded parameters'
+    dtype. It also creates zeros for unused parameters in that dtype. If the two dtypes differ, it cannot reduce the
+    gradients together (torch 2.15 uses one dtype itself).
     """
     add_reduction_listener(group, before=_in_one_dtype)
 

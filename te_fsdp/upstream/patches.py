@@ -1,10 +1,10 @@
-"""Everything that te_fsdp replaces in other libraries: the tables, and what installs those for TransformerEngine.
+"""Tables of the patches of other libraries, and the application of patches to TransformerEngine.
 
-What the table for FSDP2 and torch names is installed in :mod:`te_fsdp.upstream.fsdp2_patches` and its neighbours.
+:mod:`te_fsdp.upstream.fsdp2_patches` and the files next to it apply the patches of FSDP2 and torch.
 
-Classes belong to the process, and with them their patches. Each replacement looks for a mark of te_fsdp's on the object
-at hand (a binding of the module, the name of a group on the quantizer) and does as TE does where there is none, so that
-models that te_fsdp does not know see no change. Nothing is replaced before :func:`apply_patch` is called.
+Patched classes belong to the whole process. Each replacement checks its object for a te_fsdp attribute (a module's
+binding, the group name of a quantizer) and otherwise runs TE's code. Models without te_fsdp are therefore not
+affected. Nothing is patched before :func:`apply_patch` is called.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ from te_fsdp.upstream.te_formats import FORMATS
 class Patch:
     """An attribute of another library's class or object that te_fsdp replaces."""
 
-    owner: str  #: Whose attribute
-    attribute: str  #: Its name
-    why: str  #: What te_fsdp's own does besides, or instead
-    #: Test that tells whether it is still needed: that shows the fault on the stock library, or that fails without the
-    #: patch; file and name.
+    owner: str  #: Object or class with the attribute
+    attribute: str  #: Name of the attribute
+    why: str  #: Purpose of the replacement
+    #: Test that shows whether the patch is still needed, as file and name. It demonstrates the bug in the stock
+    #: library, or fails without the patch.
     shown_by: str
-    #: How the passage on the fault begins in ``docs/upstream.md``; empty where there is no fault, only no public way.
+    #: First words of the description in ``docs/upstream.md``; empty if the reason is a missing public API, not a bug.
     upstream: str = ""
-    versions: str = "all"  #: Versions that need it, of those that te_fsdp supports
+    versions: str = "all"  #: Supported versions that need it
 
 
 FSDP2 = (
     Patch(
         "`FSDPParamGroup`",
         "post_backward",
-        "runs te_fsdp's code before and after a reduction; gradients of unused parameters; one dtype per reduction",
+        "runs te_fsdp's code before and after a reduction; gradients of unused parameters; one dtype per "
+        "reduction",
         "test_no_shard.py::test_parameters_that_other_ranks_use",
         '- FSDP2 asserts "uniform gradient dtype"',
     ),
@@ -240,7 +241,7 @@ FSDP2 = (
 
 _GROUP = "- The amax group of a weight is FSDP2's axis alone"
 
-#: By a name of te_fsdp's own.
+#: Patch name -> row.
 PATCHES: dict[str, Patch] = {
     "gather": Patch(
         "tensors with all-gather hooks",
@@ -362,24 +363,24 @@ PATCHES: dict[str, Patch] = {
 
 
 def _tensors() -> list[type[torch.Tensor]]:
-    """Quantized tensor classes of this TE version."""
+    """Return the quantized tensor classes of this TE version."""
     module = importlib.import_module("transformer_engine.pytorch.tensor")
     classes = [getattr(module, row.tensor, None) for row in FORMATS.values()]
     return [cls for cls in classes if cls is not None]
 
 
 def gathering_tensors() -> list[type[torch.Tensor]]:
-    """Quantized tensor classes that have FSDP2's all-gather hooks in this TE version."""
+    """Return the quantized tensor classes with FSDP2's all-gather hooks in this TE version."""
     return [cls for cls in _tensors() if hasattr(cls, "fsdp_pre_all_gather")]
 
 
 def _cloning_tensors() -> list[type[torch.Tensor]]:
-    """Classes of quantized tensors that have a ``clone`` of their own."""
+    """Return the quantized tensor classes that define their own ``clone``."""
     return [cls for cls in _tensors() if "clone" in cls.__dict__]
 
 
 def _amax_tensors() -> list[type]:
-    """Classes whose attribute ``amax_reduction_group`` a quantizer reads when it writes into a tensor."""
+    """Return the classes whose ``amax_reduction_group`` a quantizer reads when it writes to a tensor."""
     rows = [row for row in FORMATS.values() if "amax" in row.quantizers.values()]
     names = [(row.module, row.tensor) for row in rows]
     names += [(f"storage.{row.module}_storage", f"{row.tensor}Storage") for row in rows]
@@ -387,7 +388,7 @@ def _amax_tensors() -> list[type]:
 
 
 def _modules_with(name: str) -> list[ModuleType]:
-    """TE's modules of linear layers that use a function under this name."""
+    """Return TE's Python modules of linear layers that define or import ``name``."""
     files = ("linear", "layernorm_linear", "layernorm_mlp")
     found = [importlib.import_module(f"transformer_engine.pytorch.module.{file}") for file in files]
     return [module for module in found if hasattr(module, name)]
@@ -415,9 +416,9 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "pickle": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
     "clone": _cloning_tensors,
-    # Those of delayed scaling hold tensors of the module, of which pickle and deepcopy make others.
+    # Delayed quantizers refer to tensors of the module, which pickle and deepcopy would copy.
     "delayed": functools.partial(_te.quantizer_classes, "history"),
-    # NVFP4's shards hold whole blocks, so that none is empty.
+    # Shards of NVFP4 consist of complete blocks, so none is empty.
     "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
     "update empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
     "element type": _enums_pickled_by_name,
@@ -425,14 +426,14 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "states of dicts": _te.fused_adam_class,
 }
 
-#: Attribute of a patched class or module: the names of its replaced attributes.
+#: Attribute of a patched class or module: names of its replaced attributes.
 _PATCHED = "_te_fsdp_patched"
 
 
 def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
-    """Replace an attribute wherever it has not been replaced; later calls do nothing.
+    """Replace an attribute of each owner unless it has been replaced already.
 
-    ``name`` is a key of :data:`PATCHES`; ``make`` gets what stands there, or ``None``, and gives what shall.
+    ``name`` is a key of :data:`PATCHES`. ``make`` maps the present attribute, or ``None``, to its replacement.
     """
     attribute = PATCHES[name].attribute
     for owner in _OWNERS[name]():

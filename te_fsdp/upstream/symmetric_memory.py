@@ -1,22 +1,22 @@
-"""What transports (``docs/transport.md``) need of torch by private names, checked on torch 2.11 to 2.15.
+"""Private names of torch for transports (docs/transport.md), checked with torch 2.11 to 2.15.
 
-Gathers by copies: memory of a GPU that its peers read, torch's symmetric memory
+Copy engine all-gathers use memory of a GPU that its peers read: torch's symmetric memory
 (``torch.distributed._symmetric_memory``).
 
-``zero_copy_gradients``: FSDP2 copies all gradients of a unit into the input of one reduce-scatter, cut into what each
-rank shall get. A gradient that is cut along its first dim into equal parts can be sent as it is. So here each large
-gradient is a part of its own, small ones are copied together, and the parts are reduced by reduce-scatters that NCCL
-runs as one operation. The output is the same:
+``zero_copy_gradients``: FSDP2 copies all gradients of a unit into the input of one reduce-scatter, ordered by rank. A
+gradient sharded evenly along its first dim can be sent without a copy. Here each large gradient is a part of its own,
+and small ones are copied together. NCCL runs the reduce-scatters of all parts as one operation. The output is the
+same:
 
     FSDP2   a0 b0 c0 a1 b1 c1    one reduce-scatter        rank r: ar br cr
     here    a0 a1 | b0 c0 b1 c1  one for "a", for "b c"    rank r: ar br cr
 
-Which parts there are depends on shapes alone, so that all ranks agree: a gradient that has another dtype than is sent,
-or holes, is copied by itself. FSDP2 keeps what it takes for the input until the reduction has ended, and so the parts.
+The parts depend on shapes only, so all ranks agree. A gradient with a different dtype, or one that is not contiguous,
+is copied into a part of its own. FSDP2 keeps the input, and therefore the parts, until the reduction has ended.
 
-FSDP2 asks a reduce-scatter of one's own for the input's memory, but fills it itself (``chunk_cat``, from torch 2.15 on
-``chunk_cat_mixed_dtype``), and divides it where the dtype has little range. It gets a tensor that answers these two
-operations in its own way, and no other (``__torch_function__``).
+FSDP2 requests the memory of the input from a custom reduce-scatter but fills it itself (``chunk_cat``, from
+torch 2.15 ``chunk_cat_mixed_dtype``). It divides the input if the dtype has a small range. te_fsdp returns a
+tensor that implements these two operations differently and no others (``__torch_function__``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from te_fsdp.upstream.torch_dtensor import default_store
 
 
 def is_available() -> bool:
-    """Whether this torch has symmetric memory for CUDA devices."""
+    """Return whether this torch supports symmetric memory for CUDA devices."""
     try:
         import torch.distributed._symmetric_memory
     except ImportError:
@@ -44,15 +44,15 @@ def is_available() -> bool:
 
 
 def may_share_a_gpu() -> bool:
-    """Whether torch shares memory between two ranks on one GPU: its own switch for tests on fewer GPUs than ranks."""
+    """Return whether torch shares memory between two ranks on one GPU (its switch for tests with fewer GPUs)."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
 
 
 class _Numbered(dist.Store):
-    """A store of one group of ranks, for keys that torch numbers by process: here they are numbered by group.
+    """A store for one process group, which renumbers keys that torch numbers per process.
 
-    Up to torch 2.14 ranks find each other by the number of rendezvous that a process has made, in whatever group, and
-    wait for ever where that differs (pytorch issue #196082).
+    Until torch 2.14 the rendezvous key contains the number of rendezvous of the process in all groups. If ranks
+    differ in it, they wait forever (pytorch issue #196082).
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -78,19 +78,19 @@ class _Numbered(dist.Store):
 
 
 class Exchange:
-    """What the ranks of a group find each other's memory by; torch knows them by ``name``."""
+    """Process group through which ranks map each other's memory; torch identifies it by ``name``."""
 
     def __init__(self, group: dist.ProcessGroup, token: str = "") -> None:
-        """Local operation. ``token`` is the same on all ranks, and of no other exchange.
+        """``token`` is identical on all ranks and unique to this exchange. Local operation.
 
-        With it torch knows the ranks by a process group without a backend, whose store counts their rendezvous alone;
-        without by ``group``.
+        With a token, a process group without a backend is registered, whose store counts only its own
+        rendezvous. Without it, ``group`` is used.
         """
         from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group
 
         self.name, self.group = f"te_fsdp/peers/{token}" if token else group.group_name, group
         if token:
-            # Both are kept here: C++ alone keeps neither the group nor the object that Python's methods belong to.
+            # Keep references to both. C++ keeps neither the group nor the Python object of the store.
             self._store = _Numbered(dist.PrefixStore(self.name, default_store()))
             self._ranks = dist.ProcessGroup(self._store, group.rank(), group.size())
             _register_process_group(dist.GroupName(self.name), self._ranks)
@@ -100,14 +100,14 @@ class Exchange:
 def allocate_shared_memory(
     size: int, device: torch.device, exchange: Exchange
 ) -> tuple[Any, list[torch.Tensor]]:
-    """Memory of each rank that all ranks of a group can read (``empty``, ``rendezvous``, ``get_buffer``).
+    """Allocate memory that all ranks of a group can read (``empty``, ``rendezvous``, ``get_buffer``).
 
-    Collective over the group; waits for the device. It is no part of what torch's caching allocator counts. Freeing it
-    waits for the device as well. The size in bytes is the same on all ranks.
+    Collective over the group; waits for the device. torch's caching allocator does not count this memory.
+    Freeing it waits for the device as well. The size in bytes is the same on all ranks.
 
     Returns:
-        What :func:`barrier` takes; by rank a uint8 tensor of ``size`` elements, all on this rank's device for torch, so
-        that a contiguous copy from any of them is a plain memory copy.
+        The handle for :func:`barrier`, and one uint8 tensor of ``size`` elements per rank. For torch all of them are
+        on this rank's device, so that a contiguous copy from any of them is a plain memory copy.
     """
     import torch.distributed._symmetric_memory as symmetric
 
@@ -121,22 +121,22 @@ def allocate_shared_memory(
 
 
 def barrier(handle: Any, seconds: float) -> None:
-    """Let the current stream wait for the same call of all ranks (``_SymmetricMemory.barrier``).
+    """Let the current stream wait for the same call on all ranks (``_SymmetricMemory.barrier``).
 
-    One small kernel, which a graph can hold. It fails, and with it the process' use of the device, when a rank has not
-    come after ``seconds``.
+    It launches one small kernel, which a CUDA graph can capture. If a rank does not arrive within ``seconds``,
+    the kernel fails and the process can no longer use the device.
     """
     handle.barrier(channel=0, timeout_ms=int(1e3 * seconds))
 
 
-# --- gradients that are sent from where they lie
+# --- zero-copy gradients
 
-#: Elements of a gradient that is sent by itself: copying smaller ones together costs less than sending them apart.
+#: Minimum number of elements of a gradient that is sent separately. Copying smaller ones together is cheaper.
 LARGE = 1 << 16
 
 
 class ReduceScatterPart(NamedTuple):
-    """What a reduce-scatter sends: elements of all ranks, of so many gradients."""
+    """One part of a reduce-scatter: the number of elements over all ranks, and the number of gradients."""
 
     numel: int
     count: int
@@ -144,56 +144,56 @@ class ReduceScatterPart(NamedTuple):
 
 
 class ReduceScatterParts(NamedTuple):
-    """How the gradients of a parameter group are sent, in their order; they are cut over so many ranks."""
+    """Parts of a parameter group's gradients, in order, for a reduce-scatter over ``ranks``."""
 
     ranks: int
     parts: tuple[ReduceScatterPart, ...]
 
     @property
     def numel(self) -> int:
-        """Elements of all parts, with what pads the last ranks' rows."""
+        """Return the number of elements of all parts, including padding."""
         return sum(part.numel for part in self.parts)
 
 
 class ZeroCopyInput(torch.Tensor):
-    """What FSDP2 takes for the input of a reduce-scatter; it has no elements of its own."""
+    """Placeholder for the input of FSDP2's reduce-scatter. It has no elements of its own."""
 
-    sent: list[torch.Tensor]  #: 1-D, one for each part
-    kept: list[torch.Tensor]  #: What another stream reads until the reduction has ended
-    how: ReduceScatterParts  #: What they are made of
+    sent: list[torch.Tensor]  #: 1-D, one per part
+    kept: list[torch.Tensor]  #: Tensors that another stream reads until the reduction has ended
+    how: ReduceScatterParts  #: Layout of the parts
 
     @classmethod
     def make(cls, how: ReduceScatterParts, dtype: torch.dtype, device: torch.device) -> ZeroCopyInput:
-        """One that is to be filled, to be sent in ``dtype``."""
+        """Create an empty input, to be sent in ``dtype``."""
         made = torch.empty(0, dtype=dtype, device=device).as_subclass(cls)
         made.sent, made.kept, made.how = [], [], how
         return made
 
     def view(self, *shape: Any) -> ZeroCopyInput:  # type: ignore[override]
-        """Itself: FSDP2 wants rows of ranks only to have them filled."""
+        """Return the input itself. FSDP2 uses the view only to fill it."""
         return self
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What FSDP2 does with the input of a reduce-scatter."""
+        """Implement the operations of FSDP2 on the input of a reduce-scatter."""
         into = (kwargs or {}).get("out")
         with torch._C.DisableTorchFunctionSubclass():
             if isinstance(into, cls):
                 return into._fill(args[0], func)
             if func is torch.Tensor.div_:
                 made, divisor = args
-                # Not in place: others may look at a gradient.
+                # Not in place, because gradients may be shared.
                 made.kept = made.sent
                 made.sent = [part / divisor for part in made.kept]
                 return made
-        raise AssertionError(f"FSDP2 has done something new with the input of a reduce-scatter: {func}")
+        raise AssertionError(f"unsupported operation on the input of a reduce-scatter: {func}")
 
     def _fill(self, gradients: Sequence[torch.Tensor], chunk_cat: Any) -> None:
-        """Take gradients in FSDP2's order."""
+        """Fill the parts from gradients in FSDP2's order."""
         left = [gradient for gradient in gradients if gradient.numel()]
-        # Those of all trained parameters, see reduce_unused.
+        # FSDP2 passes the gradients of all trained parameters, see reduce_unused.
         assert len(left) == sum(part.count for part in self.how.parts)
         for part in self.how.parts:
             mine, left = left[: part.count], left[part.count :]
@@ -205,22 +205,22 @@ class ZeroCopyInput(torch.Tensor):
             self.sent.append(memory)
 
 
-#: Attribute of a parameter group: whether its gradients are reduced from where they lie.
+#: Attribute of a parameter group: whether its gradients are sent without a copy.
 _KEY = "_te_fsdp_zero_copy"
-#: Attribute of a parameter group: its trained records at the last look, and their parts.
+#: Attribute of a parameter group: its trained records, with the parts computed from them.
 _PARTS = "_te_fsdp_gradient_parts"
 
 
 def enable_zero_copy_reduce_scatter(group: Any) -> None:
-    """Let a parameter group's gradients be sent so by a reduce-scatter of te_fsdp's. Local operation."""
+    """Let a parameter group send gradients without a copy, in te_fsdp's reduce-scatter. Local operation."""
     group.__dict__[_KEY] = True
 
 
 def zero_copy_input_of(group: Any, numel: int, dtype: torch.dtype) -> ZeroCopyInput | None:
-    """What FSDP2 is to be given for a reduction's input of so many elements, if it is not memory. Local operation.
+    """Return a placeholder for a reduction's input of ``numel`` elements. Local operation.
 
-    ``None`` where nothing can be sent as it lies, or FSDP2 reduces other gradients than those of all trained
-    parameters: on all ranks then.
+    Return ``None`` if all gradients must be copied, or if FSDP2 does not reduce the gradients of all trained
+    parameters. All ranks return the same.
     """
     if not group.__dict__.get(_KEY, False):
         return None
@@ -231,7 +231,7 @@ def zero_copy_input_of(group: Any, numel: int, dtype: torch.dtype) -> ZeroCopyIn
 
 
 def _parts_of(group: Any) -> ReduceScatterParts:
-    """How the gradients of a parameter group's trained parameters are sent: the same on all ranks."""
+    """Return the parts of the gradients of a parameter group's trained parameters. Identical on all ranks."""
     trained = [managed for managed in _in_order(group) if managed.sharded_param.requires_grad]
     known = group.__dict__.get(_PARTS)
     if known is None or known[0] != trained:
@@ -240,7 +240,7 @@ def _parts_of(group: Any) -> ReduceScatterParts:
 
 
 def _find_parts(trained: list[Any], ranks: int) -> ReduceScatterParts:
-    """The parts of the gradients of some of FSDP2's records, whose shapes do not change."""
+    """Compute the parts for a list of FSDP2's records, whose shapes are constant."""
     parts = list[ReduceScatterPart]()
     for managed in trained:
         numel = managed.padded_sharded_param_size.numel() * ranks
@@ -256,21 +256,24 @@ def _find_parts(trained: list[Any], ranks: int) -> ReduceScatterParts:
 
 
 def _in_order(group: Any) -> list[Any]:
-    """FSDP2's records in the order in which gradients are reduced: torch 2.15 sorts them by dtype."""
+    """Return FSDP2's records in reduction order. torch 2.15 sorts them by dtype."""
     order = getattr(group, "_reduce_scatter_param_indices", None)
     return [group.fsdp_params[at] for at in order] if order else group.fsdp_params
 
 
 def _reason_to_copy(managed: Any, ranks: int) -> str:
-    """Why a gradient cannot be sent as it lies. One cut along another dim FSDP2 has copied already, in order."""
+    """Return why a gradient cannot be sent without a copy.
+
+    FSDP2 itself reorders gradients sharded along other dims.
+    """
     rows = managed._orig_size[0]
     if managed.fsdp_placement.dim == 0 and rows % ranks:
-        return f"{rows} rows are not cut evenly over {ranks} ranks"
+        return f"{rows} rows are not divisible by {ranks} ranks"
     return ""
 
 
 def large_gradients(group: Any) -> list[tuple[Any, str]]:
-    """FSDP2's records of large parameters, each with why its gradient cannot be sent as it lies, or nothing."""
+    """Return FSDP2's records of large parameters, each with the reason to copy its gradient (empty if none)."""
     ranks = group.mesh_info.shard_mesh_size
     large = (m for m in group.fsdp_params if m.padded_sharded_param_size.numel() * ranks >= LARGE)
     return [(managed, _reason_to_copy(managed, ranks)) for managed in large]

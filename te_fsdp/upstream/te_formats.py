@@ -1,19 +1,20 @@
-"""What is to know about each of TE's quantized formats: one row per format, read by all; and TE's pickles of them.
+"""Table of TE's quantized formats, and their pickles.
 
-Class names, buffers, options, reconstructors and the entries of delayed scaling's ``_extra_state`` are TE's own,
-checked on TE 2.18 to 2.20.2. This file imports no TE: checkpoints are read where there is none.
+Class names, buffers, options, reconstructors and the entries of delayed scaling's ``_extra_state`` are TE's,
+checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can be read without it.
 
     weight (M, K)   buffer                 one element covers (rows, columns)
-    float8          data                   1 x 1          scale: one for the whole weight
+    float8          data                   1 x 1          scale: one per weight
     mxfp8           rowwise data, scale    1 x 1, 1 x 32
-                    columnwise data, scale 1 x 1, 32 x 1  (quantized independently of the rowwise ones)
+                    columnwise data, scale 1 x 1, 32 x 1  (quantized independently of rowwise data)
     float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
-    nvfp4           data, scale            1 x 2 (two values in a byte), 1 x 16, and transposed; amax of the
-    whole weight
+    nvfp4           data, scale            1 x 2 (two values per byte), 1 x 16, and transposed; amax of the
+                                           unsharded weight
 
-Delayed and current scaling are one format, float8: the bytes are the same, only the scale comes from elsewhere.
+Delayed and current scaling use one format, float8. Their data is the same, but the scale is computed differently.
 
-Pickles are read by a table of names (:mod:`te_fsdp.unpickling`), each with a stand-in that keeps what was stored.
+Pickles are read with a table of names (:mod:`te_fsdp.unpickling`). Each name has a substitute that stores the
+arguments.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ import torch
 from te_fsdp.errors import CheckpointError
 from te_fsdp.unpickling import EnumNames, TableUnpickler
 
-#: Rows and columns of the weight that one element of a buffer covers; ``None``: the whole weight.
+#: Rows and columns of the weight that one buffer element covers; ``None``: the unsharded weight.
 Block: TypeAlias = tuple[int, int] | None
 
 _FP8 = ("kFloat8E4M3", "kFloat8E5M2")
@@ -41,18 +42,18 @@ _FP8 = ("kFloat8E4M3", "kFloat8E5M2")
 
 @dataclass(frozen=True)
 class Buffer:
-    """A tensor of a quantized weight."""
+    """A buffer of a quantized weight."""
 
-    name: str  #: TE's name of it in ``get_metadata()``
-    block: Block  #: What one element covers
-    #: How one element is read as a number; uint8 for the weight's own values, which are in the format's element type,
-    #: and of NVFP4 two in a byte.
+    name: str  #: TE's name in ``get_metadata()``
+    block: Block  #: Rows and columns covered by one element
+    #: Number type of an element; uint8 for the weight's values, which have the format's element type (NVFP4: two per
+    #: byte).
     number: torch.dtype = torch.uint8
     is_transposed: bool = False  #: Whether TE stores it transposed
-    #: Whether TE makes it anew from what was gathered (``fsdp_post_all_gather``: transposes, and scales padded into new
-    #: tensors), so that FSDP2, which does not know it, does not free it.
+    #: Whether TE computes it from the gathered data (``fsdp_post_all_gather``: transposes, and padded scales).
+    #: FSDP2 does not manage such buffers and does not free them.
     is_derived: bool = False
-    attribute: str = ""  #: TE's attribute of the quantized tensor; empty: the name after an underscore
+    attribute: str = ""  #: TE's attribute of the quantized tensor. Default: the name with an underscore
 
     def __post_init__(self) -> None:
         if not self.attribute:
@@ -60,12 +61,12 @@ class Buffer:
 
     @property
     def holds_values(self) -> bool:
-        """Whether it holds the weight's values, and not scales."""
+        """Return whether it contains the weight's values, not scales."""
         return self.number == torch.uint8
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype in files: that of numbers of four bytes, else bytes."""
+        """Return the dtype in files: that of numbers of four bytes, else uint8."""
         return self.number if self.number.itemsize > 1 else torch.uint8
 
 
@@ -73,33 +74,33 @@ class Buffer:
 class Format:
     """A quantized format."""
 
-    name: str  #: As reports, errors and checkpoints say it; of a format that is not known TE's class
-    tensor: str = ""  #: Name of TE's class of tensors
-    module: str = ""  #: Module of ``transformer_engine.pytorch.tensor`` that holds it
-    #: Names of TE's classes that make such tensors -> where the scale comes from: ``"amax"`` of the whole weight when
-    #: it is quantized, ``"history"`` of amaxes (delayed scaling), ``"blocks"`` of the weight, the two ``"parts"`` of a
-    #: hybrid weight, or ``""`` for none.
+    name: str  #: Name in reports, errors and checkpoints; for an unknown format, TE's class name
+    tensor: str = ""  #: Name of TE's tensor class
+    module: str = ""  #: Module of ``transformer_engine.pytorch.tensor`` with this class
+    #: Name of TE's quantizer class -> source of the scale: ``"amax"`` of the unsharded weight at quantization,
+    #: ``"history"`` of amaxes (delayed scaling), ``"blocks"`` of the weight, ``"parts"`` of a hybrid weight, or
+    #: ``""`` for none.
     quantizers: Mapping[str, str] = field(default_factory=dict)
-    #: Rows (and columns) that one scale spans: a shard must hold whole blocks. 1 for one scale per weight, ``None``
-    #: where it is not known.
+    #: Rows (and columns) per scale. Shards must consist of complete blocks. 1 for one scale per weight, ``None`` if
+    #: unknown.
     block: int | None = None
-    elements: tuple[str, ...] = ()  #: Element types that it may have (``tex.DType``)
-    available: str = ""  #: TE's function that says whether the device computes in it
-    buffers: tuple[Buffer, ...] = ()  #: In the order of files
-    #: Options of TE's tensors, each with the value under which ``buffers`` does not hold.
+    elements: tuple[str, ...] = ()  #: Possible element types (``tex.DType``)
+    available: str = ""  #: TE's function that checks whether the device supports it
+    buffers: tuple[Buffer, ...] = ()  #: In file order
+    #: Option of TE's tensors -> value for which ``buffers`` is not valid.
     unknown_options: Mapping[str, bool] = field(default_factory=dict)
-    #: Options that change the values without a trace in the buffers, each with the value that is not the usual one: no
-    #: checkpoint says that they were on.
-    unsaid_options: Mapping[str, bool] = field(default_factory=dict)
-    #: Whether rowwise and columnwise data are quantized independently: neither can be made from the other, and a gather
-    #: brings one of them. Other formats are sent in row-wise bytes alone.
+    #: Option that changes values without affecting the buffers -> its unusual value. Checkpoints do not record it.
+    unrecorded_options: Mapping[str, bool] = field(default_factory=dict)
+    #: Whether rowwise and columnwise data are quantized independently, so that neither can be computed from the
+    #: other. An all-gather sends one of them. Other formats send rowwise data only.
     independent_directions: bool = False
-    #: Buffers that a gather brings first, in its order, and that TE takes off the gathered weight before a backward
-    #: (``fsdp_post_all_gather``).
+    #: Buffers that an all-gather sends first, in order, and that TE removes from the unsharded weight before a
+    #: backward (``fsdp_post_all_gather``).
     dropped: tuple[Buffer, ...] = ()
-    short_blocks: bool = False  #: Whether a weight may end in a part of a block
-    transpose: str = ""  #: Buffer of the values, the last dim first, that may be there instead of ``data``
-    #: Arguments of the function by which TE's pickles rebuild such a tensor; the last ones may be missing.
+    short_blocks: bool = False  #: Whether a weight may end with an incomplete block
+    #: Buffer with the transposed values (last dim first) that may exist instead of ``data``
+    transpose: str = ""
+    #: Arguments of the reconstructor in TE's pickles. The last ones may be missing.
     pickled: str = ""
 
     def __str__(self) -> str:
@@ -107,7 +108,7 @@ class Format:
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether the whole weight has one scale and nothing else, so that shards of any size will do."""
+        """Return whether the unsharded weight has one scale only, so that shards of any size are valid."""
         return self.block == 1
 
     def derives_columnwise(self, quantizer: Any) -> bool:
@@ -120,7 +121,7 @@ class Format:
         return two_dim and not self.independent_directions
 
     def directions(self) -> list[dict[str, Block]]:
-        """Sets of buffers that each give the weight's values alone, row-wise first: name -> block."""
+        """Return the sets of buffers that each contain the weight's values, rowwise first: name -> block."""
         if self.has_one_scale:
             return [{buffer.name: buffer.block for buffer in self.buffers}]
         found = [
@@ -134,8 +135,8 @@ _VALUES = (1, 1)
 _FP32, _E8M0, _E4M3 = torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn
 _FLOAT8_DATA = Buffer("data", _VALUES)
 _BLOCK_ROWWISE = Buffer("rowwise_data", _VALUES), Buffer("rowwise_scale_inv", (128, 128), _FP32)
-#: Made from the row-wise bytes.
-_TURNED: dict[str, Any] = {"is_transposed": True, "is_derived": True}
+#: Derived from the rowwise data.
+_TRANSPOSED: dict[str, Any] = {"is_transposed": True, "is_derived": True}
 
 _ROWS = (
     Format(
@@ -180,10 +181,10 @@ _ROWS = (
         available="is_fp8_block_scaling_available",
         buffers=(
             *_BLOCK_ROWWISE,
-            Buffer("columnwise_data", _VALUES, **_TURNED),
-            Buffer("columnwise_scale_inv", (128, 128), _FP32, **_TURNED),
+            Buffer("columnwise_data", _VALUES, **_TRANSPOSED),
+            Buffer("columnwise_scale_inv", (128, 128), _FP32, **_TRANSPOSED),
         ),
-        # Blocks of 1 x 128 (activations) have scales in another layout.
+        # Blocks of 1 x 128 (activations) use a different scale layout.
         unknown_options={"is_2D_scaled": False},
         dropped=_BLOCK_ROWWISE,
         short_blocks=True,
@@ -194,7 +195,7 @@ _ROWS = (
         name="nvfp4",
         tensor="NVFP4Tensor",
         module="nvfp4_tensor",
-        # First-level scales belong to blocks, the second-level one to the whole weight.
+        # First-level scales belong to blocks, the second-level scale to the unsharded weight.
         quantizers={"NVFP4Quantizer": "amax"},
         block=16,
         elements=("kFloat4E2M1",),
@@ -202,30 +203,30 @@ _ROWS = (
         buffers=(
             Buffer("rowwise_data", (1, 2)),
             Buffer("rowwise_scale_inv", (1, 16), _E4M3, is_derived=True),
-            Buffer("columnwise_data", (2, 1), **_TURNED),
-            Buffer("columnwise_scale_inv", (16, 1), _E4M3, **_TURNED),
+            Buffer("columnwise_data", (2, 1), **_TRANSPOSED),
+            Buffer("columnwise_scale_inv", (16, 1), _E4M3, **_TRANSPOSED),
             Buffer("amax_rowwise", None, _FP32),
             Buffer("amax_columnwise", None, _FP32),
         ),
         unknown_options={"with_gemm_swizzled_scales": True, "row_scaled_nvfp4": True},
-        # TE 2.20: scales go up to 256 instead of 448.
-        unsaid_options={"nvfp4_use_4over6": True},
+        # TE 2.20: scales up to 256 instead of 448.
+        unrecorded_options={"nvfp4_use_4over6": True},
         pickled="shape rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv amax_rowwise "
         "amax_columnwise element dtype quantizer with_gemm_swizzled_scales row_scaled_nvfp4 nvfp4_use_4over6 "
         "nvfp4_e4m3_max",
     ),
-    # Each direction in a format of its own: the parts are what has buffers.
+    # Each direction has its own format. Only the parts have buffers.
     Format("hybrid", "HybridQuantizedTensor", "hybrid_tensor", quantizers={"HybridQuantizer": "parts"}),
-    # A part of a hybrid weight that is not quantized.
+    # An unquantized part of a hybrid weight.
     Format("identity", "IdentityTensor", "identity_tensor", quantizers={"IdentityQuantizer": ""}),
 )
 
 #: Rows by name.
 FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
-#: Name of a quantizer's class -> where the scale comes from, see :class:`Format`.
+#: Quantizer class name -> source of the scale, see :class:`Format`.
 SCALE_SOURCES: dict[str, str] = {name: source for row in _ROWS for name, source in row.quantizers.items()}
-#: Buffers of a ``GroupedTensor``, whose tensors of all experts lie in one: attribute -> argument of its constructor.
-#: Where two are one, it goes by the first name. ``scale`` is a workspace of the quantization.
+#: Buffers of a ``GroupedTensor``, each with the data of all experts: attribute -> argument of its constructor.
+#: ``scale`` is a workspace of the quantization.
 GROUPED_BUFFERS = {
     "rowwise_data": "data",
     "columnwise_data": "columnwise_data",
@@ -239,7 +240,7 @@ GROUPED_BUFFERS = {
 
 @functools.cache
 def unknown_format(name: str) -> Format:
-    """The row of a format that is not known here: a name, and no facts."""
+    """Return the row of an unknown format, which contains only a name."""
     return Format(name)
 
 
@@ -250,25 +251,25 @@ _DTYPES = {7: "kFloat8E4M3", 8: "kFloat8E5M2", 9: "kFloat8E8M0", 10: "kFloat4E2M
 
 
 def with_record(tensor: torch.Tensor, record: Any) -> Any:
-    """A tensor without data that knows where its storage lies."""
+    """Attach the location of a tensor's storage in a file to a tensor without data."""
     tensor.record = record  # type: ignore[attr-defined]
     return tensor
 
 
 @dataclass
 class Quantized:
-    """One of TE's quantized tensors as it was stored."""
+    """One of TE's quantized tensors as stored in a pickle."""
 
     format: str  #: Name of its format
-    dtype: torch.dtype  #: That it stands for
-    shape: tuple[int, ...]  #: Of the weight
+    dtype: torch.dtype  #: Nominal dtype
+    shape: tuple[int, ...]  #: Shape of the weight
     element: str  #: TE's name of the element type
-    buffers: dict[str, Any]  #: By TE's names in ``get_metadata()``: tensors without data, or places in a file
-    options: dict[str, Any]  #: What else was stored about the buffers' layout
+    buffers: dict[str, Any]  #: TE's name in ``get_metadata()`` -> tensor without data, or location in a file
+    options: dict[str, Any]  #: Further stored options of the buffers' layout
 
 
 class _Opaque:
-    """Stands for an object of TE that is of no use here."""
+    """Substitute for a TE object that is not needed."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -280,24 +281,24 @@ class _DType:
 
 
 def _quantized(row: Format, *args: Any) -> Quantized:
-    """Stands for the reconstructor of a format."""
+    """Substitute for the reconstructor of a format."""
     names = row.pickled.split()
     if len(args) > len(names):
         raise TypeError(f"{len(args)} arguments for a tensor of {row}")
     values = dict(zip(names, args, strict=False))  # the last ones are newer than TE 2.18
     transpose = values.pop("transpose", None)
     if "transpose" in names and values["data"] is None:
-        # Kept transposed only (TE 2.20): the same bytes, last dim first.
+        # Stored transposed only (TE 2.20): the same data, last dim first.
         values["data"] = with_record(torch.movedim(transpose, 0, -1), transpose.record)
     buffers = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    options = {name: bool(values.get(name)) for name in (*row.unknown_options, *row.unsaid_options)}
+    options = {name: bool(values.get(name)) for name in (*row.unknown_options, *row.unrecorded_options)}
     element = getattr(values["element"], "name", str(values["element"]))
     return Quantized(row.name, values["dtype"], tuple(values["shape"]), element, buffers, options)
 
 
 _TENSORS = "transformer_engine.pytorch.tensor"
 _PICKLED = [row for row in _ROWS if row.pickled]
-#: What stands in pickled state dicts of TE's.
+#: Names in TE's pickled state dicts -> substitute.
 TENSORS: dict[str, Any] = (
     {f"{_TENSORS}.{row.module}._make_{row.module}_in_reduce_ex": partial(_quantized, row) for row in _PICKLED}
     | {f"{_TENSORS}.{row.module}.{name}": _Opaque for row in _PICKLED for name in row.quantizers}
@@ -318,7 +319,7 @@ _STATE = {
 
 
 class _Recipe:
-    """Stands for TE's recipe; its attributes are the pickled ones."""
+    """Substitute for TE's recipe. ``fields`` contains the pickled attributes."""
 
     fields: dict[str, Any]
 
@@ -333,23 +334,23 @@ class _Recipe:
 
 
 class _Largest(tuple):
-    """Stands for the format's pair of largest values, a named tuple."""
+    """Substitute for the format's pair of largest values, a named tuple."""
 
     def __new__(cls, *values: float) -> _Largest:
         return super().__new__(cls, values)
 
 
 def _load_from_bytes(data: bytes) -> Any:
-    """Stands for torch's own, which would load any pickle."""
+    """Substitute for torch's function, which would load any pickle."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def _rebuild_whole(
     storage: Any, offset: int, size: tuple[int, ...], stride: tuple[int, ...], *rest: Any
 ) -> torch.Tensor:
-    """Stands for torch's function of the same use."""
+    """Substitute for torch's function of the same name."""
     with warnings.catch_warnings():
-        # The pickle holds storages with a dtype, which torch has deprecated; it reads them still.
+        # The pickle contains typed storages, which torch has deprecated but still reads.
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
         whole = torch.empty(0, dtype=storage.dtype, device="cpu").set_(storage.untyped())  # type: ignore[no-matching-overload]
     return whole.as_strided(size, stride, offset).clone()
@@ -368,19 +369,18 @@ _ENTRIES = {
 
 
 def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]] | None:
-    """What an ``_extra_state`` entry holds: delayed scaling's state, a pickle in a tensor.
+    """Parse an ``_extra_state`` entry: delayed scaling's state as a pickle in a tensor.
 
     Args:
-        data: The tensor's bytes.
-        key: Its name in the state dict, for messages.
+        data: Bytes of the tensor.
+        key: Name in the state dict, for errors.
 
     Returns:
-        The recipe, as :func:`te_fsdp.upstream.te_modules.describe_delayed_recipe` describes it, and the tensors by
-        our names;
-        ``None`` where there is no state: no bytes, or a recipe without history.
+        The recipe in the form of :func:`te_fsdp.upstream.te_modules.describe_delayed_recipe`, and the tensors by
+        te_fsdp's names. ``None`` without state: no bytes, or a recipe without history.
 
     Raises:
-        CheckpointError: Something else than TE 2's delayed-scaling state, or a damaged pickle.
+        CheckpointError: The data is not TE 2's delayed-scaling state, or the pickle is damaged.
     """
     if not data:
         return None
@@ -393,24 +393,27 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
         return _describe(state), {ours: state[theirs] for ours, theirs in _STATE.items()}
     except Exception as error:
         expected = "the delayed-scaling state of TransformerEngine 2, or an empty entry"
-        got, why = f"{type(error).__name__}: {error}", "It is a pickle, and nothing in it is run"
+        got, why = (
+            f"{type(error).__name__}: {error}",
+            ("It is a pickle, and te_fsdp does not execute its contents"),
+        )
         raise unreadable_state(key, expected, got, why=why) from error
 
 
 def unreadable_state(key: str, expected: str, got: str, *, why: str = "") -> CheckpointError:
-    """The error of an ``_extra_state`` entry that holds something else than delayed scaling's state."""
+    """Return the error for an ``_extra_state`` entry that is not delayed scaling's state."""
     return CheckpointError(
-        f"{key}: not a state that te_fsdp can read",
+        f"{key}: te_fsdp cannot read this state",
         expected=expected,
         got=got,
         why=why,
-        fix="leave these entries out (te-fsdp ckpt convert --extra-state drop); histories then start anew",
+        fix="omit these entries (te-fsdp ckpt convert --extra-state drop); amax histories then start empty",
     )
 
 
 def _describe(state: dict[str, Any]) -> dict[str, Any]:
     fields = state["recipe"].fields
-    # A dataclass pickles the attributes that differ from the class's own; the rest are TE's defaults.
+    # A dataclass pickles attributes that differ from the class's own. Others have TE's defaults.
     algorithm = fields.get("amax_compute_algo", "max")
     return {
         "num_gemms": state["extra_fp8_variables"]["num_gemms"],

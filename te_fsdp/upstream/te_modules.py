@@ -1,9 +1,9 @@
-"""TE's modules by private names, checked on TE 2.18 to 2.20.2.
+"""Private names of TE's modules, checked with TE 2.18 to 2.20.2.
 
 delayed scaling    a module's ``fp8_meta`` and ``init_fp8_meta_tensors``, the fields of its
                    ``DelayedScalingRecipeState``
 ``GroupedLinear``  its grouped kernels, and the methods that read its parameters
-attention          which backend TE would pick; a stream of the device that it computes on
+attention          backend selection; streams of TE's device
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def holds_quantized(module: nn.Module) -> bool:
 
 
 def has_recipe_state(module: Any) -> bool:
-    """Whether a module is one that recipes keep state in (``fp8_meta``), of whatever recipe."""
+    """Return whether a module is of a class in which recipes store state (``fp8_meta``)."""
     return hasattr(module, "fp8_meta")
 
 
 def describe_delayed_recipe(module: nn.Module) -> dict[str, Any]:
-    """What :func:`make_delayed_states` needs to make a module's state again, as plain values."""
+    """Return plain values from which :func:`make_delayed_states` can create a module's state."""
     recipe = module.fp8_meta["scaling_fwd"].recipe  # type: ignore[index, union-attr]
     algorithm = recipe.amax_compute_algo
     return {
@@ -46,16 +46,16 @@ def describe_delayed_recipe(module: nn.Module) -> dict[str, Any]:
         "margin": recipe.margin,
         "fp8_format": recipe.fp8_format.name,
         "amax_history_len": recipe.amax_history_len,
-        # A function of the user's comes back with the recipe of the next forward.
+        # A user's function is set again by the recipe of the next forward.
         "amax_compute_algo": algorithm if isinstance(algorithm, str) else "max",
         "reduce_amax": recipe.reduce_amax,
     }
 
 
 def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[str, Any]:
-    """Give a module delayed-scaling state of the described shape, as TE's own first forward would.
+    """Create delayed-scaling state of the described shape in a module, as TE's first forward would.
 
-    Local operation. State that is there is kept, its history cut or extended. The next forward takes it up (TE
+    Local operation. Existing state is kept, with its history truncated or extended. The next forward uses it (TE
     2.20.2 ``TransformerEngineBaseModule.set_meta_tensor``).
     """
     recipes = _te.recipes()
@@ -70,10 +70,10 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
 
 
 def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: torch.Tensor) -> None:
-    """Give a weight under delayed scaling the scale of a known amax, as TE's update from a history of it would.
+    """Set the scale of a weight under delayed scaling from a known amax, as TE's update does.
 
-    Local operation; writes into the module's own state, which the weight's quantizer refers to. ``amax`` has one
-    element, of the whole weight. Zero or infinite: the scale is left, as TE leaves it.
+    Local operation that writes to the module's own state, to which the weight's quantizer refers. ``amax`` has
+    one element for the unsharded weight. The scale is not changed if it is zero or infinite, as in TE.
     """
     recipe: Any = module.fp8_meta["recipe"]  # type: ignore[index]
     scale = recipe.fp8_format.value.max_fwd / amax.float().reshape(()) / 2.0 ** getattr(recipe, "margin", 0)
@@ -86,24 +86,24 @@ def set_delayed_scale(module: nn.Module, name: str, local: torch.Tensor, amax: t
 
 
 def sync_delayed_scale(module: nn.Module, name: str, local: torch.Tensor) -> None:
-    """Give a weight under delayed scaling the scale that its bytes have, for the next quantization. Local operation."""
+    """Set the scale for a weight's next quantization to that of its data (delayed scaling). Local operation."""
     for quantizer in _delayed_quantizers(module, name, local):
         quantizer.scale.copy_(_te.inverse_scale_of(local).reciprocal().reshape(quantizer.scale.shape))
 
 
 def _delayed_quantizers(module: nn.Module, name: str, local: torch.Tensor) -> list[Any]:
-    """Those of a weight, of which the module has one and the local tensor may have another."""
+    """Return the delayed quantizers of a weight: the module's, and possibly another one of the local tensor."""
     both = _te.quantizer_of(local), _te.weight_quantizer(module, name)
     return [quantizer for quantizer in both if _te.is_delayed_quantizer(quantizer)]
 
 
 @contextlib.contextmanager
 def amax_reduced_over(group: Any) -> Iterator[None]:
-    """Within the context delayed scaling reduces over ``group`` instead of that of the enclosing ``te.autocast``.
+    """Return a context in which delayed scaling reduces over ``group`` instead of the group of ``te.autocast``.
 
-    A nested ``te.autocast`` would say the same, but forget that the first module of the region has run, so that TE
-    would update the backward's scales twice (2.20.2 ``set_autocast_state``). ``quantization_state`` is the manager's
-    class itself in older TE.
+    A nested ``te.autocast`` would reset the flag of the region's first module. TE would then update the
+    backward's scales twice (2.20.2 ``set_autocast_state``). In older TE versions ``quantization_state`` is the
+    manager's class itself.
     """
     manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
     state = getattr(manager, "quantization_state", manager)
@@ -120,44 +120,47 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
 
 
 def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
-    """Let TE's records of parameters (``param_init_meta``) go by other names too: TE's name -> registered name."""
+    """Add registered names to TE's records of parameters (``param_init_meta``).
+
+    ``names`` maps TE's name to a new one.
+    """
     records: dict[str, Any] = module.param_init_meta  # type: ignore[assignment]
     records.update({new: records[old] for old, new in names.items() if old in records})
 
 
 def random_generators() -> list[torch.Generator]:
-    """The generators of TE's ``CudaRNGStatesTracker``, from which dropout inside of tp draws; none before TE runs."""
+    """Return the generators of TE's ``CudaRNGStatesTracker``, used by dropout under tp; empty before TE runs."""
     if not _te.is_loaded():
         return []
     states = importlib.import_module("transformer_engine.pytorch.distributed").get_all_rng_states()
     return [state for state in states.values() if isinstance(state, torch.Generator)]
 
 
-def multiplies_any_order() -> bool:
-    """Whether the device's float8 products take operands in any order (``is_non_tn_fp8_gemm_supported``).
+def supports_all_gemm_layouts() -> bool:
+    """Return whether float8 GEMMs of the device support all layouts (``is_non_tn_fp8_gemm_supported``).
 
-    Hopper's do not: what forward and backward read differently is kept twice there.
+    On Hopper they do not, so tensors used in forward and backward are stored in two layouts.
     """
     return importlib.import_module("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported()
 
 
-#: cuBLASLt that TE asks for (2.20.2 ``is_module_grouped_tensor_path_supported``).
+#: Minimum cuBLASLt version of TE (2.20.2 ``is_module_grouped_tensor_path_supported``).
 _NEEDED = {"hopper": 130400, "hopper current": 130500, "hopper block": 130600, "blackwell": 130300}
 
 
 class GroupedWeightAccess:
-    """Mixin in front of TE's class: what TE reads as weights and biases, and makes of them, goes by way of te_fsdp."""
+    """Mixin in front of TE's class that controls which weights and biases TE reads and creates."""
 
     def is_adopted(self) -> bool:
-        """Whether te_fsdp holds the parameters as ordinary tensors, so that TE shall make no ``GroupedTensor``."""
+        """Return whether te_fsdp stores the parameters as ordinary tensors instead of a ``GroupedTensor``."""
         return False
 
-    def seen_by_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        """What TE shall see of its ``weight`` or ``bias`` tensors."""
+    def tensors_for_te(self, name: str, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that TE reads as ``weight`` or ``bias``."""
         return list(tensors)
 
     def make_grouped_weights(self, defer_init: bool = False) -> None:
-        """TE's conversion of the experts' parameters into one."""
+        """Convert the experts' parameters into one (TE), unless te_fsdp stores them."""
         if self.is_adopted():
             self.set_tensor_parallel_attributes(defer_init=defer_init)  # type: ignore[attr-defined]
         else:
@@ -168,16 +171,19 @@ class GroupedWeightAccess:
             super()._make_grouped_biases()  # type: ignore[misc]
 
     def _get_weight_tensors(self) -> list[torch.Tensor]:
-        return self.seen_by_te("weight", super()._get_weight_tensors())  # type: ignore[misc]
+        return self.tensors_for_te("weight", super()._get_weight_tensors())  # type: ignore[misc]
 
     def _get_bias_tensors(self) -> list[torch.Tensor]:
         tensors = super()._get_bias_tensors()  # type: ignore[misc]
-        # A bias that the forward returns is the user's: it stays what is registered.
-        return tensors if self.return_bias else self.seen_by_te("bias", tensors)  # type: ignore[attr-defined]
+        # Return a bias that the forward returns to the user as registered.
+        return tensors if self.return_bias else self.tensors_for_te("bias", tensors)  # type: ignore[attr-defined]
 
 
 def grouped_path_problem(recipe: Any | None) -> str:
-    """Why TE's grouped kernels run no ``GroupedLinear`` here, under a recipe or in bf16; empty if they do. Local."""
+    """Return why TE's grouped kernels do not support ``GroupedLinear`` under a recipe (``None``: bf16), or "".
+
+    Local.
+    """
     linear = _te.te().module.grouped_linear
     if linear.is_module_grouped_tensor_path_supported(recipe, torch.bfloat16):
         return ""
@@ -193,19 +199,20 @@ def grouped_path_problem(recipe: Any | None) -> str:
         key = f"{key} {kind}".strip()
     if version < _NEEDED[key]:
         return (
-            f"TransformerEngine needs cuBLASLt {_readable(_NEEDED[key])} or later for it on {where}, "
+            f"TransformerEngine needs cuBLASLt {_readable(_NEEDED[key])} or later for its grouped "
+            f"kernels on {where}, "
             f"found {_readable(version)}"
         )
     return f"TransformerEngine has no grouped kernels for {type(recipe).__name__} on {where}"
 
 
 def _readable(version: int) -> str:
-    """130400 -> 13.4."""
+    """Format a version: 130400 -> 13.4."""
     return f"{version // 10000}.{version // 100 % 100}"
 
 
 def new_stream() -> Any:
-    """A stream of the device that TE computes on: of its own ``torch``, which the emulation stands in for."""
+    """Create a stream of TE's device, with TE's own ``torch``, which the emulation replaces."""
     module = importlib.import_module(
         "transformer_engine.pytorch.attention.dot_product_attention.context_parallel"
     )
@@ -213,16 +220,16 @@ def new_stream() -> Any:
 
 
 def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: int) -> dict[str, Any]:
-    """What TE's ``DotProductAttention`` would run in bf16 with a causal mask, with TE's own reasons. Local operation.
+    """Return the backend of TE's ``DotProductAttention`` in bf16 with a causal mask, and TE's reasons.
 
-    ``heads`` are those of the query, ``groups`` those of key and value; ``sequence`` is in tokens.
+    Local operation. ``heads`` counts the query heads, ``groups`` the key and value heads. ``sequence`` is in tokens.
 
     Returns:
-        ``backend`` ("flash", "fused", "unfused" or "none"), ``reasons``, the lines that TE logs about it, and
-        ``taken``: of each distribution of FlashAttention, whether TE has taken it.
+        ``backend`` ("flash", "fused", "unfused" or "none"), ``reasons`` (TE's log lines), and ``taken``: whether TE
+        uses each installed distribution of FlashAttention.
 
     Raises:
-        ImportError, AttributeError, TypeError: This TE selects in another way.
+        ImportError, AttributeError, TypeError: This TE version selects backends differently.
     """
     module = importlib.import_module("transformer_engine.pytorch.attention.dot_product_attention.utils")
     asked = module.AttentionParams(
@@ -241,7 +248,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     logs = module.AttentionLogging
     level, propagate = logs._log_level, logger.propagate
     logger.addHandler(seen)
-    logs._log_level = logging.DEBUG  # the selection sets its logger to this at each call
+    logs._log_level = logging.DEBUG  # the selection resets its logger to this level in each call
     logger.propagate = False
     try:
         found = module.get_attention_backend(asked)
@@ -249,7 +256,7 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
         logger.removeHandler(seen)
         logs._log_level = level
         logger.propagate = propagate
-    # (flash, which flash, fused, which fused, unfused, all that could): TE 2.18 and later
+    # (flash, flash version, fused, fused version, unfused, all available): TE 2.18 and later
     names = {"flash": found[0], "fused": found[2], "unfused": found[4]}
     flags = {
         "flash-attn": "is_installed",
@@ -259,5 +266,6 @@ def attention_backend_for(*, heads: int, groups: int, head_dim: int, sequence: i
     taken = {name: bool(getattr(module.FlashAttentionUtils, flag, False)) for name, flag in flags.items()}
     backend = next((name for name, chosen in names.items() if chosen), "none")
     said = [record.getMessage() for record in seen.buffer]
-    reasons = [line for line in said if not line.startswith("Running with config")]  # that is the question
+    # that line repeats the request
+    reasons = [line for line in said if not line.startswith("Running with config")]
     return {"backend": backend, "reasons": reasons, "taken": taken}

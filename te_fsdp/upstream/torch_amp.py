@@ -1,8 +1,8 @@
-"""``torch.amp.GradScaler`` over parameters of several meshes, and over sharded and replicated ones; torch 2.11 to 2.15.
+"""``torch.amp.GradScaler`` for parameters on several meshes, sharded and replicated; torch 2.11 to 2.15.
 
 The scaler passes all gradients of a dtype to one operator, which divides them by the scale and reports infinities. For
-DTensors torch has a handler (``found_inf_reduce_handler``). It refuses plain tensors in such a list. It all-reduces
-the report over the mesh of the first gradient alone: with tensor parallelism some ranks skip a step that others take.
+DTensors torch has a handler (``found_inf_reduce_handler``). It rejects plain tensors in such a list. It all-reduces
+the report over the mesh of the first gradient only, so with tensor parallelism only some ranks would skip a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 @functools.cache
 def unscale_over_all_meshes() -> None:
-    """Replace the handler of DTensor for the scaler's operator (``OpDispatcher._custom_op_handlers``). Local, once."""
+    """Replace DTensor's handler for the scaler's operator (``OpDispatcher._custom_op_handlers``).
+
+    Local, once per process.
+    """
     handlers = DTensor._op_dispatcher._custom_op_handlers
     stock = handlers.get(_UNSCALE)
     if stock is not None:
@@ -34,9 +37,9 @@ def unscale_over_all_meshes() -> None:
 
 
 def _unscale(stock: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Unscale the local gradients and all-reduce the report over every mesh axis that cuts one of them.
+    """Unscale the local gradients and all-reduce the report over every mesh axis that shards one of them.
 
-    Collective over these axes. Gradients of one mesh and placement are left to torch.
+    Collective over these axes. Gradients with the same mesh and placements are left to torch.
     """
     gradients, report, *rest = args
     kinds = [(g.device_mesh, tuple(g.placements)) if isinstance(g, DTensor) else None for g in gradients]

@@ -1,4 +1,4 @@
-"""Private names of torch's autograd: what a leaf carries for it, and its end; torch 2.11 to 2.15."""
+"""Private names of torch's autograd; torch 2.11 to 2.15."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Whether ``Tensor.register_hook`` was called for it (``Tensor._backward_hooks``)."""
+    """Return whether a tensor has gradient hooks (``Tensor.register_hook``, ``Tensor._backward_hooks``)."""
     return bool(tensor._backward_hooks)
 
 
@@ -16,7 +16,7 @@ def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:
     """Copy gradient hooks and ``grad_dtype`` of a leaf to its replacement, unless the replacement has its own.
 
     Local operation. Both leaves then share one dict of hooks (``Tensor._backward_hooks``,
-    ``Tensor._post_accumulate_grad_hooks``), so that the handles that the user keeps still remove them.
+    ``Tensor._post_accumulate_grad_hooks``), so the user's handles still remove them.
     """
     if old is new:
         return
@@ -30,7 +30,7 @@ def copy_gradient_settings(old: torch.Tensor, new: torch.Tensor) -> None:
 
 
 def renew_hooks(tensor: torch.Tensor) -> None:
-    """Set a leaf's hooks again, which ``torch.utils.swap_tensors`` leaves on the object but takes from autograd."""
+    """Reassign a leaf's hooks, which ``torch.utils.swap_tensors`` keeps on the object but unregisters from autograd."""
     for attribute in ("_backward_hooks", "_post_accumulate_grad_hooks"):
         hooks = getattr(tensor, attribute, None)
         if hooks is not None:
@@ -39,11 +39,11 @@ def renew_hooks(tensor: torch.Tensor) -> None:
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Call something when the backward that runs has added all gradients (``Engine.queue_callback``)."""
+    """Call ``call`` when the running backward has accumulated all gradients (``Engine.queue_callback``)."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-#: A context in which a subclass of DTensor is not asked for each attribute (``torch._C.DisableTorchFunctionSubclass``).
+#: Context without ``__torch_function__`` of DTensor subclasses (``torch._C.DisableTorchFunctionSubclass``).
 without_subclasses = torch._C.DisableTorchFunctionSubclass
 
 

@@ -1,6 +1,6 @@
-"""Private names of torch, except FSDP2's running state and patches. Checked on torch 2.11 to 2.15.
+"""Private names of torch, except FSDP2's runtime state and patches. Checked with torch 2.11 to 2.15.
 
-Each function names the private name that it wraps.
+The docstring of each function names the private names that it uses.
 """
 
 from __future__ import annotations
@@ -29,64 +29,67 @@ if TYPE_CHECKING:
 
 
 def concatenated_meshes(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
-    """The axes of two submeshes of one mesh, one after the other (``DeviceMesh._concatenate``)."""
+    """Concatenate the axes of two submeshes of one mesh (``DeviceMesh._concatenate``)."""
     return type(first)._concatenate([first, second])
 
 
 #: 1-D flattening of a mesh under a name, row-major, cached by torch on the root mesh (``DeviceMesh._flatten``).
 flatten_mesh: Callable[[DeviceMesh, str], DeviceMesh] = DeviceMesh._flatten
-#: The mesh that a mesh was cut out of, itself if it was not (``DeviceMesh._get_root_mesh``).
+#: The root mesh from which a mesh was sliced, or the mesh itself (``DeviceMesh._get_root_mesh``).
 root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 
 
 def placed(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
 ) -> DTensor:
-    """DTensor around a local tensor, of the global shape and stride of ``like``. Local operation; unchecked."""
+    """Wrap a local tensor in a DTensor with the global shape and stride of ``like``.
+
+    Local operation without checks.
+    """
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
 def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """``local`` placed as a parameter is: a DTensor of its shape and placements, or itself. Local operation."""
+    """Place ``local`` like a parameter: a DTensor with its shape and placements, or ``local``. Local operation."""
     if not isinstance(parameter, DTensor):
         return local
-    # Not zeros_like and such: the parameter's own spec would say the parameter's dtype.
+    # zeros_like and similar functions would copy the parameter's dtype into the spec.
     return with_boxes(placed(local, parameter.device_mesh, parameter.placements, parameter), parameter)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The very local tensor object of a DTensor (``DTensor._local_tensor``), the tensor itself otherwise.
+    """Return the local tensor object of a DTensor (``DTensor._local_tensor``), or the tensor itself.
 
-    ``DTensor.to_local`` returns a view, without the attributes that TE puts on quantized tensors after each gather.
+    ``DTensor.to_local`` returns a view without the attributes that TE sets on quantized tensors after each all-gather.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-#: :func:`local_of` a DTensor, without a call of Python's (``DTensor._local_tensor``).
+#: :func:`local_of` for DTensors, without a Python call (``DTensor._local_tensor``).
 local_of_dtensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
-def memory_of(tensor: DTensor) -> int:
-    """A number that an assignment to ``tensor.data`` changes; the local tensor stays (``UntypedStorage._cdata``)."""
+def memory_id(tensor: DTensor) -> int:
+    """Return a number that changes when ``tensor.data`` is assigned (``UntypedStorage._cdata``)."""
     return tensor.untyped_storage()._cdata
 
 
 def local_tensors_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`local_of` several tensors at once."""
+    """Return :func:`local_of` of several tensors."""
     return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
 def specs_of(tensors: Iterable[torch.Tensor]) -> list[DTensorSpec]:
-    """:func:`spec_of` those of several tensors that are DTensors."""
+    """Return :func:`spec_of` of the DTensors among several tensors."""
     return [tensor._spec for tensor in tensors if isinstance(tensor, DTensor)]
 
 
 def in_dtypes_of(
     gradients: Iterable[torch.Tensor | None], parameters: Iterable[torch.Tensor]
 ) -> list[torch.Tensor | None]:
-    """Gradients in their parameters' dtypes, by their local tensors: operations on DTensors take the host long."""
+    """Cast gradients to their parameters' dtypes via local tensors, since DTensor operations have a high host cost."""
     found: list[torch.Tensor | None] = []
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is None or gradient.dtype == parameter.dtype:
@@ -104,9 +107,9 @@ def in_dtypes_of(
 def locals_and_specs(
     parameters: Iterable[DTensor],
 ) -> tuple[tuple[torch.Tensor, ...], list[DTensorSpec | None]]:
-    """:func:`local_of` and :func:`spec_of` of several DTensors at once: every forward of a module asks."""
+    """Return :func:`local_of` and :func:`spec_of` of several DTensors. Every forward of a module calls it."""
     found: list[torch.Tensor] = []
-    specs: list[DTensorSpec | None] = []  # the caller may take some out
+    specs: list[DTensorSpec | None] = []  # the caller may replace entries by None
     for parameter in parameters:
         found.append(parameter._local_tensor)
         specs.append(parameter._spec)
@@ -114,13 +117,13 @@ def locals_and_specs(
 
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: dict[str, int]) -> DeviceMesh:
-    """``mesh`` with one axis cut into several, row-major, of the same root (``DeviceMesh._unflatten``).
+    """Split one axis of ``mesh`` into several, row-major, with the same root (``DeviceMesh._unflatten``).
 
-    It shares the process groups of the other axes with ``mesh``; those of the new axes are made. Collective over the
-    world.
+    The process groups of the other axes are shared with ``mesh``. Those of the new axes are created. Collective
+    over the world.
     """
     assert mesh.mesh_dim_names is not None
-    # torch 2.11 takes numbers alone: it refuses exactly the names that exist.
+    # torch 2.11 supports indices only: it rejects the names of existing axes.
     place = mesh.mesh_dim_names.index(axis)
     return mesh._unflatten(place, tuple(sizes.values()), tuple(sizes))
 
@@ -137,14 +140,14 @@ def dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def with_placements(spec: DTensorSpec, placements: tuple[Placement, ...]) -> DTensorSpec:
-    """A spec with other placements. Local operation."""
+    """Return a spec with different placements. Local operation."""
     return spec if placements == spec.placements else replace(spec, placements=placements)
 
 
 def dtensors(
     found: Sequence[torch.Tensor | None], specs: Sequence[DTensorSpec | None]
 ) -> list[DTensor | None]:
-    """:func:`dtensor` of several tensors at once; ``None`` where a tensor or its spec is missing."""
+    """Return :func:`dtensor` of several tensors; ``None`` if a tensor or its spec is missing."""
     made: list[DTensor | None] = []
     for local, spec in zip(found, specs, strict=True):
         missing = local is None or spec is None
@@ -153,9 +156,9 @@ def dtensors(
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """A spec that says another dtype. Local operation.
+    """Return a spec with a different dtype. Local operation.
 
-    Operations on DTensors go by the spec: fused optimizers refuse groups whose specs say several dtypes.
+    DTensor operations use the dtype in the spec. Fused optimizers reject groups with several dtypes.
     """
     if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
         return spec
@@ -163,56 +166,59 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 
 
 def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """Parameter with the spec of ``like`` around ``local``; ``local``'s own attributes are kept on the local object."""
+    """Return a parameter with the spec of ``like`` and the local tensor object ``local`` with its attributes."""
     spec = with_dtype(like._spec, local.dtype)
     parameter = torch.nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
-    # nn.Parameter detaches, and detaching makes a new local object: put the given one back.
+    # nn.Parameter detaches, which creates a new local object. Restore the given one.
     parameter._local_tensor = local  # type: ignore[missing-attribute]
     return with_boxes(parameter, like)  # type: ignore[bad-return]
 
 
 def with_boxes(new: DTensor, like: torch.Tensor) -> DTensor:
-    """Give a new DTensor the class of one with the same placements (:mod:`te_fsdp.boxed_dtensor`); return it."""
+    """Give a DTensor the class of one with the same placements (:mod:`te_fsdp.boxed_dtensor`) and return it."""
     if BOXES in like.__dict__:
         new.__class__, new.__dict__[BOXES] = type(like), like.__dict__[BOXES]  # type: ignore[bad-argument-type]
     return new
 
 
 BOXES = "_te_fsdp_boxes"  #: Attribute of :mod:`te_fsdp.boxed_dtensor`
-#: What a DTensor keeps among its Python attributes for itself, and what no other object may be given.
+#: Python attributes of a DTensor that must not be copied to a different object.
 OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
 
 
 def shard_dim_of(placement: Placement) -> int | None:
-    """Tensor dim that a placement cuts, ``None`` if it does not (``_StridedShard`` is no subclass of ``Shard``)."""
+    """Return the tensor dim that a placement shards, or ``None``.
+
+    ``_StridedShard`` is not a subclass of ``Shard``.
+    """
     if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
         return int(placement.dim)  # type: ignore[attr-defined]
     return None
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:
-    """Placement of an axis that cuts what later axes have cut into ``split_factor`` parts (``_StridedShard``)."""
+    """Return ``_StridedShard``, which shards a dim that later axes have split into ``split_factor`` parts."""
     return Shard(dim) if split_factor == 1 else _StridedShard(dim, split_factor=split_factor)
 
 
 def shifted(placement: Placement, dims: int) -> Placement:
-    """The same cut of a tensor with ``dims`` more leading dims (``_StridedShard.split_factor``)."""
+    """Return the placement for a tensor with ``dims`` more leading dims (``_StridedShard.split_factor``)."""
     dim = shard_dim_of(placement)
     return placement if dim is None else strided_shard(dim + dims, getattr(placement, "split_factor", 1))
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place (``Tensor._version``): as DTensor, or through its local one.
+    """Return the number of in-place writes to a tensor (``Tensor._version``), via the DTensor or its local tensor.
 
-    Operations on a DTensor count there alone: torch counts before it hands them to the local tensor.
+    torch counts operations on a DTensor in the DTensor's version only.
     """
     return versions_of([tensor])[0]
 
 
 def versions_of(tensors: Iterable[torch.Tensor | None], *, with_locals: bool = True) -> list[int]:
-    """:func:`version_of` several tensors at once, -1 for ``None``; subclasses of DTensor are not asked.
+    """Return :func:`version_of` of several tensors, -1 for ``None``, without ``__torch_function__`` of subclasses.
 
-    Without ``with_locals`` writes to the local tensors do not count.
+    Writes to the local tensors are not counted without ``with_locals``.
     """
     with torch._C.DisableTorchFunctionSubclass():
         if not with_locals:
@@ -226,44 +232,44 @@ def versions_of(tensors: Iterable[torch.Tensor | None], *, with_locals: bool = T
 
 
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Tell the device's allocator that a capture is over which ``CUDAGraph.capture_end`` could not end.
+    """Notify the allocator of the end of a capture that ``CUDAGraph.capture_end`` could not end.
 
-    It raises before it says so itself (``CUDAGraph.cpp``, torch 2.11 to 2.15): frees on other streams would be put off
-    for ever (``captures_underway``), and the pool never be given back. Nothing happens where it has said so.
+    ``capture_end`` may raise before it does so (``CUDAGraph.cpp``, torch 2.11 to 2.15). Frees on other streams would
+    then be deferred forever (``captures_underway``), and the pool would never be released. A repeated call has no
+    effect.
     """
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
-    except RuntimeError:  # no capture is under way: the end, or the beginning, did not fail
+    except RuntimeError:  # no capture is in progress
         return
     torch._C._cuda_releasePool(device.index, pool)
 
 
-def is_of_another_rank(value: object, parameter: DTensor) -> bool:
-    """Whether a tensor is the part that another rank of a parameter's mesh holds. Local operation.
+def is_shard_of_other_rank(value: object, parameter: DTensor) -> bool:
+    """Return whether a tensor is a shard of another rank of a parameter's mesh. Local operation.
 
-    Pickles of a mesh keep the coordinate of the rank that wrote them (``DeviceMesh.__getstate__``, torch 2.11 to 2.15).
+    A pickled mesh contains the coordinate of the rank that wrote it (``DeviceMesh.__getstate__``, torch 2.11 to 2.15).
     """
     if not isinstance(value, DTensor) or value.device_mesh != parameter.device_mesh:
         return False
     return value.device_mesh.get_coordinate() != parameter.device_mesh.get_coordinate()
 
 
-#: A number for the backward that runs on this thread, -1 outside of one (``torch._C._current_graph_task_id``).
+#: Number of the running backward on this thread, -1 outside of one (``torch._C._current_graph_task_id``).
 backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward on this thread."""
+    """Return whether autograd is running a backward on this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
-#: What lies in nested tuples, lists and dictionaries, and how it lies there; and the opposite
-#: (``torch.utils._pytree``).
+#: Flatten nested tuples, lists and dicts to leaves and a structure, and rebuild them (``torch.utils._pytree``).
 flatten, unflatten = tree_flatten, tree_unflatten
 
 
 def disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that ``torch.compile`` does not trace, on tensors that stand for the real ones: it breaks the graph."""
+    """Exclude a hook from ``torch.compile`` tracing. It causes a graph break and runs on real tensors."""
 
     def plain(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
@@ -271,35 +277,35 @@ def disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compiler.disable(plain)
 
 
-#: A context in which no dispatch mode sees operations (``torch.utils._python_dispatch``). Selective checkpointing is
-#: one: it counts operations, and those of a recomputation must be those of the forward.
+#: Context in which no dispatch mode is active (``torch.utils._python_dispatch``). Selective checkpointing is such a
+#: mode: it counts operations, and a recomputation must run the operations of the forward.
 without_modes: Callable[[], Any] = _disable_current_modes
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether a module's buffer belongs to its state dict (``Module._non_persistent_buffers_set``)."""
+    """Return whether a module's buffer is part of its state dict (``Module._non_persistent_buffers_set``)."""
     return name not in module._non_persistent_buffers_set
 
 
 def without_wrappers(name: str) -> str:
-    """A module's name in the bare model, without what activation checkpointing and ``torch.compile`` add to it."""
+    """Return a module's FQN without the parts added by activation checkpointing and ``torch.compile``."""
     return f".{name}.".replace("._checkpoint_wrapped_module.", ".").replace("._orig_mod.", ".").strip(".")
 
 
 def copy_all_(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy tensors into others of the same shapes, by one call (``torch._foreach_copy_``); dtypes may differ."""
+    """Copy tensors to tensors of the same shapes in one call (``torch._foreach_copy_``). Dtypes may differ."""
     if targets:
         torch._foreach_copy_(targets, sources)
 
 
 def multiply_all_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply plain tensors in place by a scalar tensor, few kernels for many tensors (``torch._foreach_mul_``)."""
+    """Multiply plain tensors in place by a scalar tensor, with few kernels (``torch._foreach_mul_``)."""
     for (device, _), group in _by_kind(tensors).items():
         torch._foreach_mul_(group, factor.to(device))
 
 
 def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Tensors that one kernel can take together."""
+    """Group tensors by device and dtype, for foreach kernels."""
     found: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
         found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
@@ -307,14 +313,14 @@ def _by_kind(tensors: Iterable[torch.Tensor]) -> dict[tuple[torch.device, torch.
 
 
 def abs_max(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Largest absolute value in plain tensors of one dtype, NaN if there is one (``torch._foreach_norm``)."""
+    """Return the largest absolute value of plain tensors of one dtype; NaN if one is NaN (``torch._foreach_norm``)."""
     return torch.stack(torch._foreach_norm(tensors, float("inf"))).max()
 
 
 def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Norm of each plain tensor that is not empty, added up in fp32 at least (``torch._foreach_norm``).
+    """Return the norm of each nonempty plain tensor, accumulated in at least fp32 (``torch._foreach_norm``).
 
-    fp32 scalars, in the order of kinds of tensors, not of tensors.
+    The result contains fp32 scalars, grouped by device and dtype of the tensors.
     """
     found: list[torch.Tensor] = []
     for (_, dtype), group in _by_kind(filter(torch.Tensor.numel, tensors)).items():
@@ -323,13 +329,13 @@ def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     return found
 
 
-#: The key-value store in which the ranks of the default process group found each other (``_get_default_store``).
+#: The key-value store used by the rendezvous of the default process group (``_get_default_store``).
 default_store: Callable[[], torch.distributed.Store] = _get_default_store
 
 
 @contextlib.contextmanager
-def fake_world_of(size: int) -> Iterator[None]:
-    """Be the first of so many ranks, without the others, which answer with its own values (``FakeStore``)."""
+def simulated_world(size: int) -> Iterator[None]:
+    """Run as rank 0 of ``size`` simulated ranks, whose values equal its own (``FakeStore``)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -339,30 +345,30 @@ def fake_world_of(size: int) -> Iterator[None]:
         torch.distributed.destroy_process_group()
 
 
-#: The process group with torch's own name of it (``_resolve_process_group``). Every write into a weight asks.
+#: Process group by torch's internal name (``_resolve_process_group``). Every write to a weight calls it.
 group_by_name: Callable[[str], torch.distributed.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
 
 
 # --- files
 
 
-def without_data(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that takes no memory and that ``torch.serialization.skip_data`` writes as a gap (``FakeTensorMode``)."""
+def fake_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without memory, which ``torch.serialization.skip_data`` writes as a gap (``FakeTensorMode``)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
         return torch.empty(shape, dtype=dtype)
 
 
-def place_class() -> Any:
-    """What tells DCP's reader where a piece lies: file, offset, length (``_StorageInfo``)."""
+def storage_info_class() -> Any:
+    """Return DCP's class for the location of a stored tensor: file, offset, length (``_StorageInfo``)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo
 
 
 def set_dcp_version(metadata: Any) -> None:
-    """Mark DCP's metadata with the version that DCP's writer gives it, where it has them."""
+    """Set the version in DCP's metadata that DCP's writer sets, if this torch has one."""
     from torch.distributed.checkpoint import filesystem
 
     version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
@@ -376,12 +382,12 @@ plain_results = torch._C._disabled_torch_function_impl
 
 
 def is_absent_extra_state(value: object) -> bool:
-    """Whether ``set_model_state_dict`` of whole tensors means an ``_extra_state`` that it lacks (``_EXTRA_STATE``)."""
+    """Return whether a value is the placeholder of ``set_model_state_dict`` for a missing ``_extra_state``."""
     return type(value).__name__ == "_EXTRA_STATE"
 
 
 def weight_hook_classes(module: nn.Module) -> list[str]:
-    """Classes of the hooks that compute a module's weights before its forward: ``weight_norm``, ``prune`` and such."""
+    """Return the classes of hooks that compute a module's weights before its forward: ``weight_norm``, ``prune``."""
     hooks = map(type, module._forward_pre_hooks.values())
     return [hook.__name__ for hook in hooks if hook.__module__.startswith("torch.nn.utils.")]
 
@@ -389,26 +395,26 @@ def weight_hook_classes(module: nn.Module) -> list[str]:
 # --- optimizers
 
 
-def has_rule(operator: str) -> bool:
-    """Whether DTensor can run an operator of aten, such as ``_fused_sgd_.tensor_lr`` (``ShardingPropagator``)."""
-    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one for each kind of rule
+def dtensor_supports(operator: str) -> bool:
+    """Return whether DTensor supports an aten operator, such as ``_fused_sgd_.tensor_lr`` (``ShardingPropagator``)."""
+    tables = vars(DTensor._op_dispatcher.sharding_propagator).values()  # one table per kind of rule
     name, overload = operator.split(".")
     wanted = getattr(getattr(torch.ops.aten, name), overload)
     return any(wanted in table for table in tables if isinstance(table, dict))
 
 
 def is_copied_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer came from copy or pickle: its constructor, which they leave out, sets one attribute more.
+    """Return whether an optimizer was copied or unpickled, without a call of its constructor.
 
-    (``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__`` does not give.)
+    Only the constructor sets ``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__`` omits.
     """
     return "_warned_capturable_if_run_uncaptured" not in optimizer.__dict__
 
 
 def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
-    """Muon's orthogonalisation of one matrix, and its learning rate for a shape (of ``torch.optim._muon``, torch 2.11).
+    """Return Muon's orthogonalization and its learning rate for a shape (``torch.optim._muon``, torch 2.11).
 
-    ``torch.optim.Muon`` offers them for whole parameters alone.
+    ``torch.optim.Muon`` applies them to complete parameters only.
     """
     from torch.optim import _muon
 
@@ -416,7 +422,7 @@ def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
-    """What runs before and after an optimizer's steps: hooks of its own (``_optimizer_step_pre_hooks``), and of all."""
+    """Return the hooks of an optimizer's step: its own (``_optimizer_step_pre_hooks``) and those of all optimizers."""
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     tables: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *own)
     return [hook for table in tables for hook in table.values()]

@@ -1,4 +1,4 @@
-"""What a case is, how near two results must be, and the list of all cases."""
+"""Cases: inputs, tolerances, and the list of all cases."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _tensor(described: dict[str, Any], payload: bytes) -> torch.Tensor:
 
 
 def sample(tensor: torch.Tensor, every: int) -> torch.Tensor:
-    """Every so many values, in reading order."""
+    """Return every n-th value in reading order."""
     return tensor.reshape(-1)[::every]
 
 

@@ -69,7 +69,7 @@ def pattern(name: str, seed: int, shape: Sequence[int]) -> np.ndarray:
 
 
 class Env:
-    """What a case works with: TransformerEngine, the device, and inputs, whose digest is kept."""
+    """Environment of a case: TransformerEngine, the device, and inputs with their digest."""
 
     def __init__(self, device: str) -> None:
         import transformer_engine.pytorch as te

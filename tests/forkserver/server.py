@@ -1,6 +1,6 @@
 """The program of a fork server; see `__init__.py`. `python server.py FOLDER [PATH...]`: listens at FOLDER/socket.
 
-What it imports before that it looks for in the paths first, as the programs will that it is to run.
+Packages that it imports before are searched on the paths of the programs first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import threading
 import types
 from typing import Any
 
-#: What programs with te_fsdp or TransformerEngine import of others.
+#: Packages that programs with te_fsdp or TransformerEngine import.
 PRELOADED = (
     "torch",
     "torch._dynamo",
@@ -130,7 +130,7 @@ def prepare(job: dict[str, Any], path: list[str]) -> list[str]:
         path: `sys.path` without PYTHONPATH and the program's own folder.
     """
     torch = sys.modules["torch"]
-    # A fork makes torch's pool of threads anew at its first use: where two threads of autograd come first, torch aborts
+    # A fork makes torch create its thread pool again at first use: if two threads of autograd do so, torch aborts
     # ("Invalid thread pool!").
     torch.set_num_threads(torch.get_num_threads())
     os.environ.clear()

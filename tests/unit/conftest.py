@@ -1,4 +1,4 @@
-"""Worlds of one process: process groups that are told they are one rank of many, and TransformerEngine emulated."""
+"""Process groups in which one process is one of many ranks, with an emulated TransformerEngine."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python dead_rank_worker.py DIRECTORY PORT KIND VICTIM
 
 Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. One
-line of JSON for each rank tells what it raised and after how many seconds.
+line of JSON for each rank contains its error and the number of seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commands of the pages: each is run as it stands by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
 
-`test_docs.py` holds that there is no third kind; the tests take what they run from `to_run`.
+`test_docs.py` checks that there is no third kind; the tests get the commands to run from `to_run`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NOT_RUN = {
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 16"): "needs four GPUs",
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 1 "): "writes many GiB",
 }  # fmt: skip
-#: What a line begins with that is a command, after variables; `text` blocks have none.
+#: First words of a line that is a command, after variables; `text` blocks have none.
 PROGRAMS = r"make|te-fsdp|torchrun|python3?|pytest|pip|uv|docker|srun|bash|git|cd|export|scripts/\S+"
 
 

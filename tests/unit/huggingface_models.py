@@ -79,7 +79,7 @@ class Experts(nn.Module):
         self.fc2 = te.GroupedLinear(experts, ffn, hidden, bias=False, **kwargs)
 
     def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Rows of one expert after the other, so many each."""
+        """Concatenate rows of the experts, this number of rows each."""
         return self.own(rows, counts) if self.exchange is None else self.exchange(self.own, rows, counts)
 
     def own(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:

@@ -35,7 +35,7 @@ class Cut:
 
 
 def tp_local(original: torch.Tensor, rule: ParameterRule, tp_size: int, tp_rank: int) -> torch.Tensor:
-    """What one tensor-parallel rank holds: its chunk of every block, one under the other."""
+    """Return the tensor of one tensor-parallel rank: its chunk of every block, concatenated."""
     if rule.shard_dim is None or tp_size == 1:
         return original
     dim = rule.shard_dim
@@ -45,7 +45,7 @@ def tp_local(original: torch.Tensor, rule: ParameterRule, tp_size: int, tp_rank:
 
 
 def shard(original: torch.Tensor, rule: ParameterRule, at: Coordinates) -> torch.Tensor:
-    """What one rank holds: the tp-local tensor cut over FSDP as torch.chunk cuts it."""
+    """Return the shard of one rank: the tp-local tensor sharded over FSDP by torch.chunk."""
     local = tp_local(original, rule, at.tp_size, at.tp_rank)
     if at.fsdp_size == 1:
         return local

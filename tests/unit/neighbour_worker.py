@@ -82,7 +82,7 @@ class Job:
         return os.read(self.stopped, 1) == b"s"
 
     def end(self) -> str:
-        """Let it go on, and wait for its end: what it has told; empty for one that was killed."""
+        """Resume it and wait for its end; return its output, empty for a killed process."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             os.write(self.go, b"g")
         told = b""

@@ -51,7 +51,7 @@ def test_a_process_of_its_own(tmp_path: Path, python: str) -> None:
     make(tmp_path / "step-100")
     good = start(python, "te_fsdp.cli", ["ckpt", "verify", "step-100"], tmp_path)
     assert (good.returncode, good.stderr) == (0, ""), good.stderr
-    assert "good, 3 files" in good.stdout
+    assert "no damage found, 3 files" in good.stdout
     data = next((tmp_path / "step-100").glob("*.distcp"))
     raw = bytearray(data.read_bytes())
     raw[len(raw) // 2] ^= 1
@@ -235,7 +235,7 @@ def compared(path: Path, kind: type[torch.optim.Optimizer] = torch.optim.SGD, **
 def test_diff_of_options_and_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], others: list[str] | None
 ) -> None:
-    """What is no tensor counts too, whatever the tolerance; not with --weights-only."""
+    """Differences of values other than tensors count, for any tolerance; not with --weights-only."""
     a, b = compared(tmp_path / "a"), compared(tmp_path / "b", **changes)
     words = ["diff", str(a), str(b), "--atol", "1e9"]
     found = run_json(words, capsys, code=int(bool(changes)))

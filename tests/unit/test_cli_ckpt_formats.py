@@ -145,7 +145,7 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for name in got.names:
         assert torch.equal(got.value(name).whole(), state[name]), name
     for name in ("tied.weight", "tied.bias"):
-        del state[name]  # DCP writes two tensors, and nobody can tell that they were one
+        del state[name]  # DCP writes two tensors, and the tie cannot be detected
     dcp.save(
         {"model": {**state, "_extra_state": torch.empty(0, dtype=torch.uint8)}},
         checkpoint_id=tmp_path / "d",

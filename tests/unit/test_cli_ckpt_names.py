@@ -122,7 +122,7 @@ def test_tied_names_with_different_values_are_not_united(tmp_path: Path, source:
 
 
 def test_a_save_records_its_own_ties(tmp_path: Path) -> None:
-    """What `save` wrote without ties does not become tied because the values agree by chance."""
+    """Weights that `save` wrote without ties do not become tied because their values agree by chance."""
     model = Tied(0, tie=False)
     with torch.no_grad():
         model.head.weight.copy_(model.wte.weight)

@@ -40,7 +40,7 @@ def refuse(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     capsys.readouterr()
     assert main(["ckpt", *map(str, words)]) == 1
     text = capsys.readouterr().err
-    assert "unexpected" not in text, text  # that of an error which nobody foresaw
+    assert "unexpected" not in text, text  # the text of an unhandled error
     return text
 
 
@@ -160,7 +160,7 @@ def test_a_damaged_checkpoint_is_not_copied(tmp_path: Path, capsys: pytest.Captu
 
 
 def nn_bytes(path: Path) -> list[bytes]:
-    """Bytes of the weights, as they lie in the files."""
+    """Return the bytes of the weights, as stored in the files."""
     contents = open_any(path)
     return [contents.value(name).whole().numpy().tobytes() for name in contents.names]
 
@@ -208,7 +208,7 @@ def test_no_code_of_a_file_is_run(
     pickled = torch.frombuffer(bytearray(pickle.dumps(Runs())), dtype=torch.uint8)
     torch.save({"lin.weight": torch.ones(2), "lin._extra_state": pickled}, "extra.pt")
     error = refuse(capsys, "convert", "extra.pt", "x", "--to", "checkpoint")
-    assert "lin._extra_state: not a state that te_fsdp can read" in error and "--extra-state drop" in error
+    assert "lin._extra_state: te_fsdp cannot read this state" in error and "--extra-state drop" in error
     assert main(["ckpt", "convert", "extra.pt", "x", "--to", "checkpoint", "--extra-state", "drop"]) == 0
     assert not Path("pwned").exists()
     pickle.loads(pickle.dumps(Runs()))

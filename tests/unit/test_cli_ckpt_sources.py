@@ -167,7 +167,7 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
 def test_damaged_options_are_no_reason_to_leave_the_optimizer(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """What a file holds beside tensors, or in tensors of one number, is read before, and a damage there is one."""
+    """Values other than tensors, and tensors of one number, are read before, and damage in them is an error."""
     model = torch.nn.Linear(3, 2)
     rate = torch.tensor(0.3728)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)

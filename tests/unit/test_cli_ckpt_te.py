@@ -82,7 +82,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: Any) -> dict[str, Any]:
 
 
 def buffers(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a checkpoint holds of a parameter."""
+    """Return a checkpoint's data of a parameter."""
     from te_fsdp.quantized.components import components_of
 
     if not _te.is_quantized(tensor):
@@ -145,7 +145,7 @@ def test_a_quantized_state_dict(
 def test_delayed_scaling_state(
     te: Any, recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What is read from TE's pickle is what TE has; left out, the outputs are others; TE's old entries are read."""
+    """Data from TE's pickle is equal to TE's; without it the outputs differ; TE's old entries are supported."""
     model = trained(te, recipe, quantized=False)
     state = model.state_dict()
     described, tensors = read_extra_state(state["mlp._extra_state"].numpy().tobytes(), "mlp._extra_state")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from te_fsdp.cli import env, env_facts, main
+from te_fsdp.cli import env, environment, main
 from te_fsdp.cli.env import faults
-from te_fsdp.cli.env_facts import Facts, Gpu
+from te_fsdp.cli.environment import Environment, Gpu
 from te_fsdp.upstream import patches as _patches
 from tests.unit.commands import ROOT, start
 
@@ -23,7 +23,7 @@ GPU = Gpu("NVIDIA H200", "9.0", 141 * 2**30)
 TE = {
     name: ["2.20.2"] for name in ("transformer_engine", "transformer_engine_cu13", "transformer_engine_torch")
 }
-SOUND = Facts(
+SOUND = Environment(
     python="3.12.3",
     executable="python",
     te_fsdp="0.1",
@@ -38,7 +38,7 @@ SOUND = Facts(
     gpus=[dataclasses.replace(GPU, peers=[1]), dataclasses.replace(GPU, peers=[0])],
 )
 OTHER_CUDNN = ["/usr/lib/libcudnn.so.9.14.0"]
-#: What is changed -> what the fault says, and its cure.
+#: The changed fact -> the problem's text, and its fix.
 WRONG = {
     "old torch": (
         {"torch": "2.9.1"},
@@ -108,7 +108,7 @@ WRONG = {
             "flash_attention": {"flash-attn": "2.8.4"},
             "te_says": {"attention": {"taken": {"flash-attn": False}}},
         },
-        "does not take flash-attn 2.8.4",
+        "does not use flash-attn 2.8.4",
         "--no-build-isolation 'te-fsdp[flash]'",
     ),
     "installed without a driver": (
@@ -118,7 +118,7 @@ WRONG = {
             "driver": None,
         },
         "Found no NVIDIA driver",
-        "run it where a driver is",
+        "run it on a machine with a driver",
     ),
     "aborts": ({"te_says": {"error": "ended by signal 6"}}, "ended by signal 6", "--no-cache-dir"),
     "emulation beside gpus": (
@@ -129,7 +129,7 @@ WRONG = {
     "emulation beside bindings": (
         {"emulation": "9.0", "gpus": []},
         "compiled bindings",
-        "te-fsdp[emulation] alone",
+        "te-fsdp[emulation] only",
     ),
     "two cudnn": (
         {"cudnn_files": OTHER_CUDNN},
@@ -171,8 +171,8 @@ def test_links_of_gpus(monkeypatch):
         "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\n"
         "GPU0\t X \tNV18\tPIX\t0-31\nGPU1\tNV18\t X \tSYS\t32-63\nNIC0\tPIX\tSYS\t X\n"
     )
-    monkeypatch.setattr(env_facts, "_run", lambda *command: (0, table, ""))
-    assert env_facts._links() == [["X", "NV18"], ["NV18", "X"]]
+    monkeypatch.setattr(environment, "_run", lambda *command: (0, table, ""))
+    assert environment._links() == [["X", "NV18"], ["NV18", "X"]]
 
 
 def test_exit_code_and_text(monkeypatch, capsys):
@@ -181,7 +181,7 @@ def test_exit_code_and_text(monkeypatch, capsys):
     assert main(["env"]) == 1
     said = capsys.readouterr().out
     assert f"Fault 1: {what}" in said
-    assert f"cure: {cure}" in said
+    assert f"fix:  {cure}" in said
     monkeypatch.setattr(
         env, "gather", lambda: dataclasses.replace(SOUND, **WRONG["flash-attn of another version"][0])
     )
@@ -210,7 +210,7 @@ HOPPER = [  # TransformerEngine's words, but for the last of an older GPU
             "fused",
             [HOPPER[1].replace("FlashAttention=True (2.8.3)", "FlashAttention=False")],
             {},
-            ["flash .*not installed .the extra flash", "unfused .*another comes first"],
+            ["flash .*not installed .the extra flash", "unfused .*a preferred backend is available"],
         ),
         ("unfused", ["Disabling FusedAttention due to NVTE_FUSED_ATTN=0"], {}, ["fused .*NVTE_FUSED_ATTN=0"]),
         ("none", ["Disabling UnfusedDotProductAttention for X"], {}, ["unfused .*for X", "none .*for X"]),
@@ -231,18 +231,18 @@ def test_why_a_backend_of_attention_is_taken(monkeypatch, capsys, backend, reaso
         env, "gather", lambda: dataclasses.replace(facts, te_says=te_says | {"emulated": [10, 0]})
     )
     assert main(["env"]) == 0
-    assert "Attention: unfused, which is all that the emulation has" in capsys.readouterr().out
+    assert "Attention: unfused, the only backend of the emulation" in capsys.readouterr().out
 
 
 def test_the_emulation_is_not_taken_for_bindings(monkeypatch):
-    """Its module, which is imported already, has no spec; what is asked is what another process would import."""
-    monkeypatch.setattr(env_facts, "_te_says", lambda parts, bindings: None)
+    """An imported module has no spec; the check finds the module that a different process would import."""
+    monkeypatch.setattr(environment, "_te_says", lambda parts, bindings: None)
     found = []
     for module in (None, types.ModuleType("transformer_engine_torch")):
         monkeypatch.delitem(sys.modules, "transformer_engine_torch", raising=False)
         if module is not None:
             monkeypatch.setitem(sys.modules, "transformer_engine_torch", module)
-        found.append(env_facts.gather().te_bindings)
+        found.append(environment.gather().te_bindings)
     assert found[0] == found[1]
 
 
@@ -261,23 +261,23 @@ def site(tmp_path, monkeypatch):
 
 
 def distribution(site, name, version):
-    """What pip leaves of an installation."""
+    """Create the remains of an interrupted pip installation."""
     folder = site / f"{name}-{version}.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
 def found_here(monkeypatch, **others):
-    """Faults of what `gather` finds, on a machine with two GPUs; TransformerEngine is asked by `others` alone."""
+    """Return the problems found by `gather` on a machine with two GPUs; only `others` changes TransformerEngine."""
     if "te_says" in others:
-        monkeypatch.setattr(env_facts, "_te_says", lambda parts, bindings: others["te_says"])
+        monkeypatch.setattr(environment, "_te_says", lambda parts, bindings: others["te_says"])
     of_gpus = {name: getattr(SOUND, name) for name in ("torch", "torch_cuda", "cudnn", "gpus", "driver")}
-    return faults(dataclasses.replace(env_facts.gather(), **of_gpus, cuda_problem="", emulation=""))
+    return faults(dataclasses.replace(environment.gather(), **of_gpus, cuda_problem="", emulation=""))
 
 
 def test_two_installations_are_found(site, monkeypatch):
     for name, version in (
-        ("transformer_engine", "2.18.0"),  # beside the one that the tests run with
+        ("transformer_engine", "2.18.0"),  # in addition to the version under test
         ("transformer-engine-cu12", "2.18.0"),
         ("transformer_engine_cu13", "2.18.0"),
         ("transformer_engine_torch", "2.18.0"),
@@ -296,7 +296,7 @@ def test_two_versions_of_cudnn_are_found(site, monkeypatch):
         (site / folder).mkdir(parents=True)
         (site / folder / name).touch()
     (site / "other/libcudnn.so.9").symlink_to("libcudnn.so.9.14.0")
-    monkeypatch.setattr(env_facts, "_te_parts", lambda: TE)
+    monkeypatch.setattr(environment, "_te_parts", lambda: TE)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{site}/other:{site}/nvidia/cudnn/lib")
     (fault,) = found_here(monkeypatch, te_says=SOUND.te_says)
     assert f"torch's 9.19.0 in {site}/nvidia/cudnn/lib, and {site}/other/libcudnn.so.9.14.0" in fault.what
@@ -306,9 +306,9 @@ def test_two_versions_of_cudnn_are_found(site, monkeypatch):
 
 
 def test_bindings_and_their_compiler_are_missed(site, monkeypatch):
-    monkeypatch.setattr(env_facts, "_te_parts", lambda: {"transformer_engine": ["2.20.2"]})
-    monkeypatch.setattr(env_facts.importlib.machinery.PathFinder, "find_spec", lambda *given: None)
-    monkeypatch.setattr(env_facts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(environment, "_te_parts", lambda: {"transformer_engine": ["2.20.2"]})
+    monkeypatch.setattr(environment.importlib.machinery.PathFinder, "find_spec", lambda *given: None)
+    monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     if not Path("/usr/local/cuda/bin/nvcc").exists():
         (fault,) = found_here(monkeypatch, te_says={})
         assert "nvcc, which is missing: install a CUDA toolkit" in fault.cure
@@ -316,7 +316,7 @@ def test_bindings_and_their_compiler_are_missed(site, monkeypatch):
     (site / "bin/nvcc").touch()
     monkeypatch.setenv("CUDA_HOME", str(site))
     (fault,) = found_here(monkeypatch, te_says={})
-    assert f"compiles with nvcc, which is {site}/bin/nvcc" in fault.cure
+    assert f"compiles with nvcc: {site}/bin/nvcc" in fault.cure
 
 
 def test_bindings_for_another_torch_are_found(site, monkeypatch, python):
@@ -328,7 +328,7 @@ def test_bindings_for_another_torch_are_found(site, monkeypatch, python):
     (site / "transformer_engine/__init__.py").write_text(f"raise ImportError({symbol!r})\n")
     monkeypatch.setattr(sys, "executable", python)
     (fault,) = found_here(monkeypatch)
-    assert symbol in fault.what and "compiled against another torch than 2.11.0+cu130" in fault.why
+    assert symbol in fault.what and "compiled against a torch other than 2.11.0+cu130" in fault.why
     assert fault.cure.endswith("--no-cache-dir --force-reinstall --no-deps transformer_engine_torch")
 
 

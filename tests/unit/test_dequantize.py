@@ -107,7 +107,7 @@ def test_a_shifted_rectangle_is_seen(weights):
 
 @pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
 def test_scales_at_the_ends_of_their_range(direction):
-    """E8M0 (OCP MX, 5.4.1): byte 0 is 2^-127, which float32 has as a subnormal; 254 is 2^127; 255 is no number."""
+    """E8M0 (OCP MX, 5.4.1): byte 0 is 2^-127, a float32 subnormal; byte 254 is 2^127; byte 255 is NaN."""
     codes = torch.tensor([0, 1, 127, 254, 255], dtype=torch.uint8)
     expected = torch.tensor([2.0**-127, 2.0**-126, 1.0, 2.0**127, float("nan")])
     ones = torch.ones(1, 1).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -131,7 +131,7 @@ def test_an_option_that_no_file_tells(weights):
     assert describe_format(weight) == "nvfp4 kFloat4E2M1"
     weight._nvfp4_use_4over6 = True
     with pytest.raises(
-        PlacementError, match=r"up\.weight: nvfp4 weight with .*4over6.*Fix: leave the option off"
+        PlacementError, match=r"up\.weight: nvfp4 weight with .*4over6.*Fix: disable the option"
     ):
         describe_format(weight, "up.weight")
 

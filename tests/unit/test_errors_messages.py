@@ -182,28 +182,31 @@ MISTAKES = {
     "weight mesh without tp": (
         lambda job: te_fsdp.set_device_mesh(job.column(), job.tp.tp, DeviceMesh("cpu", [2, 3])),
         MeshError,
-        "set_device_mesh(Model): weight_mesh: expected a mesh that contains the tp ranks [0, 1], got ranks [2, 3]. "
+        "set_device_mesh(Model): weight_mesh: expected a mesh that contains the tp ranks [0, 1], got "
+        "ranks [2, 3]. "
         "Fix: pass te_fsdp.Meshes(...).weight, the flattened (dp_shard, tp) mesh.",
     ),
     "scale of its own": (
         lambda job: te_fsdp.set_device_mesh(job.quantized("Float8CurrentScaling"), job.tp.tp),
         MeshError,
-        "up.weight: weight_mesh of a quantized weight with one scale per tensor: expected the mesh of all ranks that "
-        "hold pieces of it, got None. Each rank would quantize its piece with a scale of its own. Fix: pass "
+        "up.weight: weight_mesh of a quantized weight with one scale per tensor: expected the mesh of "
+        "all ranks that shard it, got None. Each rank would quantize its shard with a different scale. "
+        "Fix: pass "
         "weight_mesh=te_fsdp.Meshes(...).weight.",
     ),
     "tp_mesh is not tp_group": (
         lambda job: te_fsdp.set_device_mesh(job.column(), job.across),
         MeshError,
-        "up: tp_mesh: expected the ranks of tp_group, [0, 1], got [0, 2]. Fix: pass the mesh that tp_group belongs to, "
-        "or build the module with tp_size alone.",
+        "up: tp_mesh: expected the ranks of tp_group, [0, 1], got [0, 2]. Fix: pass the mesh of "
+        "tp_group, or build the module with tp_size only.",
     ),
     "other meshes": (
         other_meshes,
         OrderError,
-        "up: set_device_mesh with other meshes than before: expected tp_mesh=ranks [0, 1], weight_mesh=None, got "
+        "up: set_device_mesh with different meshes than before: expected tp_mesh=ranks [0, 1], "
+        "weight_mesh=None, got "
         "tp_mesh=ranks [0, 2], weight_mesh=None. The parameters are placed already. "
-        "Fix: bind a model once; build a new one for a new mesh.",
+        "Fix: bind a model once; build a new model for a new mesh.",
     ),
     "after our fully_shard": (
         after_our_fully_shard,
@@ -215,16 +218,19 @@ MISTAKES = {
     "after torch's fully_shard": (
         after_torchs_fully_shard,
         OrderError,
-        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
-        "or a DTensor on tp_mesh placed as TE shards it, got DTensor with placements (Shard(dim=0),). FSDP2 would not "
-        "see the tensor-parallel placement, and checkpoints would lose tp shards. Fix: call set_device_mesh before "
-        "fully_shard, or te_fsdp.fully_shard, which does both.",
+        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as "
+        "TE creates it, or a DTensor on tp_mesh with TE's placement, got DTensor with placements "
+        "(Shard(dim=0),). "
+        "FSDP2 would ignore the tensor-parallel placement, and checkpoints would lose tp shards. Fix: "
+        "call set_device_mesh before fully_shard, or call te_fsdp.fully_shard, which does both.",
     ),
     "our fully_shard after torch's": (
         our_fully_shard_after_torchs,
         OrderError,
-        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got FSDPModel. "
-        "The tensor-parallel placements must be set before FSDP2 cuts the parameters. Fix: call te_fsdp.fully_shard "
+        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got "
+        "FSDPModel. "
+        "The tensor-parallel placements must be set before FSDP2 cuts the parameters. Fix: call "
+        "te_fsdp.fully_shard "
         "once, and not torch's fully_shard before it.",
     ),
     "a parameter on a grid": (
@@ -232,83 +238,98 @@ MISTAKES = {
             placed(job, [Shard(0), Replicate()], DeviceMesh("cpu", [[0, 1], [2, 3]])), job.tp
         ),
         OrderError,
-        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
-        "or a DTensor on tp_mesh placed as TE shards it, got DTensor with placements (Shard(dim=0), Replicate()). "
-        "FSDP2 would not see the tensor-parallel placement, and checkpoints would lose tp shards. Fix: call "
-        "set_device_mesh before fully_shard, or te_fsdp.fully_shard, which does both.",
+        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as "
+        "TE creates it, or a DTensor on tp_mesh with TE's placement, got DTensor with placements "
+        "(Shard(dim=0), Replicate()). "
+        "FSDP2 would ignore the tensor-parallel placement, and checkpoints would lose tp shards. Fix: "
+        "call set_device_mesh before fully_shard, or call te_fsdp.fully_shard, which does both.",
     ),
     "unit of no name": (
         lambda job: te_fsdp.fully_shard(job.column(), job.tp, units=["up", "layers.0"]),
         PlacementError,
-        "fully_shard: unit 'layers.0' matches no module: expected a class or a name out of up. Fix: name modules as "
-        "model.named_modules() does.",
+        "fully_shard: unit 'layers.0' matches no module: expected a class or one of the names up. Fix: use "
+        "names of model.named_modules().",
     ),
     "unit of no class": (
         lambda job: te_fsdp.fully_shard(job.column(), job.tp, units=nn.Conv2d),
         PlacementError,
-        "fully_shard: unit 'Conv2d' matches no module: expected a class or a name out of up. Fix: name modules as "
-        "model.named_modules() does.",
+        "fully_shard: unit 'Conv2d' matches no module: expected a class or one of the names up. Fix: use "
+        "names of model.named_modules().",
     ),
     "unit without children": (
         lambda job: te_fsdp.fully_shard(
             nn.Sequential(*(nn.Linear(4, 4) for _ in range(10))), job.dp, units="3.*"
         ),
         PlacementError,
-        "fully_shard: unit '3.*' matches no module: expected a class or a name out of 0, 1, 2, 3, 4, 5, 6, 7 and 2 "
-        "more. Fix: name modules as model.named_modules() does.",
+        "fully_shard: unit '3.*' matches no module: expected a class or one of the names 0, 1, 2, 3, 4, 5, "
+        "6, 7 and 2 "
+        "more. Fix: use names of model.named_modules().",
     ),
     "a container as unit": (
         lambda job: te_fsdp.fully_shard(Model(nn.ModuleList([nn.Linear(4, 4)])), job.dp, units="up"),
         PlacementError,
-        "up: fully_shard of a ModuleList: expected a module with a forward, got a container without. FSDP2 gathers "
-        'weights in the hooks of forward, which a container never runs. Fix: units="up.*" for each of its children.',
+        "up: fully_shard of a ModuleList: expected a module with a forward, got a container without. "
+        "FSDP2 gathers "
+        'weights in the hooks of forward, which a container never runs. Fix: units="up.*" for each of '
+        "its children.",
     ),
     "a container as model": (
         lambda job: te_fsdp.fully_shard(nn.ModuleDict({"up": nn.Linear(4, 4)}), job.dp),
         PlacementError,
-        "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without. FSDP2 gathers "
+        "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without. "
+        "FSDP2 gathers "
         "weights in the hooks of forward, which a container never runs. Fix: shard the module that calls it.",
     ),
     "a scalar": (
         lambda job: te_fsdp.fully_shard(Model(nn.ParameterList([torch.ones(())])), job.dp),
         PlacementError,
-        "up.0: fully_shard of a scalar parameter: expected at least one dim to cut, got shape (). Fix: make it a "
+        "up.0: fully_shard of a scalar parameter: expected at least one dim to cut, got shape (). Fix: "
+        "make it a "
         "tensor of shape (1,), or call te_fsdp.fsdp_no_shard(parameter).",
     ),
     "a cut through blocks": (
         lambda job: te_fsdp.fully_shard(job.quantized("MXFP8BlockScaling", tp=False), job.dp),
         PlacementError,
-        "up.weight: mxfp8 weight of tp-local shape (64, 64): expected rows or columns divisible by 4 FSDP ranks * 32, "
-        "and the others by 32, got 64 rows and 64 columns. One scale spans 32 rows or columns; a cut through a block "
-        "has no right scale. Fix: use the mesh dp_replicate=2, dp_shard=2, tp=1, or a weight of shape (128, 64) "
+        "up.weight: mxfp8 weight of tp-local shape (64, 64): expected rows or columns divisible by 4 "
+        "FSDP ranks * 32, "
+        "and the others by 32, got 64 rows and 64 columns. One scale spans 32 rows or columns; a shard "
+        "boundary within a block has no correct scale. Fix: use the mesh dp_replicate=2, dp_shard=2, "
+        "tp=1, or a weight of shape "
+        "(128, 64) "
         "instead of (64, 64), or high-precision weights.",
     ),
     "shards that are dequantized": (
         torchs_fully_shard_of_blocks,
         PrecisionError,
         "up.weight: shards of a quantized weight: expected nvfp4 shards, got torch.bfloat16 shards. FSDP2 "
-        "splits by tensor operations that TE answers with dequantized copies. Fix: use te_fsdp.fully_shard, or build "
+        "shards with tensor operations for which TE returns dequantized copies. Fix: use "
+        "te_fsdp.fully_shard, or build "
         "the model on meta and call reset_parameters after fully_shard.",
     ),
     "forward without hooks": (
         forward_without_hooks,
         OrderError,
-        "up: forward with 'weight' on mesh axes ('dp_shard', 'tp'): expected the gathered parameter, got a shard of "
-        "it, placements (_StridedShard(dim=0, sf=2), Shard(dim=0)). FSDP2 gathers in the forward hooks of the sharded "
-        "units, which did not run. Fix: call the module that was sharded (not .forward, not a method of it), or "
-        "unshard() it first.",
+        "up: forward with 'weight' on mesh axes ('dp_shard', 'tp'): expected the unsharded parameter, "
+        "got a shard of "
+        "it, placements (_StridedShard(dim=0, sf=2), Shard(dim=0)). FSDP2 all-gathers in the forward "
+        "hooks of its "
+        "units, which did not run. Fix: call the sharded module itself (not .forward or another method), or "
+        "call unshard() first.",
     ),
     "an init method that does not fill": (
         unfilled,
         InitError,
-        "up.weight: never initialised: expected an init method that fills the whole tensor, got values left unset. "
+        "up.weight: not initialized: expected an init method that fills the unsharded tensor, got "
+        "uninitialized values. "
         "Fix: pass an init_method to the TE module that fills the tensor in place.",
     ),
     "a keyword mesh of three axes": (
         lambda job: te_fsdp.Linear(4, 4, parallel_mode="column", tp_mesh=job.tp.device_mesh, device="meta"),
         MeshError,
-        "Linear: tp_mesh: expected a 1-D DeviceMesh, got 3-D mesh of shape (1, 2, 2) with axes ('dp_replicate', "
-        "'dp_shard', 'tp'). Fix: pass one axis, for example tp_mesh=mesh[\"tp\"], or the flattened weight mesh of "
+        "Linear: tp_mesh: expected a 1-D DeviceMesh, got 3-D mesh of shape (1, 2, 2) with axes "
+        "('dp_replicate', "
+        "'dp_shard', 'tp'). Fix: pass one axis, for example tp_mesh=mesh[\"tp\"], or the flattened "
+        "weight mesh of "
         "te_fsdp.Meshes.",
     ),
 }

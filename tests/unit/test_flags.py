@@ -19,7 +19,7 @@ MODEL: Any = nn.Linear(2, 2)
 OPTIMIZER: Any = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 NOBODY: Any = None
 
-# call -> (its flag, the call with a value of it); arguments beside are checked later
+# call -> (its flag, the call with a value of it); other arguments are checked later
 CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "fully_shard: average_gradients": ("average_gradients", lambda v: _sharded(average_gradients=v)),
     "fully_shard: check_inputs": ("check_inputs", lambda v: _sharded(check_inputs=v)),
@@ -61,7 +61,7 @@ CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def _sharded(**options: Any) -> Any:
-    meshes: Any = object.__new__(te_fsdp.Meshes)  # which nobody asks for anything before
+    meshes: Any = object.__new__(te_fsdp.Meshes)  # its attributes are read only after the check
     return te_fsdp.fully_shard(MODEL, meshes, **options)
 
 
@@ -101,7 +101,7 @@ def test_unknown_levels_of_checks(given, near):
 
 
 def test_flags():
-    """What is one passes, in defaults too."""
+    """Valid values pass, and so do the defaults."""
     require_flags("call", one=True, other=False, numpys=np.arange(2)[0] == 0)
     for value in (0, 1, 1.0, torch.tensor(True), np.float64(1)):
         with pytest.raises(te_fsdp.PlacementError, match="call: one: expected True or False"):

@@ -1,4 +1,4 @@
-"""Programs that a fork server runs have the packages that this process would import, not those installed beside it."""
+"""Programs of a fork server import the packages of this process, not those installed in other places."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class Graph:
 
 
 class Device:
-    """What captures have done."""
+    """Record of the captures."""
 
     def __init__(self) -> None:
         self.pools: list[Any] = []
@@ -100,7 +100,7 @@ def test_what_the_function_raises_comes_first(device: Device) -> None:
 
 
 def test_fused_sgd_of_sharded_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not _torch.has_rule("_fused_sgd_.tensor_lr")
+    assert not _torch.dtensor_supports("_fused_sgd_.tensor_lr")
     tables = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
     monkeypatch.setitem(tables, torch.ops.aten._fused_sgd_.tensor_lr, None)
-    assert _torch.has_rule("_fused_sgd_.tensor_lr")
+    assert _torch.dtensor_supports("_fused_sgd_.tensor_lr")

@@ -1,4 +1,4 @@
-"""What a single grouped parameter needs of TransformerEngine and of the device, said before anything changes."""
+"""Requirements of a single grouped parameter on TransformerEngine and the device, checked before any change."""
 
 import types
 import warnings
@@ -9,7 +9,7 @@ import torch
 import te_fsdp
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ExpertRange
-from te_fsdp.modules.grouped import check_single, check_single_recipe, single_cuts
+from te_fsdp.modules.grouped import check_single, check_single_recipe, plan_single_shard_dims
 from te_fsdp.quantized.alignment import Grid
 from te_fsdp.quantized.grouped_weight import grouped_shard_dim
 from te_fsdp.upstream.te_modules import grouped_path_problem
@@ -77,11 +77,13 @@ def test_refused_before_binding(te, monkeypatch):
     module = build(te, use_grouped_tensor=True)
     check_single(module, "experts")
     on(te, monkeypatch, (9, 0), 130100)
-    with pytest.raises(PlacementError, match=r"with this device.*13\.4 or later for it .* found 13\.1"):
+    with pytest.raises(
+        PlacementError, match=r"with this device.*13\.4 or later for its grouped kernels .* found 13\.1"
+    ):
         te_fsdp.set_device_mesh(module)
     assert type(module) is te.GroupedLinear and not isinstance(module.weight, te_fsdp.errors.TeFsdpError)
     del module.use_grouped_tensor  # as before TransformerEngine 2.19
-    with pytest.raises(PlacementError, match=r"no gradient ever reaches it.*2\.19 or later"):
+    with pytest.raises(PlacementError, match=r"so the parameter gets no gradient.*2\.19 or later"):
         check_single(module, "experts")
 
 
@@ -90,7 +92,7 @@ def test_delayed_scaling(te):
 
     with te.quantized_model_init(enabled=True, recipe=recipes.DelayedScaling()):
         module = build(te, use_grouped_tensor=True)
-    with pytest.raises(PlacementError, match=r"delayed scaling.*keeps such weights apart"):
+    with pytest.raises(PlacementError, match=r"delayed scaling.*stores such weights separately"):
         check_single(module, "experts")
     module = build(te, use_grouped_tensor=True)
     te_fsdp.set_device_mesh(module)
@@ -128,14 +130,14 @@ def test_same_memory(te):
 def test_cuts(te):
     assert [grouped_shard_dim((4, 6, 5), ranks) for ranks in (1, 2, 4, 3, 5, 7)] == [0, 0, 0, 1, 2, 0]
     module = build(te, use_grouped_tensor=True)
-    assert single_cuts(module, Grid(dp_shard=2)) == {"weight": 1}
-    assert single_cuts(module, Grid(dp_shard=3)) == {"weight": 0}
+    assert plan_single_shard_dims(module, Grid(dp_shard=2)) == {"weight": 1}
+    assert plan_single_shard_dims(module, Grid(dp_shard=3)) == {"weight": 0}
     from transformer_engine.common import recipe as recipes
 
     with te.quantized_model_init(enabled=True, recipe=recipes.MXFP8BlockScaling()):
         module = build(te, use_grouped_tensor=True)
     for ranks, cut in ((2, 1), (3, 0), (8, 1), (16, 0)):  # whole blocks of 32 rows, else whole experts
-        assert single_cuts(module, Grid(dp_shard=ranks)) == {"weight": cut}, ranks
+        assert plan_single_shard_dims(module, Grid(dp_shard=ranks)) == {"weight": cut}, ranks
 
 
 def test_cuts_over_ep(te):
@@ -146,7 +148,7 @@ def test_cuts_over_ep(te):
     for experts, cut in ((ExpertRange(0, 3, 4, 3), 1), (ExpertRange(3, 3, 6, 3), 0)):
         sharded = {"dp_shard": 3, "tp": 1}
         module.out_features, module.in_features = 384, 128
-        assert single_cuts(module, Grid(**sharded), experts) == {"weight": cut}, experts
+        assert plan_single_shard_dims(module, Grid(**sharded), experts) == {"weight": cut}, experts
 
 
 def test_blocks(te):
@@ -157,4 +159,4 @@ def test_blocks(te):
         module = build(te, use_grouped_tensor=True)
     module.out_features = 144
     with pytest.raises(PlacementError, match=r"experts\.weight: mxfp8 weight of tp-local shape \(144, 128\)"):
-        single_cuts(module, Grid(dp_shard=3), None, "experts")
+        plan_single_shard_dims(module, Grid(dp_shard=3), None, "experts")

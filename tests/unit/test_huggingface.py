@@ -76,7 +76,7 @@ def build(te: Any, original: nn.Module, layer: str) -> tuple[TeModel, hf.TeBlock
 
 
 def fill(model: nn.Module, tensors: Any) -> nn.Module:
-    """What load_state_dict does not find are pickles and frequencies, not parameters."""
+    """Entries that load_state_dict does not find are pickles and frequencies, not parameters."""
     outcome = model.load_state_dict(dict(tensors), strict=False)
     assert not outcome.unexpected_keys
     assert all(key.endswith(("_extra_state", "inv_freq")) for key in outcome.missing_keys), outcome
@@ -440,7 +440,7 @@ def test_tied_weights_that_turn_out_to_differ(te: Any, originals: dict[str, nn.M
 
 
 def test_main_weights_follow_what_is_loaded(te: Any, originals: dict[str, nn.Module]) -> None:
-    """Else the next step of an optimizer that has made some would put the weights of before back."""
+    """Otherwise the next step of an optimizer with main weights would restore the old weights."""
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     original = copy.deepcopy(originals["llama"]).bfloat16()

@@ -199,9 +199,9 @@ def test_what_is_wrong_is_said(
     saved, target = tmp_path / "step-0", tmp_path / "back"
     checkpoint.save(saved, build(te))
     assert ckpt("export", saved, target, "--te.layers.bias", "True") == 2
-    assert "--te... describes the model whose weights --like" in capsys.readouterr().err
+    assert "the --te... options describe the model to export" in capsys.readouterr().err
     assert ckpt("export", saved, tmp_path / "x.pt", "--like", folder) == 2
-    assert "--like makes a folder" in capsys.readouterr().err
+    assert "--like writes a folder" in capsys.readouterr().err
     (folder / "config.json").write_text(json.dumps({**CONFIG, "intermediate_size": 48}))
     assert ckpt("export", saved, target, "--like", folder) == 1
     assert "fc2_weight has shape [32, 64], not [32, 48]" in capsys.readouterr().err

@@ -56,7 +56,7 @@ def model(te: Any, folder: Path, change: Change | None = None, **layers: Any) ->
 
 
 def last_layer_otherwise(te: Any, made: TeModel) -> None:
-    """Rows of query, key and value lie in blocks, in one layer alone."""
+    """Rows of query, key and value are in blocks, in one layer only."""
     made.layers[-1] = made.layer(
         te, 1, None, {"fuse_qkv_params": True, "qkv_weight_interleaved": False, "device": "cpu"}
     )
@@ -71,7 +71,7 @@ def test_each_layer_lies_as_it_does(te: Any, folders: Callable[..., Path], tmp_p
         hf.load_huggingface(folder, one)
     names = [f"layers.{n}.self_attention.layernorm_qkv.weight" for n in range(2)]
     same = [torch.equal(usual.get_parameter(name), other.get_parameter(name)) for name in names]
-    assert same == [True, False], "two layers are not alike"
+    assert same == [True, False], "two layers are not equal"
     with torch.no_grad():
         assert torch.equal(usual(tokens), other(tokens))
     hf.save_huggingface(tmp_path / "saved", other, config=folder)
@@ -90,7 +90,7 @@ def tie(te: Any, made: TeModel) -> None:
 
 
 def turn(te: Any, made: TeModel) -> None:
-    """A rotary embedding that somebody has written to."""
+    """A rotary embedding with changed values."""
     made.rotary.inv_freq.mul_(0.25)
 
 

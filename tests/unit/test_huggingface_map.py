@@ -402,7 +402,7 @@ BOTH = {"seq_len_interpolation_factor": 2, "pretrained_max_position_embeddings":
 @pytest.mark.parametrize("name", ["default", "linear", "llama3", "yarn", "dynamic"])
 @pytest.mark.parametrize("base", [500.0, 1e6])
 def test_frequencies_are_those_of_transformers(name: str, base: float) -> None:
-    """Those that a model has are compared, whoever made them; the plain ones are the negative control."""
+    """Compare those of a model, regardless of their origin; the plain ones are the negative control."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 

@@ -1,4 +1,4 @@
-"""Who sends which rectangle to whom when a sharded model becomes a folder: everything once, a group at a time."""
+"""Routes of rectangles between ranks when a sharded model is exported: each once, one group at a time."""
 
 from __future__ import annotations
 

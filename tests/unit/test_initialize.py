@@ -57,8 +57,8 @@ def test_buffers_that_are_left_unset(dtype, fill):
     seen = dtype in FLOATS or (fill == "nothing" and dtype.is_signed)
     if seen:
         assert unset(Table(dtype, fill)) == (
-            "1 tensor(s) were never initialised: table: expected an initialiser for each, got tensors on meta, or "
-            "values that reset_parameters left unset. They would hold whatever the memory held. Fix: define "
+            "1 tensor(s) were not initialized: table: expected an initializer for each, got meta tensors, or "
+            "values that reset_parameters left uninitialized. They would contain uninitialized memory. Fix: define "
             "reset_parameters() on the module that owns them, filling every own parameter and buffer."
         )
     else:
@@ -66,7 +66,7 @@ def test_buffers_that_are_left_unset(dtype, fill):
 
 
 def test_what_lies_on_the_device_already_is_left_alone():
-    """A NaN that somebody put there is no sign of a forgotten initialisation."""
+    """A NaN written by the user is not reported as missing initialization."""
     model = Table(torch.float32, "nothing")
     model.table = torch.full((4,), float("nan"))
     whole = Table(torch.float32, "nothing", device="cpu")
@@ -124,7 +124,7 @@ def test_everything_that_is_left_is_named_at_once():
     model = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Module(), Table(torch.float32, "half"))
     model[1].gain = nn.Parameter(torch.empty(2, device="meta"))
     model[1].register_buffer("shift", torch.empty(2, device="meta"))
-    assert unset(model).startswith("3 tensor(s) were never initialised: 1.gain, 1.shift, 2.table: expected")
+    assert unset(model).startswith("3 tensor(s) were not initialized: 1.gain, 1.shift, 2.table: expected")
     assert not model[0].weight.is_meta
 
 

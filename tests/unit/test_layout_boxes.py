@@ -30,7 +30,7 @@ def test_every_shard_is_what_slow_cutting_gives(cut):
 @relaxed
 @given(cuts())
 def test_boxes_tile_every_shard_and_the_original_once(cut):
-    """An element lies in one shard, or, replicated over tp, in one shard of each tensor-parallel rank."""
+    """Each element is in one shard, or, replicated over tp, in one shard of each tensor-parallel rank."""
     in_original = torch.zeros(cut.shape, dtype=torch.long)
     for at in cut.places():
         shape, boxes = shard_boxes(cut.shape, cut.rule, at)

@@ -63,7 +63,7 @@ def test_component_boxes_tile_the_original_once_or_are_refused(cut, block):
 @relaxed
 @given(quantized_cuts(), st.sampled_from(BLOCKS))
 def test_covering_blocks_hold_every_element_of_a_rectangle(cut, block):
-    """What a rank reads for its rectangles contains them, and no block that has no part in them."""
+    """The data that a rank reads contains its rectangles, and no block without a part of them."""
     for _, boxes in shards(cut):
         for box in boxes:
             start, size = covering(box.original, box.sizes, block)

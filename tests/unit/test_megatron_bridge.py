@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.compat import megatron_fsdp
 from te_fsdp.compat.megatron_fsdp.arguments import (
-    CONFIG_WITHOUT_MEANING,
-    WITHOUT_MEANING,
+    UNUSED_ARGUMENTS,
+    UNUSED_OPTIONS,
     Arguments,
     DistributedDataParallelConfig,
     native_meshes,
@@ -45,8 +45,8 @@ def test_every_argument_is_mapped_or_has_an_equivalent():
     """megatron-fsdp 0.6.1 documents 33, the model included."""
     names = {field.name for field in fields(Arguments)}
     assert len(names) == 32
-    assert names == MAPPED | WITHOUT_MEANING.keys()
-    assert not MAPPED & WITHOUT_MEANING.keys()
+    assert names == MAPPED | UNUSED_ARGUMENTS.keys()
+    assert not MAPPED & UNUSED_ARGUMENTS.keys()
 
 
 @pytest.mark.parametrize(("function", "own"), [("fully_shard_model", 1), ("fully_shard", 2)])
@@ -66,7 +66,7 @@ def test_what_has_no_meaning_is_named_once_each(caplog):
         Arguments(**changed)
         assert len(caplog.messages) == len(changed)
         for (name, value), text in zip(sorted(changed.items()), sorted(caplog.messages), strict=True):
-            assert text == f"megatron_fsdp: {name}={value} has no effect: {WITHOUT_MEANING[name]}"
+            assert text == f"megatron_fsdp: {name}={value} has no effect: {UNUSED_ARGUMENTS[name]}"
         caplog.clear()
         Arguments()
         assert caplog.messages == []
@@ -104,10 +104,10 @@ def test_policy():
 
 def test_the_documentation_lists_what_has_no_meaning():
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
-    for name, equivalent in WITHOUT_MEANING.items():
+    for name, equivalent in UNUSED_ARGUMENTS.items():
         assert f"| `{name}` | {equivalent} |" in text, name
-    for name, equivalent in CONFIG_WITHOUT_MEANING.items():
-        same = WITHOUT_MEANING.get(name.removeprefix("megatron_fsdp_")) == equivalent
+    for name, equivalent in UNUSED_OPTIONS.items():
+        same = UNUSED_ARGUMENTS.get(name.removeprefix("megatron_fsdp_")) == equivalent
         assert same or f"| `{name}` | {equivalent} |" in text, name
 
 
@@ -117,17 +117,17 @@ def test_every_field_of_the_configuration_is_mapped_or_has_an_equivalent():
     mapped = {"data_parallel_sharding_strategy", "outer_dp_sharding_strategy", "check_for_nan_in_grad"}
     always = {"overlap_grad_reduce", "overlap_param_gather"}
     assert len(names) == 24
-    assert names == mapped | always | CONFIG_WITHOUT_MEANING.keys()
+    assert names == mapped | always | UNUSED_OPTIONS.keys()
 
 
 def test_advice_does_not_name_what_a_precision_policy_rules_out():
     """FSDP2 refuses these two where reductions are te_fsdp's own, as with the policy that the bridge always has."""
-    for equivalent in (*WITHOUT_MEANING.values(), *CONFIG_WITHOUT_MEANING.values()):
+    for equivalent in (*UNUSED_ARGUMENTS.values(), *UNUSED_OPTIONS.values()):
         assert "set_symm_mem" not in equivalent and "from_process_group" not in equivalent
 
 
 def test_expert_meshes_of_another_order_or_size(fake_world, monkeypatch):
-    """The bridge's experts lie as te_fsdp deals them out: ep varies faster than the axis that shards."""
+    """The bridge distributes experts as te_fsdp does: ep varies faster than the axis that shards."""
     fake_world(8, rank=1)
     raised: list[int] = []
 

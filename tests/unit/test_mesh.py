@@ -34,7 +34,7 @@ def members(mesh: DeviceMesh | None) -> list[int] | None:
 
 
 def expected(world: int, replicate: int, shard: int, tp: int, rank: int) -> dict[str, list | None]:
-    """Who shares what, counted out: rank = (replica * shard + place) * tp + tp rank."""
+    """Compute by enumeration which ranks share a group: rank = (replica * shard + place) * tp + tp rank."""
     of = {r: (r // (shard * tp), r // tp % shard, r % tp) for r in range(world)}
     i, j, k = of[rank]
     line = [r for r in of if of[r][0] == i and of[r][2] == k]
@@ -324,7 +324,7 @@ def test_stages(fake_world, axes, names, rank):
     assert sorted(members(meshes.weight)) == sorted(own.flatten().tolist())
     assert members(meshes.tp) == members(mesh["tp"]) and meshes.te_kwargs()["tp_size"] == 2
     assert str(meshes) == "dp_replicate=1 x dp_shard=2 x tp=2"
-    # What is told to be another model is no stage of this one.
+    # A model that is marked as separate is not a stage of this one.
     across = mesh[list(axes)[at]]
     assert (ranks(meshes.pp), members(meshes.pp)) == (
         (None, None) if names else (ranks(across), members(across))
@@ -333,7 +333,7 @@ def test_stages(fake_world, axes, names, rank):
 
 @pytest.mark.parametrize("rank", [0, 6])
 def test_stages_from_one_call(fake_world, rank):
-    """Whole blocks of ranks, also beside experts; and the same from a mesh of one stage with one of the stages."""
+    """Complete blocks of ranks, also with experts; the same for a mesh of one stage and for one with all stages."""
     fake_world(8, rank)
     meshes = build(pp=2, ep=2, tp=2)
     first = rank // 4 * 4

@@ -76,7 +76,7 @@ def test_who_shares_what_with_experts(fake_world, sizes):
 
 @pytest.mark.parametrize("sizes", EXPERT_SIZES)
 def test_who_sees_the_same_data(fake_world, sizes):
-    """The ranks of one tp and cp group, and nobody else; numbers from 0 on, in the order of ranks."""
+    """Only the ranks of one tp and cp group; numbers from 0 on, in the order of ranks."""
     numbers, asked = {}, dict(zip(ALL_AXES, sizes, strict=True))
     for rank, place in placed(sizes).items():
         fake_world(math.prod(sizes), rank)
@@ -109,7 +109,7 @@ def test_expert_meshes_share_groups_with_the_dense_ones(fake_world):
 
 @pytest.mark.parametrize("order", [("tp", "dp_shard", "ep"), ("dp_shard", "cp", "tp", "ep"), ("ep", "tp")])
 def test_expert_axes_are_found_by_name(fake_world, order):
-    """Whatever lies between them, as long as ep lies within cp and cp within dp_shard."""
+    """With any axes in between, if ep is within cp and cp within dp_shard."""
     for rank in (0, 3):
         fake_world(2 ** len(order), rank)
         mesh = init_device_mesh("cpu", (2,) * len(order), mesh_dim_names=order)
@@ -134,7 +134,7 @@ def test_expert_axes_that_do_not_nest(fake_world, order):
 
 
 def test_experts_of_a_rank(fake_world):
-    """As torch.chunk deals them out; an expert-parallel rank without any is refused."""
+    """Distributed as by torch.chunk; an expert-parallel rank without experts is rejected."""
     for total in (4, 6, 7, 8):
         dealt = torch.arange(total).chunk(4)
         for rank in range(4):

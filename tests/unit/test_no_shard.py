@@ -88,7 +88,7 @@ def _assigned(model: Net) -> Net:
 
 
 def _reset(model: Net) -> Net:
-    """What TE's reset_parameters does: new parameters under the old names."""
+    """Do the same as TE's reset_parameters: new parameters under the old names."""
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             module.register_parameter(name, nn.Parameter(torch.zeros(parameter.shape)))

@@ -1,4 +1,4 @@
-"""What pip is told and what continuous integration runs: requirements, files, lint where little is installed."""
+"""Settings of pip and of continuous integration: requirements, files, lint with few packages installed."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_laptop_gets_nothing_of_cuda():
 
 
 def test_the_package_has_all_its_files():
-    """What lies beside the sources is named in the settings, or a wheel would lack it."""
+    """Data files are named in the settings, or a wheel would lack them."""
     package = ROOT / "te_fsdp"
     patterns = SETTINGS["tool"]["setuptools"]["package-data"]["te_fsdp"]
     others = [
@@ -144,7 +144,7 @@ def test_the_command_exists():
 
 
 def test_the_image_is_built_from_what_is_there():
-    """Its lines, as a linter would look at them; scripts/setup.sh, which does the work, has no other way in here."""
+    """Check its lines as a linter would; scripts/setup.sh, which does the work, has no other test here."""
     lines = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith("#")]
     assert {word for word, _ in steps} <= {"FROM", "ARG", "RUN", "WORKDIR", "COPY", "ENV", "USER", "CMD"}

@@ -26,7 +26,7 @@ ROWS = [*_patches.PATCHES.values(), *FSDP2]
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.owner} {row.attribute}")
 def test_a_row_names_what_there_is(row):
-    """The passage on the fault, and the test that tells whether the patch is still needed."""
+    """Return the passage on the fault, and the test that shows whether the patch is still needed."""
     assert not row.upstream or re.search(rf"^{re.escape(row.upstream)}", PAGE, re.MULTILINE)
     file, _, name = row.shown_by.partition("::")
     sources = [path.read_text() for path in (ROOT / "tests").rglob(file)]
@@ -135,7 +135,7 @@ class _Quantized(torch.Tensor):
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 21])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_pieces_of_all_ranks(rows, dim):
-    """FSDP2 makes a tensor for each rank's piece; ours are the same, and made when they are asked for."""
+    """FSDP2 creates a tensor for each rank's shard; te_fsdp's are equal, and created on request."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     whole = torch.arange(3.0 * rows).reshape((rows, 3) if dim == 0 else (3, rows))

@@ -1,4 +1,4 @@
-"""Memory that ranks read of each other: what is known before any other rank is asked."""
+"""Shared memory of ranks: conditions that are known before communication."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_numbers_of_a_group():
 
 
 def test_alias():
-    """A storage of its own, of no more than its bytes, which nobody can resize; and the same memory."""
+    """The alias has its own storage of exactly its bytes, which cannot be resized; it is the same memory."""
     memory = torch.zeros(1024, dtype=torch.uint8)
     found = peers.alias(memory, 256, torch.empty(8, dtype=torch.bfloat16))
     found.fill_(1)
@@ -36,7 +36,7 @@ def test_alias():
     ("allowed", "shared"), [((False, False), False), ((True, False), False), ((True, True), True)]
 )
 def test_ranks_of_one_gpu(monkeypatch, allowed, shared):
-    """They share memory where torch was told so on all of them; one alone would wait for the others."""
+    """Ranks share memory if torch is set to do so on all of them; a single rank would wait for the others."""
     told = [("host", "GPU-0", set(), flag, "token") for flag in allowed]
     monkeypatch.setattr(peers, "is_simulated", lambda: False)
     monkeypatch.setattr(peers, "_identity", lambda device: "GPU-0")

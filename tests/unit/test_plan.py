@@ -189,13 +189,17 @@ def refusal(error: type[Exception], model: nn.Module, tp_size: int) -> str:
 
 def test_built_for_another_size(build, te):
     assert refusal(MeshError, build("linear_column", 1), TP) == (
-        "Linear (Linear): tp_mesh of size 2: expected a module built with tp_size=2, got tp_size=1. Sizes were divided "
-        "by tp_size when the module was built. Fix: build the module with tp_size=2 (or tp_group of that size) and its "
+        "Linear (Linear): tp_mesh of size 2: expected a module built with tp_size=2, got tp_size=1. "
+        "Sizes were divided "
+        "by tp_size when the module was built. Fix: build the module with tp_size=2 (or tp_group of that "
+        "size) and its "
         "parallel mode."
     )
     assert refusal(MeshError, nn.ModuleDict({"up": build("mlp", TP)}), 1) == (
-        "up (LayerNormMLP): tp_mesh of size 1: expected a module built with tp_size=1, got tp_mesh=None or of size 1, "
-        "but tp_size=2. Sizes were divided by tp_size when the module was built. Fix: pass the tensor-parallel mesh as "
+        "up (LayerNormMLP): tp_mesh of size 1: expected a module built with tp_size=1, got tp_mesh=None "
+        "or of size 1, "
+        "but tp_size=2. Sizes were divided by tp_size when the module was built. Fix: pass the "
+        "tensor-parallel mesh as "
         "tp_mesh."
     )
     # A linear without a parallel mode is whole on every rank, whatever the size.
@@ -208,24 +212,27 @@ def test_options_that_would_be_silently_wrong(build, te):
 
     fused = te.Linear(4, 4, device="meta", fuse_wgrad_accumulation=True)
     assert refusal(PlacementError, up(fused), 1) == (
-        "up (Linear): fuse_wgrad_accumulation=True is not supported. TE then adds weight gradients to main_grad and "
-        "returns none, so that FSDP2 reduces nothing. Fix: leave fuse_wgrad_accumulation off."
+        "up (Linear): fuse_wgrad_accumulation=True is not supported. TE then adds weight gradients to "
+        "main_grad and returns none, so FSDP2 reduces nothing. Fix: leave fuse_wgrad_accumulation off."
     )
     delayed = te.Linear(4, 4, device="meta", delay_wgrad_compute=True)
     assert refusal(PlacementError, up(delayed), 1) == (
-        "up (Linear): delay_wgrad_compute=True is not supported. TE then writes .grad itself after FSDP2 has reduced. "
+        "up (Linear): delay_wgrad_compute=True is not supported. TE then writes .grad itself after FSDP2 "
+        "has reduced. "
         "Fix: leave delay_wgrad_compute off."
     )
     tp = {"tp_group": torch.distributed.group.WORLD, "tp_size": TP}
     unsplit = te.LayerNormMLP(8, 8, device="meta", **tp)
     assert refusal(PlacementError, up(unsplit), TP) == (
-        "up (LayerNormMLP): set_parallel_mode=False with tp_size=2 is not supported. TE cuts the weights but never "
+        "up (LayerNormMLP): set_parallel_mode=False with tp_size=2 is not supported. TE shards the "
+        "weights but never "
         "sums the partial outputs. Fix: set_parallel_mode=True."
     )
 
     attention = te.MultiheadAttention(32, 8, device="cpu", **tp)
     assert refusal(PlacementError, attention, TP) == (
-        "MultiheadAttention (MultiheadAttention): set_parallel_mode=False with tp_size=2 is not supported. TE divides "
+        "MultiheadAttention (MultiheadAttention): set_parallel_mode=False with tp_size=2 is not "
+        "supported. TE divides "
         "the heads but not the projections. Fix: set_parallel_mode=True."
     )
 
@@ -245,8 +252,9 @@ def test_a_grouped_parameter(te):
     module = te.GroupedLinear(2, 4, 4, device="meta")
     module.single_grouped_weight = True  # as the constructor's option of that name leaves it
     assert refusal(PlacementError, module, 1) == (
-        "GroupedLinear (GroupedLinear): single_grouped_weight=True with use_grouped_tensor=False is not supported. "
-        "TransformerEngine multiplies with one parameter for all experts by its grouped kernels alone. "
+        "GroupedLinear (GroupedLinear): single_grouped_weight=True with use_grouped_tensor=False is not "
+        "supported. "
+        "TransformerEngine supports one parameter for all experts only with its grouped kernels. "
         "Fix: GroupedLinear(..., use_grouped_tensor=True)."
     )
 
@@ -259,7 +267,7 @@ def test_parameters_of_the_users_own_on_a_te_module(te):
 
     assert refusal(PlacementError, nn.ModuleDict({"up": Scaled()}), 1) == (
         "up: no placement rule for parameter(s) gain: expected the parameters of Linear. "
-        "Fix: give parameters of your own to a module of your own."
+        "Fix: register additional parameters in a module of your own."
     )
 
 
@@ -268,9 +276,11 @@ def test_te_modules_without_rules(te):
     operation = te.ops.Bias(4, device="cpu")
     text = refusal(PlacementError, nn.ModuleDict({"shift": operation}), TP)
     assert text == (
-        "shift: Bias has no placement rule: expected one of LayerNormLinear, LayerNormMLP, GroupedLinear, Linear, "
-        "LayerNorm, RMSNorm, DotProductAttention, MultiheadAttention, TransformerLayer. Its parameters would be saved "
-        "and reduced wrongly under tensor parallelism. Fix: use one of these modules, or no tensor parallelism."
+        "shift: Bias has no placement rule: expected one of LayerNormLinear, LayerNormMLP, "
+        "GroupedLinear, Linear, "
+        "LayerNorm, RMSNorm, DotProductAttention, MultiheadAttention, TransformerLayer. Its parameters "
+        "would be saved and reduced incorrectly under tensor parallelism. Fix: use one of these modules, "
+        "or no tensor parallelism."
     )
     assert plan_tree(operation, 1) == []
     assert te_fsdp.PlacementError is PlacementError

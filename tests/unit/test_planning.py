@@ -121,7 +121,7 @@ def test_experts(te):
     assert traffic(found)["tokens", "all-to-all"] == LAYERS * 64 * 2 * HIDDEN * 2 * 4 // 2
     assert "experts as the first one" in found.notes[0]
     attention = 4 * HIDDEN + 4 + 2 * WIDTH * 2 * (HEADS + GROUPS) + 4 * HEADS
-    # Norm and router; of each of two experts what enters its products, lies between them, and comes out.
+    # Norm and router; for each of two experts the inputs of its products, the intermediate, and the output.
     experts = 2 * HIDDEN + 4 + 2 * HIDDEN + 2 * (2 * HIDDEN + 2 * 3 * FFN + 2 * HIDDEN + 2 * FFN)
     outside = 8 + 2 * HIDDEN + 4 + 2 * HIDDEN + 4 * VOCABULARY
     assert found.activations == 64 * (LAYERS * (attention + experts) + outside)
@@ -148,7 +148,7 @@ WIDE = {**CONFIG, **WIDE, "intermediate_size": 53248, "vocab_size": 128256}
 
 
 def test_1024_ranks(te):
-    """As many ranks as one likes: only one is looked at."""
+    """Any number of ranks is possible: only one is computed."""
     small, large = (plan(Job(WIDE, optimizer="fused-adam"), Sizes(dp_shard=n, tp=8)) for n in (16, 128))
     assert math.isclose(small.held_bytes, 8 * large.held_bytes, rel_tol=0.001)
     assert small.activations == large.activations and large.sizes.ranks == 1024
@@ -232,7 +232,7 @@ REFUSED = {
     "arguments": (
         lambda: plan(Job(needs_a_width), Sizes()),
         PlacementError,
-        "expected a function of te_fsdp.Meshes, .* got one that needs meshes, width",
+        "expected a function that takes te_fsdp.Meshes .* got one that needs meshes, width",
     ),
     "nothing": (lambda: plan(Job(returns_nothing), Sizes()), PlacementError, "got one that returns NoneType"),
     "no function": (
@@ -253,7 +253,7 @@ REFUSED = {
     "fixed": (
         lambda: search(Job(CONFIG), gpus=8, memory=1, fixed={"tp": 3}),
         PlacementError,
-        "search: meshes of 8 GPUs with tp=3: expected sizes that divide the GPUs",
+        "search: meshes of 8 GPUs with tp=3: expected sizes whose product divides the GPUs",
     ),
     "recipe": (
         lambda: Job(CONFIG, recipe="fp8"),
@@ -285,7 +285,7 @@ REFUSED = {
     "heads": (
         lambda: plan(Job(CONFIG), Sizes(tp=3)),
         PlacementError,
-        "llama model over tp=3: expected sizes that tp",
+        "llama model over tp=3: expected model sizes divisible by tp",
     ),
     "gpus": (
         lambda: search(Job(CONFIG), gpus=0, memory=1),
@@ -305,7 +305,7 @@ def test_refused(te, case):
 
 def test_not_in_a_running_job(te, fake_world):
     fake_world(2)
-    with pytest.raises(OrderError, match=r"torch.distributed is running.*te-fsdp plan"):
+    with pytest.raises(OrderError, match=r"torch.distributed is initialized.*te-fsdp plan"):
         plan(Job(CONFIG), Sizes(dp_shard=2))
 
 
@@ -343,7 +343,7 @@ def test_search(te):
     tight = search(job, gpus=4, memory=peaks[1], node=2)
     assert [bool(one.reason) for one in tight] == sorted(bool(one.reason) for one in tight)
     large = [one for one in tight if one.plan is not None and one.plan.peak.bytes > peaks[1]]
-    assert large and all("GiB too much" in one.reason for one in large)
+    assert large and all("GiB over the limit" in one.reason for one in large)
 
 
 @pytest.fixture
@@ -363,7 +363,7 @@ def test_peaks_on_h200(hopper, monkeypatch):
         planned = plan(plan_memory.job_of(row, True)[0], Sizes(dp_shard=2))
         real = {name: found[name]["measured"] for name in ("report", "held", "peak")}
         assert planned.report.total_bytes == real["report"], row
-        # Workspaces of cuBLAS, up to 64 MiB, come beside the model.
+        # Workspaces of cuBLAS, up to 64 MiB, in addition to the model.
         assert planned.held_bytes == pytest.approx(real["held"], abs=2**26 + 2**20), row
         assert planned.peak.bytes == pytest.approx(real["peak"], rel=0.03), (row, planned.peak)
 
@@ -401,11 +401,13 @@ def test_the_command(te, folder, capsys):
     assert "does NOT fit into 0.00 GiB" in capsys.readouterr().out
     assert main([*words, "--dp-shard", "2"]) == 1 and main(["plan", str(folder), "--search"]) == 1
     said = capsys.readouterr().err
-    assert "a product of --gpus 8, got dp_shard=2 x tp=2" in said and "say how many GPUs" in said
+    assert (
+        "sizes whose product is --gpus 8, got dp_shard=2 x tp=2"
+    ) in said and "add --gpus with the number of GPUs" in said
     for wrong, text in (
         (["--dp-shard", "0"], "plan: dp_shard: expected 1 or more, got 0"),
         (["--gpus", "0"], "plan: gpus: expected 1 or more, got 0"),
-        (["--within", "100"], "plan: speeds of the machine: expected --tflops too"),
+        (["--within", "100"], "plan: speeds of the machine: expected --tflops"),
     ):
         assert main(["plan", str(folder), *wrong]) == 1 and text in capsys.readouterr().err
     assert main(["plan", str(folder), "--search", "--gpus", "2", "--sequence", "64", "--json"]) == 0

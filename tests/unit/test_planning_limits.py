@@ -1,4 +1,4 @@
-"""What `te-fsdp plan` compares a job with: the device's recipes and memory; and plans that are read back."""
+"""Comparison of `te-fsdp plan` with the device: its recipes and memory; plans that are read from files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimated step times: against closed forms, and beside measured runs of two H200s."""
+"""Estimated step times, compared with closed forms and with measured runs on two H200s."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 64
 # Machine. "bf16" and "FP8" name weights and products.
 LIMIT = {"none": 84.4, "current": 62.9}
 CONTENTION, FP32 = 0.4, te_fsdp.MixedPrecisionPolicy()
-# In so many ms the host issues a step of FP8 weights, by two eager rows; other hosts are faster than their devices.
+# The host issues a step of FP8 weights in this number of ms, by two eager rows; other hosts are faster than their GPUs.
 HOSTS = {"FP8": 86.3, "FP8, later": 71.7}
 #: Weights, setting -> job, sizes, measured ms, estimate.
 ROWS = {
@@ -182,7 +182,7 @@ def test_context_parallel(te):
     [
         ({"tflops": 0.0}, "tflops"),
         ({"tflops": 1.0, "within": -1.0}, "within"),
-        ({"tflops": 1.0, "contention": 2}, "share"),
+        ({"tflops": 1.0, "contention": 2}, "fraction"),
         ({"tflops": 1.0, "host": -1.0}, "host"),
     ],
 )
@@ -195,5 +195,5 @@ def test_an_old_plan_has_no_time(te):
     found = plan(Job(CONFIG, sequence=TOKENS), Sizes())
     old = json.loads(json.dumps(found.as_json()))
     del old["flops"]
-    with pytest.raises(CheckpointError, match="no operations are counted"):
+    with pytest.raises(CheckpointError, match="contains no operation counts"):
         Plan.from_json(old).time(Machine(1.0))

@@ -52,7 +52,7 @@ def test_frozen_and_comparable():
         (
             "grad_reduce_dtype",
             BF16,
-            "grad_reduce_dtype: expected None, torch.float32 or the dtype on the wire",
+            "grad_reduce_dtype: expected None, torch.float32 or the communication dtype",
         ),
         ("param_dtype", torch.float8_e4m3fn, "torch.float8_e4m3fn"),
         ("output_dtype", 16, "got 16"),
@@ -114,7 +114,7 @@ def test_main_weights_that_exist_stay(main):
     ("policy", "model", "words"),
     [
         ({}, {"second": FP64}, ["second.weight: main_params_dtype=torch.float32", "torch.float64"]),
-        ({"main_params_dtype": BF16}, {"first": FP16}, ["first.weight", "torch.float16", "hold less"]),
+        ({"main_params_dtype": BF16}, {"first": FP16}, ["first.weight", "torch.float16", "less precise"]),
         ({"main_params_dtype": FP16}, {"second": FP32, "head": FP16}, ["second.weight", "of torch.float32"]),
     ],
 )

@@ -237,7 +237,7 @@ def test_a_cut_fits_if_every_piece_holds_whole_blocks(fmt, rows, columns, unit, 
             expected = dim == 0 or even
         else:
             whole = [size % block == 0 for size in shape]
-            if fmt == "float8-block":  # a short last block along a dim that nobody cuts
+            if fmt == "float8-block":  # a short last block along an unsharded dim
                 whole = [fine or d != dim or ranks == 1 for d, fine in enumerate(whole)]
                 whole[1 - dim] = True
             expected = even and all(whole) and (ranks == 1 or pieces[0] % block == 0)

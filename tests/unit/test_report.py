@@ -125,7 +125,7 @@ def quantized_bytes(fmt: str, rows: int, columns: int) -> int:
 
 @pytest.mark.parametrize("fmt", ["float8", "mxfp8", "float8-block", "nvfp4"])
 def test_formats(world, fmt):
-    """What a weight will be, and is: by name, and by bytes counted out."""
+    """Check the format that a weight will have, and has: by name, and by counted bytes."""
     hidden = 256 if fmt == "float8-block" else 64
     meshes = meshes_at((1, 2, 2), 1)
     model = te_fsdp.fully_shard(Model(world, meshes, "meta", recipes()[fmt], hidden), meshes)

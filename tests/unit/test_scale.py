@@ -1,4 +1,4 @@
-"""What set-up and a step cost a rank does not grow with the ranks: benchmarks/scale_worker.py, fake process group."""
+"""Costs of set-up and step on one rank do not grow with the number of ranks: fake process group, scale_worker.py."""
 
 from __future__ import annotations
 

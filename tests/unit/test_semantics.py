@@ -1,4 +1,4 @@
-"""What a checkpoint records of modules beside their weights, and how two such records differ."""
+"""The record of modules in a checkpoint, without weights, and differences between two such records."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ DECODER = {"layer_type": "decoder"}
 
 
 def page() -> dict[str, str]:
-    """What the documentation says of each setting."""
+    """Return the documentation of each setting."""
     text = (ROOT / "docs" / "checkpoint_internals.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \| (error|strict|note|names) \|", text, re.M)
     return {name: effect for names, effect in rows for name in re.findall(r"`(\w+)`", names)}
@@ -56,7 +56,7 @@ class Attention(nn.Module):
 
 
 class Norm(nn.Module):
-    """A norm that is nobody's."""
+    """A norm outside of known libraries."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ OTHER_INPUTS = {
 
 @pytest.fixture(scope="module")
 def saved(te: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[nn.Module, Path]]:
-    """A model and its checkpoint; those made alike are one."""
+    """A model and its checkpoint; models of equal construction are one."""
     done: dict[str, tuple[nn.Module, Path]] = {}
 
     def make(build: Build, kwargs: dict[str, Any]) -> tuple[nn.Module, Path]:
@@ -347,7 +347,7 @@ def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
 
 
 def test_attributes_of_modules_of_ones_own(te: Any, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    """Another function is asked for, another value noted; wrappers and what is not public are left alone."""
+    """A different function is an error, a different value is logged; wrappers and private attributes are ignored."""
     same = {"act": EXACT, "factor": 0.5, "_rank": 0, "forward": times(1.0), "table": torch.ones(1)}
     path = saved(Scaled, same)[1]
     assert not checkpoint.load(path, Scaled(te, **{**same, "_rank": 1, "forward": times(2.0)})).notes
@@ -365,7 +365,7 @@ def test_attributes_of_modules_of_ones_own(te: Any, saved: Any, capsys: pytest.C
 
 
 def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
-    """Modules of many layers stand there as a pattern, single ones by their names; what is allowed is not told."""
+    """Modules of many layers appear as a pattern, single ones by their names; allowed differences do not appear."""
 
     def stack(te: Any, **kwargs: Any) -> nn.Module:
         return nn.ModuleDict(
@@ -391,7 +391,7 @@ def test_all_differences_in_one_text(te: Any, saved: Any) -> None:
 
 
 def test_checkpoints_without_a_record(te: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was not recorded is asked for, where the model has settings that matter; nothing is asked of others."""
+    """Unrecorded settings that matter for the model are an error; other modules need none."""
     model, plain, torchs = layer(te), nn.Linear(4, 4), nn.LayerNorm(4)
     describe = saving._describe
     monkeypatch.setattr(saving, "_describe", lambda *args: replace(describe(*args), semantics=None))
@@ -426,7 +426,7 @@ def test_files_of_other_kinds_have_no_record(te: Any, tmp_path: Path) -> None:
 
 
 def test_versions_of_te_that_lack_a_setting(te: Any, saved: Any) -> None:
-    """Such a setting counts as the value by which that version acts; one that nobody knows is noted."""
+    """Such a setting has the value with which that version acts; an unknown one is logged."""
     needs_2_20(te)
     path = saved(layer, {})[1]
     old = manifest.read_manifest(path)

@@ -1,4 +1,4 @@
-"""What a checkpoint records of modules of a user's own classes, and of functions, and what a difference means."""
+"""The record of a user's own modules, and of functions, in a checkpoint, and the meaning of a difference."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Gelu(nn.Module):
     """A function of no attributes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The class alone tells it."""
+        """A module that differs only by class."""
         return F.gelu(x)
 
 
@@ -47,7 +47,7 @@ class Silu(Gelu):
     """Another one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The class alone tells it."""
+        """A module that differs only by class."""
         return F.silu(x)
 
 
@@ -78,7 +78,7 @@ class Kind(enum.Enum):
 
 @dataclass
 class Config:
-    """What many modules of a model hold."""
+    """Return the record of many modules of a model."""
 
     scale: float
     layers: int = 2
@@ -97,7 +97,7 @@ def halved(x: torch.Tensor) -> torch.Tensor:
 
 
 def loaded(tmp_path: Path, saved: nn.Module, here: nn.Module, **options: Any) -> Any:
-    """What a load of the one's checkpoint into the other tells."""
+    """Return the differences when one model's checkpoint is loaded into the other."""
     path = tmp_path / f"{len(list(tmp_path.iterdir()))}"
     checkpoint.save(path, saved)
     return checkpoint.load(path, here, **options)
@@ -156,7 +156,7 @@ def test_defaults_are_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("cls", [nn.Sequential, nn.ModuleDict])
 def test_the_order_of_modules(tmp_path: Path, cls: type[nn.Module]) -> None:
-    """Of those that both have; a container is no module that one alone has."""
+    """Return those that both have; a container does not count as a module of one."""
     one, other = (OrderedDict((n, nn.Linear(4, 4)) for n in names) for names in ("abc", "acb"))
     shorter = OrderedDict((n, nn.Linear(4, 4)) for n in "ab")
     text = r"(order|keys): saved \['a', 'b', 'c'\], model has \['a', 'c', 'b'\]"

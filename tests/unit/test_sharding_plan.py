@@ -95,7 +95,7 @@ class Net(nn.Module):
 
 
 def shown(plan: ModelPlan) -> dict[str, str]:
-    """Label -> unit, storage over (dp_replicate, dp_shard), what tp cuts, what FSDP2 is told to cut."""
+    """Return label -> unit, storage over (dp_replicate, dp_shard), tp's dim, FSDP2's dim."""
     found = {}
     for row in plan.parameters.values():
         storage = f"{row.storage.parameter}/{row.storage.gradient}/{row.storage.optimizer}"

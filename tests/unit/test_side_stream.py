@@ -1,4 +1,4 @@
-"""What waits for what while moves run on a stream aside; devices and streams are stand-ins that write a log."""
+"""Waits between streams while copies run on a side stream; devices and streams are stand-ins that write a log."""
 
 from __future__ import annotations
 

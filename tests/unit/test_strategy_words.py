@@ -77,8 +77,8 @@ def test_two_axes_in_a_word(word):
 
 @pytest.mark.parametrize("word", ["bananas", "", 7, object(), "x"])
 def test_no_word_at_all(word):
-    """Nothing is suggested that nobody can have meant."""
-    with pytest.raises(PlacementError, match=r"Fix: one of these; strategy may be left out\.$"):
+    """No suggestion is made for values that resemble none."""
+    with pytest.raises(PlacementError, match=r"Fix: use one of these, or leave strategy out\.$"):
         check_word("strategy", word)
 
 
@@ -106,10 +106,10 @@ def test_a_misspelt_unit():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     model.add_module("decoder", torch.nn.Linear(2, 2))
     with pytest.raises(
-        PlacementError, match="unit 'decodr' matches no module.*Fix: 'decoder', if that is meant"
+        PlacementError, match="unit 'decodr' matches no module.*Fix: write 'decoder', if you mean that module"
     ):
         find_units(model, "decodr", "optim")
-    with pytest.raises(PlacementError, match=r"Fix: name modules as model.named_modules\(\) does"):
+    with pytest.raises(PlacementError, match=r"Fix: use names of model.named_modules\(\)"):
         find_units(model, "embedding", "optim")
 
 

@@ -1,4 +1,4 @@
-"""What a user's type checker knows: every public name, TransformerEngine's constructors with te_fsdp's keywords."""
+"""Types for a user's type checker: every public name, TransformerEngine's constructors with te_fsdp's keywords."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_signatures_are_those_of_transformer_engine(te, kind):
     assert keywords == {"tp_mesh", "weight_mesh"} | (HANDED_ON if len(named) < len(theirs) else set())
 
 
-#: Lines with the error that a checker shall find; on all others it shall find none.
+#: Lines with an error that a checker must find; it must find none on other lines.
 SCRIPT = """
 from typing import TYPE_CHECKING
 

@@ -1,10 +1,11 @@
-"""Megatron-FSDP's names on te_fsdp: a training script moves by changing one import.
+"""Megatron-FSDP's interface on te_fsdp. A training script migrates by changing one import.
 
-    from te_fsdp.compat.megatron_fsdp import fully_shard_model    # was: from megatron_fsdp import fully_shard_model
+    from te_fsdp.compat.megatron_fsdp import fully_shard_model    # was: from megatron_fsdp import
+    fully_shard_model
 
-What differs: gradients are right where megatron-fsdp 0.6.1 has them wrong (accumulation under ``no_shard``, ``optim``
-and HSDP; HFSDP), an optimizer keeps its parameter groups, and arguments that have no meaning here are named in a
-warning. The interface is that of megatron-fsdp 0.6.1's documentation; the code behind it is te_fsdp's own.
+Differences: gradients are correct in cases in which megatron-fsdp 0.6.1 computes wrong ones (accumulation under
+``no_shard``, ``optim`` and HSDP; HFSDP). An optimizer keeps its parameter groups. A warning names arguments
+without effect. The interface follows megatron-fsdp 0.6.1's documentation. The implementation is te_fsdp's own.
 """
 
 from __future__ import annotations

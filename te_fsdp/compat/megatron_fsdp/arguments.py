@@ -1,6 +1,6 @@
-"""What the arguments of Megatron-FSDP mean here: mapped ones, those that have no meaning, and meshes of other names.
+"""Translation of Megatron-FSDP's arguments and meshes to te_fsdp's.
 
-Source: the documentation of megatron-fsdp 0.6.1, and its behaviour where that says nothing.
+Source: the documentation of megatron-fsdp 0.6.1, or its behavior where the documentation does not specify it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _REGISTERED = (
 )
 _SEPARATE = "set_separate_reduce_scatter_group(True) of FSDP2's modules (torch 2.13 and later)"
 
-#: Argument -> equivalent. They are taken, and named in a warning when they are not at their default.
-WITHOUT_MEANING: Mapping[str, str] = {
+#: Argument -> equivalent. These arguments are accepted. A warning names them if they are not at their defaults.
+UNUSED_ARGUMENTS: Mapping[str, str] = {
     "hybrid_fsdp_group": "the group is derived from dp_outer_dim and dp_shard_dim",
     "hybrid_fsdp_expt_group": "the group is derived from expt_device_mesh",
     "fsdp_group_ag": _SEPARATE,
@@ -61,12 +61,12 @@ WITHOUT_MEANING: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Megatron-FSDP's policy; :meth:`native` is te_fsdp's.
+    """Megatron-FSDP's mixed precision policy. :meth:`native` converts it to te_fsdp's.
 
     Attributes:
-        main_params_dtype: Of the weights that the optimizer updates; ``None``: the model's own.
-        main_grads_dtype: Of gradients while they add up; ``None``: the model's own.
-        grad_comm_dtype: Of gradients on the wire; ``None``: ``main_grads_dtype``.
+        main_params_dtype: Dtype of the weights that the optimizer updates; ``None``: the model's own.
+        main_grads_dtype: Dtype of accumulated gradients; ``None``: the model's own.
+        grad_comm_dtype: Dtype of gradients in reductions; ``None``: ``main_grads_dtype``.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -74,31 +74,31 @@ class MixedPrecisionPolicy:
     grad_comm_dtype: torch.dtype | None = None
 
     def native(self) -> NativePolicy:
-        """The same as :class:`te_fsdp.MixedPrecisionPolicy`; ``PrecisionError``: a dtype that te_fsdp does not know."""
+        """Return te_fsdp's equivalent policy; raise PrecisionError for an unsupported dtype."""
         return NativePolicy(self.main_params_dtype, self.main_grads_dtype, self.grad_comm_dtype)
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of ``fully_shard_model`` after the module, in megatron-fsdp 0.6.1's order, with its defaults.
+    """Arguments of ``fully_shard_model`` after the module, in megatron-fsdp 0.6.1's order with its defaults.
 
     Attributes:
-        device_mesh: Mesh with axes, or flattened ones, of the names ``dp_shard_dim``, which shards, ``dp_outer_dim``,
-            of HSDP or HFSDP, and ``tp_dim``; ``None``: all ranks in one axis.
-        expt_device_mesh: Mesh of expert parameters, with the same names of axes.
-        fsdp_unit_modules: Classes, or import paths of classes, whose instances are gathered as one; ``None``: every
-            ``te.TransformerLayer``.
+        device_mesh: Mesh with axes, or flattened axes, named ``dp_shard_dim`` (sharding), ``dp_outer_dim`` (HSDP or
+            HFSDP) and ``tp_dim``; ``None``: one axis of all ranks.
+        expt_device_mesh: Mesh of expert parameters with the same axis names.
+        fsdp_unit_modules: Classes, or import paths of classes, whose instances become FSDP2 units; ``None``:
+            every ``te.TransformerLayer``.
         zero_dp_strategy: 0 to 3, or ``no_shard``, ``optim``, ``optim_grads``, ``optim_grads_params``.
         outer_dp_sharding_strategy: 0 or ``no_shard`` (HSDP), 1 or ``optim`` (HFSDP).
-        device: Where the model is moved before it is sharded; ``None``: the current device.
-        init_model_with_meta_device: Initialise parameters on meta, each rank its shards, by ``reset_parameters`` or
-            ``_reset_parameters``.
-        mixed_precision_policy: Dtypes of main weights, main gradients and the wire; ``None``: the default policy.
-        sync_model_each_microbatch: Whether each backward counts as the last one of its step.
-        report_nan_in_param_grad: Raise before a step on gradients that are not finite; names parameter and rank.
-        calculate_per_token_loss: Sum gradients over data parallel; the caller divides by the number of tokens.
+        device: Device to which the model is moved before sharding; ``None``: the current device.
+        init_model_with_meta_device: Initialize meta parameters with ``reset_parameters`` or
+            ``_reset_parameters``. Each rank initializes its shards only.
+        mixed_precision_policy: Dtypes of main weights, main gradients and reductions; ``None``: the default policy.
+        sync_model_each_microbatch: Whether every backward counts as the last one of its step.
+        report_nan_in_param_grad: Raise before a step if a gradient is not finite. The error names parameter and rank.
+        calculate_per_token_loss: Sum gradients over data parallel. The caller divides by the number of tokens.
 
-    The others have no meaning here, which a warning says: :data:`WITHOUT_MEANING`.
+    The other arguments have no effect here. A warning says so (:data:`UNUSED_ARGUMENTS`).
     """
 
     device_mesh: DeviceMesh | None = None
@@ -136,11 +136,11 @@ class Arguments:
 
     def __post_init__(self) -> None:
         require_flag_fields(self, "fully_shard_model")
-        say_what_has_no_meaning(self, WITHOUT_MEANING)
+        warn_about_unused(self, UNUSED_ARGUMENTS)
 
 
-def say_what_has_no_meaning(given: Any, table: Mapping[str, str]) -> None:
-    """Warn of a dataclass's fields that are not at their defaults and are in a table of names and equivalents."""
+def warn_about_unused(given: Any, table: Mapping[str, str]) -> None:
+    """Warn about fields of a dataclass that are not at their defaults and have no effect according to ``table``."""
     for field in fields(given):
         value = getattr(given, field.name)
         if field.name in table and value is not field.default and value != field.default:
@@ -148,7 +148,7 @@ def say_what_has_no_meaning(given: Any, table: Mapping[str, str]) -> None:
 
 
 def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STRATEGIES) -> str:
-    """Name of a strategy that was given by name or number; ``PlacementError``: by neither."""
+    """Return the name of a strategy given by name or number; raise PlacementError if there is none."""
     if value in names:
         return str(value)
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
@@ -158,7 +158,7 @@ def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STR
 
 
 def native_units(units: Sequence[type | str] | None) -> list[type] | None:
-    """Classes of ``fsdp_unit_modules``, given or by import path; ``PlacementError``: a path that leads to none."""
+    """Return the classes of ``fsdp_unit_modules``; raise PlacementError if an import path is not that of a class."""
     return None if units is None else [unit if isinstance(unit, type) else _imported(unit) for unit in units]
 
 
@@ -182,15 +182,15 @@ def _imported(path: str) -> type:
 
 @dataclass
 class DistributedDataParallelConfig:
-    """Options of :class:`MegatronFSDP`, with megatron-fsdp 0.6.1's names and defaults.
+    """Options of :class:`MegatronFSDP` with megatron-fsdp 0.6.1's names and defaults.
 
     Attributes:
-        data_parallel_sharding_strategy: ``no_shard`` (the default here, as there), ``optim``, ``optim_grads`` or
-            ``optim_grads_params``.
+        data_parallel_sharding_strategy: ``no_shard`` (default, as in megatron-fsdp), ``optim``, ``optim_grads``
+            or ``optim_grads_params``.
         outer_dp_sharding_strategy: ``no_shard`` (HSDP) or ``optim`` (HFSDP).
-        check_for_nan_in_grad: Raise before a step on gradients that are not finite; names parameter and rank.
+        check_for_nan_in_grad: Raise before a step if a gradient is not finite. The error names parameter and rank.
 
-    Of the others, those in :data:`CONFIG_WITHOUT_MEANING` have no meaning here.
+    Options in :data:`UNUSED_OPTIONS` have no effect here.
     """
 
     overlap_grad_reduce: bool = False
@@ -222,21 +222,21 @@ class DistributedDataParallelConfig:
         require_flag_fields(self, "DistributedDataParallelConfig")
 
 
-#: Field -> equivalent, as :data:`WITHOUT_MEANING`. The two ``overlap`` fields are not among them: what they ask for is
-#: what happens.
-CONFIG_WITHOUT_MEANING: Mapping[str, str] = {
-    field.name: WITHOUT_MEANING[argument]
+#: Field -> equivalent, as :data:`UNUSED_ARGUMENTS`. The two ``overlap`` fields are missing because FSDP2 always
+#: overlaps.
+UNUSED_OPTIONS: Mapping[str, str] = {
+    field.name: UNUSED_ARGUMENTS[argument]
     for field in fields(DistributedDataParallelConfig)
-    if (argument := field.name.removeprefix("megatron_fsdp_")) in WITHOUT_MEANING
+    if (argument := field.name.removeprefix("megatron_fsdp_")) in UNUSED_ARGUMENTS
     and not argument.startswith("overlap_")
 } | {
-    "bucket_size": WITHOUT_MEANING["disable_bucketing"],
+    "bucket_size": UNUSED_ARGUMENTS["disable_bucketing"],
     "fp8_param_gather": "quantized weights are always sent quantized",
-    "gradient_reduce_div_fusion": WITHOUT_MEANING["average_in_collective"],
-    "suggested_communication_unit_size": WITHOUT_MEANING["disable_bucketing"],
+    "gradient_reduce_div_fusion": UNUSED_ARGUMENTS["average_in_collective"],
+    "suggested_communication_unit_size": UNUSED_ARGUMENTS["disable_bucketing"],
     "fsdp_all_gather_in_start_param_sync": "start_param_sync() always gathers the root's own parameters",
-    "fsdp_manual_registration": WITHOUT_MEANING["nccl_ub"],
-    "megatron_fsdp_max_pool_double_buffer": WITHOUT_MEANING["maxpool_double_buffer"],
+    "fsdp_manual_registration": UNUSED_ARGUMENTS["nccl_ub"],
+    "megatron_fsdp_max_pool_double_buffer": UNUSED_ARGUMENTS["maxpool_double_buffer"],
     **{
         f"megatron_fsdp_{dtype}_dtype": "pass mixed_precision_policy to the constructor"
         for dtype in ("main_params", "main_grads", "grad_comm")
@@ -254,19 +254,19 @@ def native_meshes(
     tp_dim: str | None,
     expt_device_mesh: DeviceMesh | None = None,
 ) -> Meshes:
-    """te_fsdp's meshes over the ranks of a mesh whose axes have other names. Collective over the world.
+    """Build te_fsdp's meshes over the ranks of a mesh with different axis names. Collective over the world.
 
     Args:
-        device_mesh: Any mesh.
-        dp_shard_dim: The axis that shards; as the others the name of one, of a flattened one, or ``None``.
-        dp_outer_dim: The axis of HSDP or HFSDP.
-        tp_dim: The tensor-parallel axis.
-        expt_device_mesh: Mesh of expert parameters with the same names; its ``dp_shard_dim`` is the shorter by the
-            expert-parallel size.
+        device_mesh: Mesh of all ranks.
+        dp_shard_dim: Name of the sharding axis. Like the other names, it may refer to a flattened axis or be ``None``.
+        dp_outer_dim: Name of the axis of HSDP or HFSDP.
+        tp_dim: Name of the tensor-parallel axis.
+        expt_device_mesh: Mesh of expert parameters with the same names. Its ``dp_shard_dim`` is smaller by a
+            factor of the expert-parallel size.
 
     Raises:
-        MeshError: A name that the mesh lacks, axes that do not take in all ranks, or an order of ranks that differs
-            from te_fsdp's (outer, shard, tp). All ranks raise the last.
+        MeshError: The mesh has no axis of this name, the axes do not include all ranks, or the order of ranks
+            differs from te_fsdp's (outer, shard, tp). All ranks raise the last error.
     """
     axes = {"dp_replicate": dp_outer_dim, "dp_shard": dp_shard_dim, "tp": tp_dim}
     found = [_place(device_mesh, name, axis) for axis, name in axes.items()]
@@ -279,7 +279,7 @@ def native_meshes(
                 "fully_shard: expt_device_mesh",
                 expected=f"a dp_shard_dim whose size divides that of device_mesh, {shards}",
                 got=expert_shards,
-                fix="let the axes of expt_device_mesh take in the ranks that device_mesh does",
+                fix="build expt_device_mesh over the same ranks as device_mesh",
             )
         sizes |= {"dp_shard": expert_shards, "ep": shards // expert_shards}
     meshes = Meshes.build(**sizes, device_type=device_mesh.device_type)
@@ -290,17 +290,17 @@ def native_meshes(
     if on_any_rank(mine != places):
         raise MeshError(
             "fully_shard: device_mesh or expt_device_mesh",
-            expected="ranks in the order (outer, shard, tp), of experts (outer, shard, ep, tp), the last varying "
-            "fastest",
-            got="another order",
-            why="te_fsdp's meshes number their ranks that way",
+            expected="ranks in the order (outer, shard, tp), for experts (outer, shard, ep, tp), with the last axis "
+            "varying fastest",
+            got="a different order",
+            why="te_fsdp's meshes use this order of ranks",
             fix="init_device_mesh(device, (outer, shard, tp), mesh_dim_names=...)",
         )
     return meshes
 
 
 def _place(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
-    """Size of an axis, and this rank's place on it."""
+    """Return the size of an axis and this rank's coordinate on it."""
     if name is None:
         return 1, 0
     try:
@@ -315,8 +315,8 @@ def _place(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
 
 
 def default_index(dp_shard_dim: str | None = None, tp_dim: str | None = None) -> FSDPDistributedIndex:
-    """All ranks in one axis that shards, ``"fsdp"``, and a tp axis, ``"tp"``, of size 1. Collective over the world."""
-    meshes = Meshes.build(device_type=default_device_type())  # starts torch.distributed
+    """Build an index with a sharding axis of all ranks and a tp axis of size 1. Collective over the world."""
+    meshes = Meshes.build(device_type=default_device_type())  # initializes torch.distributed
     names = (dp_shard_dim or "fsdp", tp_dim or "tp")
     mesh = dist.init_device_mesh(meshes.device_type, (dist.get_world_size(), 1), mesh_dim_names=names)
     index = FSDPDistributedIndex(mesh, dp_shard_dim=names[0], tp_dim=names[1])
@@ -325,26 +325,26 @@ def default_index(dp_shard_dim: str | None = None, tp_dim: str | None = None) ->
 
 
 class FSDPDistributedIndex:
-    """Megatron-FSDP's lookup of process groups and meshes, by the names that the user's own meshes have.
+    """Megatron-FSDP's index of process groups and meshes, by the axis names of the user's meshes. Local operation.
 
     Args:
-        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim: As for :func:`native_meshes`; ``dp_shard_dim`` must be named.
-        hybrid_fsdp_group: What :meth:`get_dp_group` gives with ``dp_outer_dim``; ``None``: made when asked for.
+        device_mesh, dp_shard_dim, dp_outer_dim, tp_dim: As for :func:`native_meshes`; ``dp_shard_dim`` is required.
+        hybrid_fsdp_group: Result of :meth:`get_dp_group` with ``dp_outer_dim``; ``None``: created on first use.
         hybrid_fsdp_expt_group: The same for experts.
-        hsdp_outer_dp_shard: Whether optimizer state is cut over ``dp_outer_dim`` (HFSDP).
-        expt_device_mesh: Mesh of expert parameters, with the same names.
-        fsdp_group_ag: What ``get_fsdp_group(independent_all_gather=True)`` gives; no gather uses it.
+        hsdp_outer_dp_shard: Whether optimizer state is sharded over ``dp_outer_dim`` (HFSDP).
+        expt_device_mesh: Mesh of expert parameters with the same names.
+        fsdp_group_ag: Result of ``get_fsdp_group(independent_all_gather=True)``. No all-gather uses it.
         expt_fsdp_group_ag: The same for experts.
 
     Attributes:
         use_hybrid_fsdp: Whether there is a ``dp_outer_dim``.
-        fsdp_group, outer_fsdp_group: Groups of ``dp_shard_dim`` and ``dp_outer_dim``, where there is one.
-        expt_fsdp_group, expt_outer_fsdp_group: Those of ``expt_device_mesh``.
+        fsdp_group, outer_fsdp_group: Process groups of ``dp_shard_dim`` and ``dp_outer_dim``.
+        expt_fsdp_group, expt_outer_fsdp_group: The same for ``expt_device_mesh``.
 
-    The arguments are attributes as well. Local operation.
+    The arguments are attributes as well.
 
     Raises:
-        MeshError: No ``dp_shard_dim``, or a name that a mesh lacks.
+        MeshError: ``dp_shard_dim`` is missing, or a mesh has no axis of a given name.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class FSDPDistributedIndex:
         if dp_shard_dim is None:
             raise MeshError(
                 "FSDPDistributedIndex: dp_shard_dim",
-                expected=f"the axis that shards, one of {device_mesh.mesh_dim_names}",
+                expected=f"the name of the sharding axis, one of {device_mesh.mesh_dim_names}",
                 got=None,
                 fix=f"dp_shard_dim={(device_mesh.mesh_dim_names or ('dp_shard',))[0]!r}",
             )
@@ -383,21 +383,21 @@ class FSDPDistributedIndex:
 
     @functools.cached_property
     def meshes(self) -> Meshes:
-        """The same ranks by te_fsdp's names. Collective over the world at the first use."""
+        """Build te_fsdp's meshes over the same ranks. Collective over the world at first use."""
         names = (self.dp_shard_dim, self.dp_outer_dim, self.tp_dim)
         return native_meshes(self.device_mesh, *names, self.expt_device_mesh)
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh | None:
-        """The mesh that was given, or that of experts."""
+        """Return the given mesh, or the given mesh of experts."""
         return self.expt_device_mesh if is_expert_parallel else self.device_mesh
 
     def get_submesh(
         self, mesh_dim_names: str | Sequence[str] | None, is_expert_parallel: bool = False
     ) -> DeviceMesh:
-        """A part of :meth:`get_root_mesh`, by its own names of axes. Local operation.
+        """Return a submesh of :meth:`get_root_mesh` by the axis names of that mesh. Local operation.
 
         Raises:
-            MeshError: No such axis, or no mesh of experts.
+            MeshError: The axis or the mesh of experts does not exist.
         """
         mesh = self.get_root_mesh(is_expert_parallel)
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names or ())
@@ -410,7 +410,7 @@ class FSDPDistributedIndex:
                 f"FSDPDistributedIndex.get_submesh({mesh_dim_names!r}, {is_expert_parallel=})",
                 expected=f"axes of {getattr(mesh, 'mesh_dim_names', None)}, or flattened ones of that mesh",
                 got=str(error),
-                fix="name an axis of size 1 where there is none, also tp_dim",
+                fix="give the mesh an axis of size 1 for each missing axis, including tp_dim",
             ) from error
 
     def _group(self, name: str | None, is_expert_parallel: bool) -> dist.ProcessGroup | None:
@@ -421,19 +421,19 @@ class FSDPDistributedIndex:
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
     ) -> dist.ProcessGroup | None:
-        """The group that weights are sharded over; that of experts is ``None`` without a mesh of theirs."""
+        """Return the process group over which weights are sharded; ``None`` for experts without their own mesh."""
         if independent_all_gather:
             return self.expt_fsdp_group_ag if is_expert_parallel else self.fsdp_group_ag
         return self.expt_fsdp_group if is_expert_parallel else self.fsdp_group
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
-        """The group of HSDP's or HFSDP's outer axis, ``None`` without one."""
+        """Return the process group of the outer axis (HSDP or HFSDP); ``None`` without one."""
         return self.expt_outer_fsdp_group if is_expert_parallel else self.outer_fsdp_group
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
-        """The ranks that hold parts or copies of the same parameters: with an outer axis, that and the one that shards.
+        """Return the data-parallel group: the sharding axis, together with the outer axis if there is one.
 
-        Collective over the world at the first call with an outer axis whose group was not given.
+        Collective over the world at the first call, if there is an outer axis without a given group.
         """
         if not self.use_hybrid_fsdp or (is_expert_parallel and self.expt_device_mesh is None):
             return self.get_fsdp_group(is_expert_parallel)
@@ -447,10 +447,10 @@ class FSDPDistributedIndex:
         return _torch.flatten_mesh(mesh, "expert_dp" if is_expert_parallel else "dp").get_group()
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """This rank's place when parameters are cut over the axis that shards first and then over the outer one.
+        """Return this rank's index if parameters are sharded over the sharding axis first and the outer axis second.
 
         Raises:
-            MeshError: Optimizer state is not cut over an outer axis.
+            MeshError: Optimizer state is not sharded over an outer axis.
         """
         outer, inner = self.get_outer_fsdp_group(is_expert_parallel), self.get_fsdp_group(is_expert_parallel)
         if not self.hsdp_outer_dp_shard or outer is None or inner is None:

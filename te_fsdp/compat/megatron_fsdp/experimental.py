@@ -1,14 +1,15 @@
-"""Megatron-FSDP's second interface (``megatron_fsdp.experimental`` of 0.6.1): placements per axis, module by module.
+"""Megatron-FSDP's second interface (``megatron_fsdp.experimental`` of 0.6.1): placements per axis and module.
 
-    fully_shard(layer, mesh, placements)      for each unit, inner ones first, and at last for the model
+    fully_shard(layer, mesh, placements)           for each unit, inner ones first, and for the model at the end
     optimizer = AdamW(model.parameters())
-    fully_shard_optimizer(optimizer)          here the model is sharded, and the optimizer gets the sharded parameters
+    fully_shard_optimizer(optimizer)               shards the model here and updates the optimizer's parameters
     with microbatch(model, is_last): ...
 
-There each call shards its module. te_fsdp shards a model as a whole, and no call says that it is the last one: so calls
-of ``fully_shard`` are noted, and a forward before ``fully_shard_optimizer`` raises. Which placements map:
+In Megatron-FSDP every call shards its module. te_fsdp shards a model in one call, and cannot identify the last
+``fully_shard``. So ``fully_shard`` only records its arguments. A forward before ``fully_shard_optimizer``
+raises. Supported placements:
 
-    parameter   gradient   optimizer    axis that shards        outer axis
+    parameter   gradient   optimizer    sharding axis           outer axis
     Replicate   Partial    Replicate    no_shard                no_shard (HSDP)
     Replicate   Partial    Flat         optim                   optim (HFSDP)
     Replicate   Flat       Flat         optim_grads
@@ -26,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from te_fsdp.compat.megatron_fsdp.arguments import WITHOUT_MEANING, MixedPrecisionPolicy, native_meshes
+from te_fsdp.compat.megatron_fsdp.arguments import UNUSED_ARGUMENTS, MixedPrecisionPolicy, native_meshes
 from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
 from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.gradient_sync import microbatch as native_microbatch
@@ -52,43 +53,43 @@ __all__ = [
 
 _log = logging.getLogger("te_fsdp")
 _NOTED = "_te_fsdp_megatron_noted"
-_SHARDED = "_te_fsdp_megatron_sharded"  # on a parameter that was replaced: its successor
+_SHARDED = "_te_fsdp_megatron_sharded"  # attribute of a replaced parameter: its sharded replacement
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a rank's part of a tensor lies, along one axis."""
+    """Placement of a tensor along one axis."""
 
 
 @dataclass(frozen=True)
 class Replicate(Placement):
-    """Each rank has all of it."""
+    """Every rank has the full tensor."""
 
 
 @dataclass(frozen=True)
 class Partial(Placement):
-    """Each rank has a part of the sum."""
+    """Every rank has a term of the sum."""
 
     reduce_op: Any = dist.ReduceOp.SUM
 
 
 @dataclass(frozen=True)
 class Flat(Placement):
-    """Each rank has some of its rows."""
+    """Every rank has some rows of the tensor."""
 
 
 @dataclass(frozen=True)
 class Placements:
-    """What is cut over which axis.
+    """Placements of parameters, gradients and optimizer state along each axis.
 
     Attributes:
-        dp_axes: All axes of the mesh, by name or number, in their order: one, or the outer one and the one that shards.
-        parameter: Placement of weights on each of them.
-        gradient: That of gradients between microbatches.
-        optimizer: That of main weights and optimizer state.
+        dp_axes: All axes of the mesh by name or number, in order: the sharding axis, optionally after an outer axis.
+        parameter: Placement of weights on each axis.
+        gradient: Placement of gradients between microbatches.
+        optimizer: Placement of main weights and optimizer state.
 
     Raises:
-        PlacementError: Not as many placements as axes.
+        PlacementError: The number of placements differs from the number of axes.
     """
 
     dp_axes: Sequence[int | str]
@@ -102,7 +103,7 @@ class Placements:
             if len(given) != len(self.dp_axes):
                 raise PlacementError(
                     f"Placements: {name}",
-                    expected=f"{len(self.dp_axes)} placements, one for each axis of {list(self.dp_axes)}",
+                    expected=f"{len(self.dp_axes)} placements, one per axis of {list(self.dp_axes)}",
                     got=len(given),
                 )
 
@@ -118,7 +119,7 @@ _OUTER = {kinds: name for kinds, name in _INNER.items() if name in ("no_shard", 
 
 @dataclass(eq=False)
 class _Note:
-    """One call of :func:`fully_shard`, until the model is sharded."""
+    """Arguments of one call of :func:`fully_shard`, until the model is sharded."""
 
     module: nn.Module
     mesh: DeviceMesh
@@ -135,27 +136,27 @@ def fully_shard(
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
     use_symm_mem: bool = False,
 ) -> None:
-    """Note that a module is a unit, or the model; :func:`fully_shard_optimizer` shards. Local operation.
+    """Record that a module is a unit or the model. :func:`fully_shard_optimizer` shards it. Local operation.
 
     Args:
-        module: On the device, on the CPU or on meta.
-        mesh: All ranks, in one axis, or in an outer one and one that shards.
-        placements: One of those in the table above, for each axis. Units of a model may differ on the axis that shards.
-        mixed_precision_policy: The same for all units; ``None``: fp32 main weights.
-        use_symm_mem: Without meaning.
+        module: Module on the device, the CPU or the meta device.
+        mesh: Mesh of all ranks: the sharding axis, optionally after an outer axis.
+        placements: A row of the table above for each axis. Units may differ on the sharding axis.
+        mixed_precision_policy: Policy, the same for all units; ``None``: fp32 main weights.
+        use_symm_mem: Without effect.
 
     Raises:
-        PlacementError: Placements that no strategy has, or not all axes of the mesh in their order.
-        OrderError: The module is noted or sharded already.
+        PlacementError: No strategy has these placements, or they do not name all axes of the mesh in order.
+        OrderError: The module is recorded or sharded already.
     """
     require_flags("experimental.fully_shard", use_symm_mem=use_symm_mem)
     if use_symm_mem:
-        _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", WITHOUT_MEANING["nccl_ub"])
+        _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", UNUSED_ARGUMENTS["nccl_ub"])
     if _NOTED in module.__dict__ or any(map(get_sharded_model, module.modules())):
         raise OrderError(
             f"experimental.fully_shard({type(module).__name__})",
-            expected="each module once, before fully_shard_optimizer",
-            got="a module that was given before, or that holds a sharded one",
+            expected="one call per module, before fully_shard_optimizer",
+            got="a module that was passed before, or that contains a sharded module",
         )
     if not isinstance(placements, Placements):
         raise PlacementError(
@@ -165,15 +166,15 @@ def fully_shard(
             fix="Placements([0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]) for ZeRO-3 on one axis",
         )
     strategy, outer = _strategies(mesh, placements)
-    guard = module.register_forward_pre_hook(_refuse_forward)
+    guard = module.register_forward_pre_hook(_raise_in_forward)
     note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
     module.__dict__[_NOTED] = note
     for parameter in module.parameters():
-        setattr(parameter, _NOTED, note)  # that of the outermost module stays
+        setattr(parameter, _NOTED, note)  # the outermost module is the last to set it
 
 
 def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
-    """Strategies of the axis that shards and of the outer one."""
+    """Return the strategies of the sharding axis and of the outer axis."""
     names = list(mesh.mesh_dim_names or range(mesh.ndim))
     axes = [names[axis] if isinstance(axis, int) else axis for axis in placements.dp_axes]
     rows = list(zip(placements.parameter, placements.gradient, placements.optimizer, strict=True))
@@ -182,10 +183,10 @@ def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
     if axes != names or len(kinds) > 2 or any(k not in t for k, t in zip(kinds, tables, strict=False)):
         raise PlacementError(
             "experimental.fully_shard: placements",
-            expected=f"for each axis of {names} (parameter, gradient, optimizer) of a strategy: on the last one "
-            f"{', '.join(map(_shown, _INNER))}; on one before it {', '.join(map(_shown, _OUTER))}",
+            expected=f"a strategy's (parameter, gradient, optimizer) for each axis of {names}: on the last axis "
+            f"{', '.join(map(_shown, _INNER))}; on the outer axis {', '.join(map(_shown, _OUTER))}",
             got=", ".join(f"{axis}: {_shown(row)}" for axis, row in zip(axes, kinds, strict=True)),
-            fix="slice the mesh to its data-parallel axes; for others use te_fsdp.fully_shard",
+            fix="slice the mesh to its data-parallel axes; for other placements use te_fsdp.fully_shard",
         )
     return _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
 
@@ -194,30 +195,29 @@ def _shown(kinds: tuple[type, ...]) -> str:
     return f"({', '.join(kind.__name__ for kind in kinds)})"
 
 
-def _refuse_forward(module: nn.Module, *unused: Any) -> NoReturn:
+def _raise_in_forward(module: nn.Module, *unused: Any) -> NoReturn:
     raise OrderError(
         f"forward of {type(module).__name__} after experimental.fully_shard",
-        expected="fully_shard_optimizer(optimizer) before it",
+        expected="fully_shard_optimizer(optimizer) before the forward",
         got="none",
-        why="The model is sharded as a whole there, when all its units are known",
+        why="fully_shard_optimizer shards the model with all its units",
         fix="build the optimizer from model.parameters() and call fully_shard_optimizer(optimizer)",
     )
 
 
 def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False) -> None:
-    """Shard the model whose parameters an optimizer holds, and prepare the optimizer, in place.
+    """Shard the model of an optimizer and prepare the optimizer, in place. Collective over the world.
 
-    The optimizer, which must not have stepped, is over parameters of modules given to :func:`fully_shard`. Its groups
-    keep their options. Several of one model are given one after the other. Collective over the world.
-    ``precision_aware`` has no meaning.
+    The optimizer must not have stepped. Its parameters are those of modules passed to :func:`fully_shard`. Its groups
+    keep their options. Call it once per optimizer if a model has several. ``precision_aware`` has no effect.
 
     Raises:
-        OrderError: Other parameters, or an optimizer that has state.
-        PlacementError: Units of one model that differ in mesh, outer placements or policy.
+        OrderError: The optimizer has other parameters, or it has state.
+        PlacementError: Units of one model differ in mesh, outer placements or policy.
     """
     require_flags("experimental.fully_shard_optimizer", precision_aware=precision_aware)
     if precision_aware:
-        text = WITHOUT_MEANING["use_decoupled_grad"]
+        text = UNUSED_ARGUMENTS["use_decoupled_grad"]
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     given = {id(note): note for p in held if (note := p.__dict__.get(_NOTED)) is not None}.values()
@@ -248,8 +248,8 @@ def _shard(root: _Note) -> None:
             raise PlacementError(
                 f"experimental.fully_shard: {name}",
                 expected="the mesh, outer placements and policy of the model",
-                got="others",
-                fix="give all units of a model the same",
+                got="different ones",
+                fix="use the same for all units of a model",
             )
     mesh = root.mesh
     if not mesh.mesh_dim_names:
@@ -272,9 +272,10 @@ def _shard(root: _Note) -> None:
 
 @contextlib.contextmanager
 def microbatch(module: nn.Module, is_last: bool) -> Iterator[None]:
-    """Context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`."""
+    """Return the context of one microbatch of all models in a module: :func:`te_fsdp.microbatch`."""
     states = filter(None, map(get_sharded_model, module.modules()))
-    roots = list({id(state): state.model for state in states}.values())  # once of torch.compile(model), too
+    # a model wrapped by torch.compile occurs twice
+    roots = list({id(state): state.model for state in states}.values())
     with contextlib.ExitStack() as stack:
         for root in roots or [module]:
             stack.enter_context(native_microbatch(root, is_last=is_last))

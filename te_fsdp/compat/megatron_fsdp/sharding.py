@@ -1,13 +1,12 @@
 """Megatron-FSDP's ``fully_shard``, ``fully_shard_model``, ``fully_shard_optimizer`` and ``MegatronFSDP``.
 
-Scripts of Megatron-FSDP load into ``optimizer.state_dict()`` before the first step. DCP fills the state dict that it
-is given. That of an optimizer which has not stepped yet has no state, so that nothing of it would be loaded, in
-silence. Megatron-FSDP takes a step beforehand, which counts as one (0.6.1: and moves the weights). Here state is made
-when ``state_dict()`` is called, for each parameter that has none yet, and is that of no step:
+Scripts of Megatron-FSDP load into ``optimizer.state_dict()`` before the first step. DCP fills the entries of the given
+state dict. Before the first step an optimizer has no state, so DCP would silently load nothing. Megatron-FSDP takes a
+step first, which counts as a step (in 0.6.1 it also changes the weights). te_fsdp allocates the initial state of every
+parameter when ``state_dict()`` is called:
 
-    torch's optimizers   as the optimizer itself makes it: another one of its kind steps on zeros of the same layout,
-                         and its count of steps goes back to 0
-    TE's FusedAdam       by its ``initialize_state``, and ``step`` of each group, which is not among the state
+    torch's optimizers     an optimizer of the same class steps on zeros; then its step count is reset to 0
+    TE's FusedAdam         ``initialize_state``, and ``step`` of each group, which is not part of the state
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch
 from te_fsdp import gradient_sync
 from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.compat.megatron_fsdp.arguments import (
-    CONFIG_WITHOUT_MEANING,
+    UNUSED_OPTIONS,
     Arguments,
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -33,7 +32,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     default_index,
     native_strategy,
     native_units,
-    say_what_has_no_meaning,
+    warn_about_unused,
 )
 from te_fsdp.errors import CheckpointError, InitError, OrderError
 from te_fsdp.features.main_params import MAIN, optimizer_shard_in
@@ -58,27 +57,26 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 _BRIDGED = "_te_fsdp_megatron"
-#: Whose state after a step on zeros, with "step" put back, is that of no step at all.
+#: Optimizers whose state after a step on zeros, with "step" reset, equals their initial state.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
 
 class MegatronFSDP(torch.nn.Module):
-    """A model that te_fsdp shards, in a module around it, as ``fully_shard_model`` of this package returns it.
+    """Wrapper around a model sharded by te_fsdp, as ``fully_shard_model`` returns it.
 
-    Calling it calls the model. Its own additions are methods; parameters and state are the model's, under
-    ``module.`` in names. Collective over the world.
+    The forward calls the model. FQNs of parameters and state start with ``module.``. Collective over the world.
 
     Args:
-        module: The model, on the device, on the CPU or on meta. Changed in place.
-        dist_index: Process groups and meshes; ``None``: all ranks in one axis.
+        module: The model on the device, the CPU or the meta device. It is changed in place.
+        dist_index: Process groups and meshes; ``None``: one axis of all ranks.
         ddp_config: Strategies; ``None``: ``optim_grads_params``.
-        sync_model_each_microbatch: As for :class:`Arguments`, but ``False`` by default, as in megatron-fsdp.
+        sync_model_each_microbatch: As for :class:`Arguments`, but ``False`` by default as in megatron-fsdp.
 
-    The other arguments are those of :class:`Arguments`; what has no meaning here is named in a warning.
+    The other arguments are those of :class:`Arguments`. A warning names arguments without effect.
 
     Attributes:
-        module, dist_index, ddp_config, mp_policy: As given; the model is sharded.
-        model_auto_sync: Whether each backward counts as the last one of its step.
+        module, dist_index, ddp_config, mp_policy: The arguments; ``module`` is sharded.
+        model_auto_sync: Whether every backward counts as the last one of its step.
 
     Raises:
         MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
@@ -111,11 +109,11 @@ class MegatronFSDP(torch.nn.Module):
         hooks = enable_fine_grained_param_gather_hook or enable_fine_grained_param_gather_backward_hook
         given["enable_fine_grained_param_gather"] = hooks or bool(fine_grained_recurse_module_types)
         super().__init__()
-        Arguments(**given)  # warns of what has no meaning
+        Arguments(**given)  # warns about arguments without effect
         config = ddp_config or DistributedDataParallelConfig(
             data_parallel_sharding_strategy="optim_grads_params"
         )
-        say_what_has_no_meaning(config, CONFIG_WITHOUT_MEANING)
+        warn_about_unused(config, UNUSED_OPTIONS)
         strategies = _native_strategies(config, dist_index)
         units, policy = native_units(fsdp_unit_modules), mixed_precision_policy.native()
         self.dist_index = dist_index if dist_index is not None else default_index()
@@ -140,30 +138,30 @@ class MegatronFSDP(torch.nn.Module):
         self.set_model_auto_sync(sync_model_each_microbatch)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, in a profiler range of its name."""
+        """Run the model's forward in a profiler range named after the model."""
         with torch.profiler.record_function(f"MegatronFSDP({type(self.module).__name__})"):
             return self.module(*args, **kwargs)
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
-        """Whether each backward counts as the last one of its step: :func:`te_fsdp.set_auto_sync`."""
+        """Set whether every backward counts as the last one of its step: :func:`te_fsdp.set_auto_sync`."""
         gradient_sync.set_auto_sync(self.module, sync_model)
         self.model_auto_sync = sync_model
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of a microbatch that others follow: :func:`te_fsdp.microbatch` with ``is_last=False``."""
+        """Return the context of a microbatch that is not the last one (:func:`te_fsdp.microbatch`)."""
         with gradient_sync.microbatch(self.module, is_last=False), self._auto_sync(False):
             yield
 
     @contextlib.contextmanager
     def sync(self) -> Iterator[None]:
-        """Context in which each backward reduces all gradients: :func:`te_fsdp.sync`."""
+        """Return a context in which every backward reduces all gradients: :func:`te_fsdp.sync`."""
         with gradient_sync.sync(self.module), self._auto_sync(True):
             yield
 
     @contextlib.contextmanager
     def _auto_sync(self, value: bool) -> Iterator[None]:
-        """``model_auto_sync`` as the contexts of the schedule put it, restored with them."""
+        """Set ``model_auto_sync`` for the duration of a context."""
         before, self.model_auto_sync = self.model_auto_sync, value
         try:
             yield
@@ -171,18 +169,19 @@ class MegatronFSDP(torch.nn.Module):
             self.model_auto_sync = before
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Start the reductions that wait: :func:`te_fsdp.start_grad_reduce`. Collective over data parallel."""
+        """Start the deferred reductions: :func:`te_fsdp.start_grad_reduce`. Collective over data parallel."""
         gradient_sync.start_grad_reduce(self.module)
 
     def synchronize_gradient_reduce(self) -> None:
-        """Complete all gradients: :func:`te_fsdp.finish_grad_reduce`."""
+        """Complete all gradients: :func:`te_fsdp.finish_grad_reduce`. Collective over data parallel."""
         gradient_sync.finish_grad_reduce(self.module)
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
-        """Complete all gradients and release gathered weights. Collective.
+        """Complete all gradients and reshard the weights. Collective over data parallel.
 
-        With HFSDP gradients are complete over the axis that shards. The optimizer's step averages them over the outer
-        axis, each rank the rows that it updates, and ``.grad`` refuses to be read: :func:`te_fsdp.finish_grad_reduce`.
+        With HFSDP, gradients are then reduced over the sharding axis only. The optimizer's step averages them
+        over the outer axis, restricted to the rows that the rank updates. Reading ``.grad`` raises:
+        :func:`te_fsdp.finish_grad_reduce`.
         """
         if force_all_reduce:
             _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) does what False does")
@@ -190,7 +189,7 @@ class MegatronFSDP(torch.nn.Module):
         gradient_sync.release_params(self.module)
 
     def attach_grad_to_optimizer_state(self) -> None:
-        """Nothing is left to do after :meth:`synchronize_gradient_reduce`: complete gradients are ``.grad``."""
+        """Complete all gradients. ``.grad`` already contains the gradients that the optimizer reads."""
         gradient_sync.finish_grad_reduce(self.module)
 
     def scale_gradients(self, scaling_factor: float | torch.Tensor) -> None:
@@ -198,13 +197,13 @@ class MegatronFSDP(torch.nn.Module):
         scale_gradients(self.module, scaling_factor)
 
     def zero_grad_buffer(self) -> None:
-        """Forget all gradients: :func:`te_fsdp.zero_grad`."""
+        """Discard all gradients: :func:`te_fsdp.zero_grad`."""
         gradient_sync.zero_grad(self.module)
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Gather ahead: the root unit, or with ``force_sync`` all units, to the end. Collective over ``dp_shard``.
+        """All-gather the root unit ahead, or with ``force_sync`` all units and wait. Collective over ``dp_shard``.
 
-        It can be a hook. ``force_dispatch`` has no meaning: gathers are always asynchronous.
+        It can be used as a hook. ``force_dispatch`` has no effect because all-gathers are always asynchronous.
         """
         if force_sync:
             gradient_sync.finish_param_gather(self.module)
@@ -213,28 +212,28 @@ class MegatronFSDP(torch.nn.Module):
             gradient_sync.start_param_gather(self.module, [""] if "" in modules else None)
 
     def synchronize_param_gather(self) -> None:
-        """Release gathered weights, so that ``parameters()`` gives the sharded ones: :func:`te_fsdp.release_params`."""
+        """Reshard weights so that ``parameters()`` returns sharded parameters: :func:`te_fsdp.release_params`."""
         gradient_sync.release_params(self.module)
 
     def install_optimized_model_weights(self) -> None:
-        """Let the next forward read the optimizer's result. Steps do it by themselves; this is for other updates."""
+        """Reshard weights so that the next forward reads updated values. Optimizer steps do this themselves."""
         gradient_sync.release_params(self.module)
 
     def broadcast_params(self) -> None:
-        """Make copies of parameters equal: :func:`te_fsdp.broadcast_params`."""
+        """Broadcast replicated parameters so that all replicas are equal: :func:`te_fsdp.broadcast_params`."""
         broadcast_params(self.module)
 
     def get_distributed_index(self) -> FSDPDistributedIndex:
-        """Process groups and meshes."""
+        """Return the index of process groups and meshes."""
         return self.dist_index
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Take over ``grad_comm_dtype`` of a policy for the reductions to come; the other dtypes cannot change.
+        """Use the ``grad_comm_dtype`` of a policy for future reductions. The other dtypes cannot change.
 
         Raises:
-            PrecisionError: A dtype that gradients cannot be sent in.
+            PrecisionError: The dtype is not supported for gradient reductions.
         """
-        native = mixed_precision_policy.native()  # checks the dtypes
+        native = mixed_precision_policy.native()  # validates the dtypes
         comm = comm_of(self.module)
         assert comm is not None, "fully_shard_model always gives a policy"
         comm.dtype = native.grad_comm_dtype
@@ -245,7 +244,7 @@ class MegatronFSDP(torch.nn.Module):
 
     @contextlib.contextmanager
     def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
-        """Context of another ``grad_comm_dtype``: see :meth:`reset_mixed_precision_policy`."""
+        """Return a context with a different ``grad_comm_dtype``: see :meth:`reset_mixed_precision_policy`."""
         before = self.mp_policy
         self.reset_mixed_precision_policy(mixed_precision_policy)
         try:
@@ -256,7 +255,7 @@ class MegatronFSDP(torch.nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As of any module; gathered weights are released, so that the next forward reads what was loaded."""
+        """Load a state dict, then reshard weights so that the next forward reads the loaded values."""
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         gradient_sync.release_params(self.module)
         return result
@@ -265,7 +264,7 @@ class MegatronFSDP(torch.nn.Module):
 def _native_strategies(
     config: DistributedDataParallelConfig, index: FSDPDistributedIndex | None
 ) -> tuple[str, str]:
-    """The strategies of a configuration; that of the outer axis is ``no_shard`` where there is none."""
+    """Return the strategies of a configuration. The outer one is ``no_shard`` without an outer axis."""
     strategy = native_strategy(config.data_parallel_sharding_strategy, "data_parallel_sharding_strategy")
     outer = native_strategy(config.outer_dp_sharding_strategy, "outer_dp_sharding_strategy", OUTER_STRATEGIES)
     if outer != "no_shard" and (index is None or not index.use_hybrid_fsdp):
@@ -275,28 +274,27 @@ def _native_strategies(
 
 
 def _move(module: torch.nn.Module, device: torch.device) -> None:
-    """Move a model; what is on meta cannot be moved."""
+    """Move a model to a device; raise InitError if it has meta tensors."""
     found = [n for n, t in [*module.named_parameters(), *module.named_buffers()] if t.is_meta]
     if found:
         raise InitError(
             f"fully_shard: {found[0]} is on meta",
             expected="a model with values",
-            got=f"{len(found)} tensor(s) without",
+            got=f"{len(found)} meta tensor(s)",
             fix="init_model_with_meta_device=True",
         )
     module.to(device)
 
 
 def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronFSDP:
-    """Shard a model: :func:`te_fsdp.fully_shard`, and a wrapper with Megatron-FSDP's methods around it.
+    """Shard a model with :func:`te_fsdp.fully_shard` and wrap it with Megatron-FSDP's methods.
 
-    The model, on the device, on the CPU or on meta, is changed in place; its further arguments are those of
-    :class:`Arguments`. Collective over the world.
+    The model may be on the device, the CPU or the meta device. It is changed in place. Further arguments are
+    those of :class:`Arguments`. Collective over the world.
 
     Raises:
-        TypeError: An argument that megatron-fsdp does not have.
-        MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
-            :func:`te_fsdp.materialize`.
+        TypeError: megatron-fsdp does not have this argument. MeshError, PlacementError, PrecisionError,
+        InitError: As :func:`te_fsdp.fully_shard` and :func:`te_fsdp.materialize`.
     """
     given = Arguments(*args, **kwargs)
     strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
@@ -325,7 +323,7 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
 
 
 def _show_arguments(function: Callable[..., Any], more: int) -> None:
-    """Let ``help`` and editors show what ``*args`` and ``**kwargs`` stand for, after ``more`` arguments."""
+    """Set a function's signature so that ``help`` and editors show :class:`Arguments` after ``more`` arguments."""
     own = list(inspect.signature(function).parameters.values())[:more]
     theirs = list(inspect.signature(Arguments).parameters.values())
     function.__signature__ = inspect.Signature([*own, *theirs])  # type: ignore[attr-defined]
@@ -334,19 +332,20 @@ def _show_arguments(function: Callable[..., Any], more: int) -> None:
 def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True) -> Optimizer:
     """Prepare an optimizer over the parameters of a :class:`MegatronFSDP` model, in place.
 
-    Main weights for parameters that lack them (:func:`te_fsdp.main_weights`), state cut where the strategy says so
-    (:func:`te_fsdp.shard_optimizer`), and Megatron-FSDP's further arguments of ``step`` and ``zero_grad``. Parameter
-    groups and their options stay; no step is taken. From then on ``state_dict()`` allocates state where there is none:
-    before the first step it raises ``OrderError`` for an optimizer whose state cannot be made without a step that
-    counts, and ``load_state_dict()`` raises ``CheckpointError`` for a state dict without state of an optimizer that
-    keeps some. Local operation, but for quantized weights.
+    It adds main weights where they are missing (:func:`te_fsdp.main_weights`). It shards optimizer state
+    according to the strategy (:func:`te_fsdp.shard_optimizer`). It adds Megatron-FSDP's arguments of ``step``
+    and ``zero_grad``. Parameter groups and options are kept, and no step is taken.
+
+    Afterwards ``state_dict()`` allocates missing state. It raises ``OrderError`` before the first step if the
+    optimizer cannot allocate state without a step that counts. ``load_state_dict()`` raises ``CheckpointError`` if the
+    state dict has no state although the optimizer has some. Local operation, except with quantized weights.
 
     Args:
-        optimizer: Over parameters of the sharded model; it is returned.
-        preproc_state_dict_for_dcp_ckpt: Without meaning.
+        optimizer: Optimizer over parameters of the sharded model. It is returned.
+        preproc_state_dict_for_dcp_ckpt: Without effect.
 
     Raises:
-        OrderError: No parameter of a sharded model among its parameters.
+        OrderError: The optimizer has no parameter of a sharded model.
     """
     Arguments(preproc_state_dict_for_dcp_ckpt=preproc_state_dict_for_dcp_ckpt)  # warns
     states = (
@@ -357,8 +356,8 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
         raise OrderError(
             f"fully_shard_optimizer({type(optimizer).__name__})",
             expected="an optimizer over the parameters of a sharded model",
-            got="other parameters",
-            fix="call fully_shard_model first, then build the optimizer from the parameters of what it returns",
+            got="different parameters",
+            fix="call fully_shard_model first, then build the optimizer from the parameters of the returned model",
         )
     main_weights(models[0] if len(models) == 1 else torch.nn.ModuleList(models), optimizer)
     shard_optimizer(optimizer)
@@ -371,13 +370,13 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
 def fully_shard(
     module: nn.Module, optimizer: Optimizer, *args: Any, **kwargs: Any
 ) -> tuple[MegatronFSDP, Optimizer]:
-    """Shard a model and the optimizer that was built over it: arguments of :func:`fully_shard_model`.
+    """Shard a model and its existing optimizer. Further arguments are those of :func:`fully_shard_model`.
 
-    The optimizer, which must not have stepped, keeps its parameter groups with their options, and gets the sharded
-    parameters in place of those that were there. Collective over the world.
+    The optimizer must not have stepped. It keeps its parameter groups and options and gets the sharded
+    parameters. Collective over the world.
 
     Raises:
-        OrderError: The optimizer holds other parameters, or has state.
+        OrderError: The optimizer has other parameters, or it has state.
     """
     fix = "build it from model.parameters() right before, or use fully_shard_model and build it afterwards"
     with rebind_optimizer_params(module, optimizer, "fully_shard", fix):
@@ -386,8 +385,8 @@ def fully_shard(
 
 
 def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
-    """Give four methods of an optimizer over the parameters of some models what Megatron-FSDP's have."""
-    # Around the methods, not as hooks: those run when main weights are in the parameters' places already.
+    """Replace four methods of an optimizer by versions with Megatron-FSDP's arguments."""
+    # Wrap methods instead of registering hooks: hooks run after the main weights have replaced the parameters.
     stock = {
         name: getattr(optimizer, name) for name in ("step", "zero_grad", "state_dict", "load_state_dict")
     }
@@ -410,8 +409,8 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     @functools.wraps(stock["zero_grad"])
     def zero_grad(optimizer: Optimizer, *args: Any, zero_grad_buffer: bool = True, **kwargs: Any) -> Any:
         result = stock["zero_grad"](*args, **kwargs)
-        # What lies in buffers is forgotten for a model as a whole; an optimizer over a part of one leaves the gradients
-        # of the others alone, which may not have stepped yet.
+        # Buffered gradients are discarded for a whole model. An optimizer over some of its parameters must leave the
+        # gradients of other optimizers alone, because these may not have stepped yet.
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         to_none = kwargs.get("set_to_none", args[0] if args else None)
         for model in models if zero_grad_buffer else ():
@@ -429,28 +428,28 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
             if kept := sum(bool(state) for state in optimizer.state.values()):
                 raise CheckpointError(
                     f"{type(optimizer).__name__}.load_state_dict",
-                    expected=f"state of {kept} parameters",
-                    got="a state dict without any",
-                    why="DCP fills the state dict of an optimizer as it is: what is missing there is not loaded",
-                    fix="ask for optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into that",
+                    expected=f"a state dict with state of {kept} parameters",
+                    got="a state dict without state",
+                    why="DCP loads only the entries that the given state dict contains",
+                    fix="call optimizer.state_dict() after fully_shard_optimizer(optimizer), and load into the result",
                 )
         stock["load_state_dict"](state_dict)
 
-    # As methods: learning rate schedulers look for the function in them.
+    # Assign bound methods: learning rate schedulers read ``__func__`` of ``step``.
     for name, function in zip(stock, (step, zero_grad, state_dict, load_state_dict), strict=True):
         setattr(optimizer, name, MethodType(function, optimizer))
 
 
 @torch.no_grad()
 def _allocate(optimizer: Any) -> None:
-    """Give every trained parameter without state its state before the first step; gradients and weights stay. Local.
+    """Allocate the initial state of trained parameters without state. Gradients and weights stay. Local operation.
 
     Raises:
-        OrderError: No parameter has state, and that of this optimizer is not made without a step that counts.
+        OrderError: No parameter has state, and the optimizer cannot allocate it without a step that counts.
     """
     fused = _te.is_fused_adam(optimizer)
     stepped = any(set(state) - {MAIN} for state in optimizer.state.values())
-    # The first step with dampening does not dampen, which it tells by the absence of state.
+    # A first step does not apply dampening. The optimizer detects a first step by missing state.
     dampened = any(group.get("momentum") and group.get("dampening") for group in optimizer.param_groups)
     if not fused and not (type(optimizer) in _PLAIN and not dampened):
         if stepped:
@@ -458,7 +457,7 @@ def _allocate(optimizer: Any) -> None:
         raise OrderError(
             f"{type(optimizer).__name__}.state_dict() before the first step",
             expected="state to load into",
-            got="none, and it is not made without a step that counts",
+            got="no state, and this optimizer allocates it only in a step that counts",
             fix="load with te_fsdp.checkpoint.load, which allocates it",
         )
     for group in optimizer.param_groups:
@@ -466,17 +465,18 @@ def _allocate(optimizer: Any) -> None:
             if set(optimizer.state.get(parameter, {})) - {MAIN}:
                 continue
             if fused and (parameter.requires_grad or optimizer_shard_in(optimizer, parameter) is None):
-                initialize_fused_adam(optimizer, parameter)  # its steps give frozen parameters state as well
+                # its steps allocate state for frozen parameters, too
+                initialize_fused_adam(optimizer, parameter)
             elif parameter.requires_grad:
                 _initialize(optimizer, group, parameter)
         if fused and "step" not in group:
             device = group["params"][0].device if group["params"] else None
             zero = torch.zeros(1, dtype=torch.int, device=device) if optimizer.capturable else 0
-            group["step"] = zero  # of the type that FusedAdam gives it
+            group["step"] = zero  # the type that FusedAdam uses
 
 
 def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> None:
-    """What a torch optimizer keeps for a parameter before its first step."""
+    """Return the initial state that a torch optimizer keeps for a parameter."""
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     main = None if main_parameters is None else main_parameters.make(optimizer, parameter)
     blank = torch.zeros_like(parameter if main is None else main)

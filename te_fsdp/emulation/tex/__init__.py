@@ -1,7 +1,7 @@
 """The compiled extension ``transformer_engine_torch``, in PyTorch.
 
-:func:`build` gives the module that TransformerEngine imports under that name. What is not written here is
-still importable, and raises ``NotImplementedError`` with its name when it is called.
+:func:`build` gives the module that TransformerEngine imports under that name. Functions that are not implemented can
+be imported, and raise ``NotImplementedError`` with their name when called.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _SOURCES = (
     "multi_tensor",
     "misc",
 )
-#: Names that TransformerEngine looks up with a default, where "not there" is the answer that it can handle.
+#: Names that TransformerEngine reads with a default, so that they may be missing.
 _OPTIONAL = ("flash_attention", "get_attention_backend")
-#: Helpers of ``formats`` that are ours and not the extension's.
+#: Helpers of ``formats`` that are not part of the extension.
 _INTERNAL = ("operand", "FLT_MAX", "dgelu_value", "gelu_value", "QUICK_GELU_ALPHA", "FUNCTIONS")
 
 
 class _Extension(types.ModuleType):
-    """Module that names what it does not have."""
+    """Module whose missing functions raise with their name."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_") or name in _OPTIONAL:
@@ -51,10 +51,10 @@ class _Extension(types.ModuleType):
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of which torch's dispatch modes see as little as of a compiled one, where there are some.
+    """Hide a function's operations from torch's dispatch modes, as in a compiled extension.
 
-    Selective checkpointing is one: it would keep products that TransformerEngine then sums over tp in place, and sum
-    what it has kept a second time.
+    Selective checkpointing is such a mode. It would save products that TransformerEngine then sums over tp in place,
+    and sum the saved tensors again.
     """
 
     @functools.wraps(function)
@@ -68,7 +68,7 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def build() -> types.ModuleType:
-    """A new module object that stands in for the compiled extension."""
+    """Return a new module object that replaces the compiled extension."""
     module = _Extension(enums.TEX_MODULE, __doc__)
     names = module.__dict__
     known: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """Activations: ``pytorch/csrc/extensions/{activation,bias}.cpp``, formulas of ``common/util/math.h``.
 
-Gated variants take ``[act half, linear half]`` along the last dim and give ``act(first) * second``. All math
-is fp32; the order of rounding of the fused kernels is in ``fused.finish``. Block scaling has no fused kernel:
-computed, rounded, then quantized.
+Gated variants take ``[act half, linear half]`` along the last dim and give ``act(first) * second``. All math is fp32;
+the order of rounding of the fused kernels is in ``fused.finish``. Block scaling has no fused kernel: computed,
+rounded, then quantized.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ QUICK_GELU_ALPHA = 1.702
 
 
 def gelu_value(x: torch.Tensor) -> torch.Tensor:
-    """Tanh form of GELU, fp32."""
+    """Return the tanh form of GELU, fp32."""
     return x * (0.5 + 0.5 * torch.tanh(x * (0.79788456 + 0.03567741 * x * x)))
 
 
 def dgelu_value(x: torch.Tensor) -> torch.Tensor:
-    """Derivative of :func:`gelu_value`, fp32."""
+    """Return the derivative of :func:`gelu_value`, fp32."""
     tanh = torch.tanh(0.79788456 * x * (1.0 + 0.044715 * x * x))
     return 0.5 * x * ((1.0 - tanh * tanh) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1.0 + tanh)
 
@@ -98,7 +98,7 @@ def _forward(name: str) -> Callable[..., Any]:
 
 
 def _gradient(name: str, grad: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    """fp32 gradient of the input of activation ``name``."""
+    """Return the fp32 gradient of the input of activation ``name``."""
     dy = grad.detach().float()
     if name not in _GATED:
         return _ACTIVATIONS[name].derivative(input.detach().float()) * dy
@@ -123,8 +123,7 @@ def _dbias_backward(name: str) -> Callable[..., Any]:
         value = _gradient(name, grad, fwd_input)
         rounded = value
         if fused.kind(quantizer) not in ("Float8Quantizer", "MXFP8Quantizer"):
-            # The unfused kernels sum the gradient as it was stored; the fused ones sum what they hold in
-            # registers.
+            # The unfused kernels sum the gradient as it was stored; the fused ones sum what they hold in registers.
             rounded = value.to(grad.dtype).float()
         dbias = rounded.reshape(-1, value.shape[-1]).sum(0).to(grad.dtype)
         return [dbias, _finish(value, grad.dtype, quantizer)]
@@ -135,7 +134,7 @@ def _dbias_backward(name: str) -> Callable[..., Any]:
 
 
 def _clamp(x: torch.Tensor, low: float | None, high: float) -> torch.Tensor:
-    """Clamped as with fmaxf and then fminf, which prefer a number to NaN."""
+    """Clamp as with fmaxf and then fminf, which return the number if the other operand is NaN."""
     x = x if low is None else torch.fmax(x, x.new_tensor(low))
     return torch.fmin(x, x.new_tensor(high))
 
@@ -147,7 +146,7 @@ def clamped_swiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """Clamped SwiGLU: ``quick(min(first, limit), alpha) * (clamp(second, +-limit) + offset)``."""
+    """Return the clamped SwiGLU: ``quick(min(first, limit), alpha) * (clamp(second, +-limit) + offset)``."""
     first, second = _halves(input)
     value = _quick(_clamp(first, None, limit), alpha) * (_clamp(second, -limit, limit) + glu_linear_offset)
     return _finish(value, input.dtype, quantizer)
@@ -161,7 +160,7 @@ def clamped_dswiglu(
     alpha: float = QUICK_GELU_ALPHA,
     glu_linear_offset: float = 1.0,
 ) -> Any:
-    """Backward of :func:`clamped_swiglu`; clamped values have no gradient."""
+    """Return the backward of :func:`clamped_swiglu`; clamped values have no gradient."""
     first, second = _halves(fwd_input)
     dy = grad.detach().float()
     clamped = _clamp(first, None, limit)

@@ -3,8 +3,8 @@
 There cuDNN (or flash-attn) attends from this rank's queries to one part of the keys at a time, and TransformerEngine's
 own Python puts the parts together, by the logarithm of each row's sum of exponentials. Here that one call is plain
 PyTorch: products and softmax in fp32, results rounded once to the dtype of the inputs. Queries, keys and values are
-tensors of 16 bits, (batch, sequence, heads, channels) or (sequence, batch, heads, channels). For what cuDNN
-can and this cannot there is no backend, with the reason: packed sequences, attention in FP8, biases, sinks, dropout.
+tensors of 16 bits, (batch, sequence, heads, channels) or (sequence, batch, heads, channels). Features of cuDNN that
+are not emulated have no available backend: packed sequences, FP8 attention, biases, sinks, dropout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CAUSAL = (
     int(enums.NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK),
 )
 _NO_MASK = int(enums.NVTE_Mask_Type.NVTE_NO_MASK)
-#: What TransformerEngine before 2.20 passes one by one, as far as it decides here, and where.
+#: Position of each argument that decides here, in the call of TransformerEngine before 2.20.
 _PLACES = {
     "qkv_dtype": 1,
     "qkv_layout": 3,
@@ -42,7 +42,7 @@ _PLACES = {
 
 
 def get_fused_attn_backend(*args: Any) -> Any:
-    """The backend for an attention that is emulated here, else none.
+    """Return the backend for an attention that is emulated here, else none.
 
     TransformerEngine 2.20 passes one object and expects ``(backend, reason)``, older ones pass the fields and expect
     the backend.
@@ -58,7 +58,7 @@ def get_fused_attn_backend(*args: Any) -> Any:
 
 
 def _refused(fields: dict[str, Any]) -> str:
-    """Why an attention has no fused backend; empty if it has."""
+    """Return why an attention has no fused backend; empty if it has one."""
     if int(fields["qkv_dtype"]) not in (int(DType.kFloat16), int(DType.kBFloat16)):
         return "cuDNN attends in fp16 and bf16; FP8 is not emulated on the CPU"
     if fields["head_dim_qk"] % 8 or fields["head_dim_v"] % 8:
@@ -83,7 +83,7 @@ def _not_emulated(layout: Any, bias: Any, mask: Any, softmax: Any, dropout: floa
 
 
 def _check(layout: Any, formats: tuple[Any, ...], bias: Any, mask: Any, softmax: Any, dropout: float) -> bool:
-    """Whether tensors are sequence first; refuses what :func:`get_fused_attn_backend` does."""
+    """Return whether tensors are sequence first; refuses what :func:`get_fused_attn_backend` does."""
     reason = _not_emulated(layout, bias, mask, softmax, dropout)
     first = _LAYOUTS.get(int(layout))
     if reason or any(_FORMATS.get(int(one)) is not first for one in formats):
@@ -94,13 +94,13 @@ def _check(layout: Any, formats: tuple[Any, ...], bias: Any, mask: Any, softmax:
 
 
 def _heads_first(tensor: torch.Tensor, sequence_first: bool, heads: int) -> torch.Tensor:
-    """(batch, heads, sequence, channels) in fp32; heads that share keys and values get a copy each."""
+    """Return an fp32 tensor (batch, heads, sequence, channels). Shared keys and values are copied per head."""
     turned = tensor.permute(1, 2, 0, 3) if sequence_first else tensor.permute(0, 2, 1, 3)
     return turned.float().repeat_interleave(heads // turned.shape[1], dim=1)
 
 
 def _given_back(tensor: torch.Tensor, like: torch.Tensor, sequence_first: bool) -> torch.Tensor:
-    """Inverse of :func:`_heads_first`, in the dtype of ``like``: what shared heads got is added up."""
+    """Invert :func:`_heads_first` in the dtype of ``like``. Values of shared heads are summed."""
     groups = like.shape[2]
     summed = tensor.unflatten(1, (groups, tensor.shape[1] // groups)).sum(2)
     turned = summed.permute(2, 0, 1, 3) if sequence_first else summed.permute(0, 2, 1, 3)
@@ -110,7 +110,7 @@ def _given_back(tensor: torch.Tensor, like: torch.Tensor, sequence_first: bool) 
 def _scores(
     q: torch.Tensor, k: torch.Tensor, scale: float, mask: Any, window: tuple[int, int], bottom_right: bool
 ) -> torch.Tensor:
-    """Scaled scores in fp32, minus infinity where a query does not see a key."""
+    """Return the scaled scores in fp32, minus infinity for masked keys."""
     queries, keys = q.shape[-2], k.shape[-2]
     left, right = window[0], 0 if int(mask) in _CAUSAL else window[1]
     bottom = bottom_right or int(mask) == int(enums.NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK)
@@ -145,7 +145,7 @@ def fused_attn_fwd(
     v: torch.Tensor,
     *rest: Any,
 ) -> list[torch.Tensor]:
-    """``[output, logarithms of the rows' sums (batch, heads, queries, 1) in fp32, random state]``."""
+    """Return ``[output, logarithms of the rows' sums (batch, heads, queries, 1) in fp32, random state]``."""
     del max_seqlen_q, max_seqlen_kv, is_training, set_zero, qkv_scale_inv_format, cu_seqlens_q, cu_seqlens_kv
     return_max_logit = rest[-2]
     first = _check(qkv_layout, (o_format,), bias_type, attn_mask_type, softmax_type, p_dropout)
@@ -189,7 +189,7 @@ def fused_attn_bwd(
     aux_ctx_tensors: list[torch.Tensor],
     *rest: Any,
 ) -> list[torch.Tensor | None]:
-    """Gradients ``[query, key, value, None, None]``, by the sums of whole rows, of which these keys may be a part."""
+    """Return ``[dquery, dkey, dvalue, None, None]``, using the sums of full rows (these keys may be a part)."""
     del max_seqlen_q, max_seqlen_kv, set_zero, qkv_scale_inv_format, do_scale_inv_format, deterministic
     del cu_seqlens_q, cu_seqlens_kv, fake_dtype, rest
     formats = (o_format, do_format)

@@ -1,9 +1,8 @@
 """Enums and plain classes of the compiled extension, with the values of TransformerEngine's headers.
 
-TransformerEngine checks several of them for completeness while it is imported (``pytorch/constants.py:94``
-and ``pytorch/cpp_extensions/fused_attn.py:158`` in 2.20.2), so a drift of these lists stops the import.
-Values that reach no kernel here (attention layouts, backends) are kept all the same, because pickles and
-caches may hold them.
+TransformerEngine checks several of them for completeness while it is imported (``pytorch/constants.py:94`` and
+``pytorch/cpp_extensions/fused_attn.py:158`` in 2.20.2), so a drift of these lists stops the import. Values that reach
+no kernel here (attention layouts, backends) are kept all the same, because pickles and caches may hold them.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 
 import torch
 
-#: Classes report the module they stand in for, so that a pickle written here names what real
-#: TransformerEngine has.
+#: Classes report the module they replace, so that a pickle written here names what real TransformerEngine has.
 TEX_MODULE = "transformer_engine_torch"
 
 
@@ -46,7 +44,7 @@ _TORCH_DTYPES: dict[int, torch.dtype] = {
 
 
 def to_torch_dtype(dtype: int | torch.dtype) -> torch.dtype:
-    """The ``torch.dtype`` of a TE dtype (this enum, TransformerEngine's own, an int, a ``torch.dtype``).
+    """Return the ``torch.dtype`` of a TE dtype (this enum, TransformerEngine's own, an int, a ``torch.dtype``).
 
     Raises:
         TypeError: TE dtype without a torch counterpart (E2M1 packs two values in a byte).

@@ -7,12 +7,11 @@ The order of rounding is the kernels' own, format by format
 * no quantizer: rounded once to the output dtype;
 * Float8, delayed scaling: one kernel quantizes the fp32 value and records the amax of the fp32 value;
 * Float8, current scaling, and NVFP4 without the post-RHT amax: the value is written in the output dtype, then
-  quantized with an amax that the first kernel found. Activations take it from the fp32 value
-  (``fmaxf(fabsf(temp), max)`` before the store), so the rounded value may exceed it; normalizations take it
-  from the rounded value (``rmsnorm_fwd_kernels.cuh``);
+  quantized with an amax that the first kernel found. Activations take it from the fp32 value (``fmaxf(fabsf(temp),
+  max)`` before the store), so the rounded value may exceed it; normalizations take it from the rounded value
+  (``rmsnorm_fwd_kernels.cuh``);
 * MXFP8 (whose fused kernels round to the input dtype before they look for block maxima), Float8 blocks and
-  everything
-  else: rounded to the output dtype, then quantized like any tensor.
+  everything else: rounded to the output dtype, then quantized like any tensor.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from te_fsdp.emulation.tex import formats
 
 
 def kind(quantizer: Any) -> str:
-    """Name of a quantizer's class, ``""`` for none; subclasses count as their TransformerEngine base."""
+    """Return the name of a quantizer's class, ``""`` for none; subclasses count as their TransformerEngine base."""
     if quantizer is None:
         return ""
     names = [one.__name__ for one in type(quantizer).__mro__]

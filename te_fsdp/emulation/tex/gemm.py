@@ -1,8 +1,7 @@
 """Matrix products: ``pytorch/csrc/extensions/gemm.cpp`` and ``common/gemm/cublaslt_gemm.cu``.
 
-The products accumulate in fp32 whatever the operands are. Which representation of a quantized operand is read
-follows the kernels strictly (``formats.operand``): a missing or invalid one is an error, never replaced by
-the other.
+The products accumulate in fp32 whatever the operands are. Which representation of a quantized operand is read follows
+the kernels strictly (``formats.operand``): a missing or invalid one is an error, never replaced by the other.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def _storage_kind(tensor: Any) -> str:
 
 
 def _matrix(tensor: Any, rowwise: bool) -> torch.Tensor:
-    """fp32 (rows, last dim) values of an operand, read from the representation that the kernel would read."""
+    """Return the fp32 (rows, last dim) values of an operand, from the representation that the kernel reads."""
     if _is_quantized(tensor):
         value = formats.operand(tensor, rowwise=rowwise)
     else:
@@ -48,7 +47,7 @@ def _matrix(tensor: Any, rowwise: bool) -> torch.Tensor:
 
 
 def _check(a: Any, transa: bool, b: Any, transb: bool, inner: int, m: int, n: int) -> None:
-    """The argument checks of ``CanonicalizeGemmInput`` for FP8 operands (leading dims, in elements)."""
+    """Run the argument checks of ``CanonicalizeGemmInput`` for FP8 operands (leading dims, in elements)."""
     if _is_quantized(a) != _is_quantized(b):
         raise EmulationError(
             f"GEMM of a quantized and an unquantized operand: A is {type(a).__name__}, B is "
@@ -80,7 +79,7 @@ def _check(a: Any, transa: bool, b: Any, transb: bool, inner: int, m: int, n: in
 
 
 def _product(a: Any, transa: bool, b: Any, transb: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 product (rows of op(B), columns of op(A)), and B's matrix."""
+    """Return the fp32 product (rows of op(B), columns of op(A)), and B's matrix."""
     a_matrix, b_matrix = _matrix(a, transa), _matrix(b, not transb)
     left = b_matrix.t() if transb else b_matrix
     right = a_matrix.t() if transa else a_matrix
@@ -94,7 +93,7 @@ def _product(a: Any, transa: bool, b: Any, transb: bool) -> tuple[torch.Tensor, 
 
 
 def _check_output(a: Any, b: Any, dtype: torch.dtype, quantizer: Any, gelu: bool) -> None:
-    """Combinations that no cuBLASLt kernel takes: output dtypes, and GELU after a product of blocks."""
+    """Reject output dtypes and GELU epilogues that no cuBLASLt kernel supports."""
     if not _is_quantized(a):
         if dtype not in (torch.float32, a.dtype):
             raise EmulationError(f"GEMM of {a.dtype} into {dtype}: cuBLAS writes {a.dtype} or torch.float32")
@@ -138,10 +137,10 @@ def generic_gemm(
     alpha: float = 1.0,
     beta: float | None = None,
 ) -> list[Any]:
-    """``D = alpha * op(B) @ op(A) + beta * D`` in row-major terms, with the epilogues of cuBLASLt.
+    """Return ``D = alpha * op(B) @ op(A) + beta * D`` in row-major terms, with the epilogues of cuBLASLt.
 
-    Shapes: op(A) (K, M), op(B) (N, K), D (leading dims of B, M), or (N, M) when B is transposed. ``grad``
-    turns ``bias`` into a request for the bias gradient (sum of B's rows, or of D's after a GELU backward).
+    Shapes: op(A) (K, M), op(B) (N, K), D (leading dims of B, M), or (N, M) when B is transposed. ``grad`` turns
+    ``bias`` into a request for the bias gradient (sum of B's rows, or of D's after a GELU backward).
 
     Returns:
         ``[D, bias gradient, GELU input, extra output]``.
@@ -181,7 +180,7 @@ def _dtype_of(tensor: Any) -> torch.dtype:
 
 
 def _fuses_quantization(a: Any, b: Any, quantizer: Any) -> bool:
-    """Whether cuBLASLt writes FP8 itself: delayed scaling, and a per-tensor scaled operand (``gemm.cpp``)."""
+    """Return whether cuBLASLt writes FP8 itself: delayed scaling, and a per-tensor scaled operand (``gemm.cpp``)."""
     per_tensor = "Float8TensorStorage" in (_storage_kind(a), _storage_kind(b))
     return kind(quantizer) == "Float8Quantizer" and per_tensor
 
@@ -235,10 +234,10 @@ def te_general_grouped_gemm(
     use_split_accumulator: bool,
     math_sm_count: int,
 ) -> list[torch.Tensor]:
-    """One GEMM per group; see :func:`generic_gemm` for the single product.
+    """Run one GEMM per group; see :func:`generic_gemm` for the single product.
 
-    ``single_output``: ``D[0]`` holds the groups' rows one after the other. A group without rows leaves zeros,
-    or its accumulator as it is. ``bias`` is added (forward) or receives the bias gradients (``grad``).
+    ``single_output``: ``D[0]`` holds the groups' rows one after the other. A group without rows leaves zeros, or its
+    accumulator as it is. ``bias`` is added (forward) or receives the bias gradients (``grad``).
 
     Returns:
         ``bias``.

@@ -1,10 +1,10 @@
 """Grouped tensors: many matrices in one buffer, quantized and multiplied in one call (``GroupedTensor``).
 
-Stands in for ``pytorch/csrc/extensions/cast.cpp`` (``group_quantize``) and ``gemm.cpp`` (``..._for_grouped_tensor``,
+Replaces ``pytorch/csrc/extensions/cast.cpp`` (``group_quantize``) and ``gemm.cpp`` (``..._for_grouped_tensor``,
 ``..._for_discrete_in``, ``..._for_discrete_out``). Each member is quantized and multiplied exactly as a tensor of its
 own; the buffers lie one after the other, each member's scales with the padding of its own shape
 (``GroupedTensorStorage.split_into_quantized_tensors``). What the kernels cannot do raises by name: rows of a member
-that are no multiple of 128 (MXFP8), formats that TransformerEngine has no grouped kernels for.
+that are not a multiple of 128 (MXFP8), formats that TransformerEngine has no grouped kernels for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _GROUPED_KINDS = ("Float8CurrentScalingQuantizer", "MXFP8Quantizer", "Float8Bloc
 
 
 def splits_to_offsets(first_dims: torch.Tensor, logical_last_dim: int) -> torch.Tensor:
-    """int64 (groups + 1) element offsets of groups of rows."""
+    """Return int64 (groups + 1) element offsets of groups of rows."""
     offsets = first_dims.new_zeros(first_dims.numel() + 1)
     offsets[1:] = torch.cumsum(first_dims * logical_last_dim, 0)
     return offsets
@@ -52,7 +52,7 @@ def splits_to_offsets_multi(
     dtypes: Sequence[torch.dtype],
     bulk_allocate: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """``(splits as int64, one tensor of offsets for each stride)``."""
+    """Return ``(splits as int64, one tensor of offsets for each stride)``."""
     del device, bulk_allocate
     sizes = torch.tensor(split_sizes.tolist(), dtype=torch.int64)
     outputs = []
@@ -63,7 +63,7 @@ def splits_to_offsets_multi(
 
 
 def get_grouped_gemm_setup_workspace_size(num_tensors: int) -> int:
-    """Bytes of a workspace that nothing is written to."""
+    """Return the size of an unused workspace in bytes."""
     return 64 * num_tensors
 
 
@@ -123,7 +123,7 @@ def bgrad_group_quantize(
     first_dims: torch.Tensor | None,
     tensor_offsets: torch.Tensor | None = None,
 ) -> tuple[Any, torch.Tensor]:
-    """``(grouped tensor, bias gradients (groups, K) in the input's dtype)``, sums over rows formed in float32.
+    """Return ``(grouped tensor, bias gradients (groups, K) in the input's dtype)``, sums over rows formed in float32.
 
     Raises:
         EmulationError: a format whose kernel does not sum.
@@ -155,7 +155,7 @@ def _check_quantizer(what: str, quantizer: Any, last_dims: torch.Tensor | None) 
 
 
 def _rows(tensor: torch.Tensor, groups: int, first_dims: torch.Tensor | None) -> list[int]:
-    """Rows of each group."""
+    """Return the number of rows of each group."""
     if tensor.dim() != 2:
         raise EmulationError(f"grouped tensors are made of matrices, got shape {tuple(tensor.shape)}")
     if first_dims is None:
@@ -169,7 +169,7 @@ def _rows(tensor: torch.Tensor, groups: int, first_dims: torch.Tensor | None) ->
 
 
 def _quantize_parts(tensor: torch.Tensor, rows: Sequence[int], quantizer: Any) -> list[Any]:
-    """Each group as a bare quantized storage."""
+    """Return each group as a bare quantized storage."""
     maker = quantizer.copy()
     maker.internal, maker.optimize_for_gemm = True, bool(quantizer.optimize_for_gemm)
     only_columns = kind(quantizer) == "Float8CurrentScalingQuantizer" and not quantizer.rowwise_usage
@@ -183,7 +183,7 @@ def _quantize_parts(tensor: torch.Tensor, rows: Sequence[int], quantizer: Any) -
 
 
 def _buffers(parts: Sequence[Any]) -> dict[str, torch.Tensor]:
-    """The members' buffers, flat and one after the other, by field of the grouped tensor."""
+    """Return the members' buffers, flat and one after the other, by field of the grouped tensor."""
     found: dict[str, torch.Tensor] = {}
     for field, names in _FIELDS.items():
         for name in names:
@@ -230,13 +230,13 @@ def _assemble(
 
 
 def _members(grouped: Any) -> list[Any]:
-    """The matrices of a grouped tensor, or of a list."""
+    """Return the matrices of a grouped tensor, or of a list."""
     if isinstance(grouped, list | tuple):
         return list(grouped)
     if getattr(grouped, "row_scaled_nvfp4", False):
         raise NotImplementedError("row-scaled NVFP4 grouped tensors are not emulated on the CPU")
     members = grouped.split_into_quantized_tensors()
-    for member in members:  # TransformerEngine asks the quantizer, which may have been set up anew since
+    for member in members:  # TransformerEngine reads the quantizer, whose usages may have changed since
         if hasattr(member, "_with_gemm_swizzled_scales"):
             member._with_gemm_swizzled_scales = grouped._with_gemm_swizzled_scales
     return members
@@ -254,7 +254,7 @@ def _multiply(
     beta: torch.Tensor,
     *_workspaces: Any,
 ) -> Any:
-    """``D[i] = alpha * op(B[i]) @ op(A[i]) + beta * D[i]``, then ``+ bias[i]`` in a kernel of its own.
+    """Return ``D[i] = alpha * op(B[i]) @ op(A[i]) + beta * D[i]``, then ``+ bias[i]`` in a kernel of its own.
 
     Empty products leave ``beta * D``: zeros, or what was there.
     """
@@ -278,17 +278,17 @@ def _multiply(
 
 
 def te_general_grouped_gemm_for_grouped_tensor(*args: Any) -> Any:
-    """Operands and result are grouped tensors; see :func:`_multiply`."""
+    """Multiply grouped tensors; see :func:`_multiply`."""
     return _multiply(*args)
 
 
 def te_general_grouped_gemm_for_discrete_in(*args: Any) -> Any:
-    """A is a list of matrices; see :func:`_multiply`."""
+    """Multiply a list of matrices A; see :func:`_multiply`."""
     return _multiply(*args)
 
 
 def te_general_grouped_gemm_for_discrete_out(*args: Any) -> Any:
-    """D is a list of matrices; see :func:`_multiply`."""
+    """Multiply into a list of matrices D; see :func:`_multiply`."""
     return _multiply(*args)
 
 

@@ -1,4 +1,4 @@
-"""Small functions: rotary embedding, row padding, dropout, facts about the pretended device."""
+"""Small functions: rotary embedding, row padding, dropout, facts about the emulated device."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from te_fsdp.emulation.tex.enums import NVTE_QKV_Format
 
 
 def get_cublasLt_version() -> int:
-    """A cuBLASLt with every feature that TransformerEngine asks about."""
+    """Return a cuBLASLt version with every feature that TransformerEngine checks."""
     return 130600
 
 
 def get_cudnn_version() -> int:
-    """A cuDNN with every feature that TransformerEngine asks about."""
+    """Return a cuDNN version with every feature that TransformerEngine checks."""
     return 91400
 
 
 def get_num_cublas_streams() -> int:
-    """Streams of a grouped GEMM: one, since groups run one after the other."""
+    """Return the number of streams of a grouped GEMM: 1, because groups run one after the other."""
     return 1
 
 
 def device_supports_multicast(device_id: int = -1) -> bool:
-    """No NVLink multicast."""
+    """Return ``False``: NVLink multicast is not emulated."""
     del device_id
     return False
 
 
 def ubuf_built_with_mpi() -> bool:
-    """Userbuffers are not there, with MPI or without."""
+    """Return ``False``: Userbuffers are not available."""
     return False
 
 
 def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None) -> torch.Tensor:
-    """Contiguous ``tensor.transpose(0, 1)``, written to ``out`` unless it is ``None``."""
+    """Return the contiguous ``tensor.transpose(0, 1)``, written to ``out`` unless it is ``None``."""
     swapped = tensor.transpose(0, 1)
     if out is None:
         return swapped.contiguous()
@@ -47,7 +47,7 @@ def swap_first_dims(tensor: torch.Tensor, *, out: torch.Tensor | None) -> torch.
 
 
 def _rotate(x: torch.Tensor, interleaved: bool, back: bool) -> torch.Tensor:
-    """``[-odd, even]`` pairs, halves or neighbours; ``back`` gives the transposed map."""
+    """Return ``[-odd, even]`` pairs, halves or neighbors; ``back`` gives the transposed map."""
     if interleaved:
         pairs = x.unflatten(-1, (-1, 2))
         first, second = pairs[..., 0], pairs[..., 1]
@@ -93,7 +93,7 @@ def _rope(
         positions = positions + start_positions.reshape(1, batch).long()
     if int(positions.max()) >= angles.shape[0]:
         raise EmulationError(
-            f"rotary embedding holds {angles.shape[0]} positions, position {int(positions.max())} is asked"
+            f"rotary embedding has {angles.shape[0]} positions, but position {int(positions.max())} is used"
         )
     angles = angles[positions].unsqueeze(2)
     head = x[..., :channels].float()
@@ -115,7 +115,7 @@ def fused_rope_forward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Rotary embedding of (s, b, h, d) or (b, s, h, d), angles (s, 1, 1, d2) (``common/fused_rope``)."""
+    """Return the rotary embedding of (s, b, h, d) or (b, s, h, d), angles (s, 1, 1, d2) (``common/fused_rope``)."""
     return _rope(
         input, freqs, start_positions, qkv_format, interleaved, cu_seqlens, (cp_size, cp_rank), False
     )
@@ -131,7 +131,7 @@ def fused_rope_backward(
     cp_size: int,
     cp_rank: int,
 ) -> torch.Tensor:
-    """Backward of :func:`fused_rope_forward`: the transposed rotation."""
+    """Return the backward of :func:`fused_rope_forward`: the transposed rotation."""
     return _rope(
         output_grads, freqs, start_positions, qkv_format, interleaved, cu_seqlens, (cp_size, cp_rank), True
     )
@@ -167,14 +167,14 @@ def fused_multi_row_padding(
 def fused_multi_row_unpadding(
     input: torch.Tensor, output: torch.Tensor, input_row_list: list[int], unpadded_input_row_list: list[int]
 ) -> None:
-    """Inverse of :func:`fused_multi_row_padding`."""
+    """Return the inverse of :func:`fused_multi_row_padding`."""
     _copy_rows(input, output, input_row_list, unpadded_input_row_list)
 
 
 def dropout_fwd(
     input: torch.Tensor, dropout_probability: float, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(output, keep mask)``, kept values over their probability; the mask has a byte for each value."""
+    """Return ``(output, keep mask)``, kept values over their probability; the mask has a byte for each value."""
     keep = 1.0 - dropout_probability
     mask = torch.empty(input.shape, dtype=torch.uint8, device=input.device).bernoulli_(keep)
     result = (input.float() * mask / keep).to(input.dtype)
@@ -187,7 +187,7 @@ def dropout_bwd(
     dropout_probability: float,
     grad_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of :func:`dropout_fwd`."""
+    """Return the gradient of :func:`dropout_fwd`."""
     result = (grad_output.float() * mask / (1.0 - dropout_probability)).to(grad_output.dtype)
     return result if grad_input is None else grad_input.copy_(result)
 

@@ -1,8 +1,7 @@
 """Kernels over lists of tensors: ``common/multi_tensor/*.cu``.
 
-All math is fp32 and results are rounded once, into the dtype of the tensor that receives them. ``noop_flag``
-is a one-element int tensor that kernels set to 1 on overflow, and that some of them (capturable ones, SGD)
-obey.
+All math is fp32 and results are rounded once, into the dtype of the tensor that receives them. ``noop_flag`` is a
+one-element int tensor that kernels set to 1 on overflow, and that some of them (capturable ones, SGD) obey.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ Lists = list[list[torch.Tensor]]
 
 
 def _single(value: Any) -> float:
-    """The fp32 number next to it, as a kernel receives its arguments."""
+    """Return the fp32 number next to it, as a kernel receives its arguments."""
     return torch.tensor(float(value), dtype=torch.float32).item()
 
 
 def _flushed(value: torch.Tensor) -> torch.Tensor:
-    """fp32 values without subnormals: these kernels are compiled to treat them as zeros."""
+    """Return fp32 values with subnormals set to zero, as these kernels are compiled to do."""
     return torch.where(
         value.abs() < torch.finfo(torch.float32).tiny, torch.copysign(torch.zeros_like(value), value), value
     )
@@ -54,7 +53,7 @@ class _Adam:
     def __call__(
         self, grad: torch.Tensor, param: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
     ) -> torch.Tensor:
-        """New fp32 parameter values; the moments are updated in place."""
+        """Return the new fp32 parameter values; the moments are updated in place."""
         if not self.decoupled:
             grad = grad + self.decay * param
         # The kernel subtracts in fp32 too, so that 1 - 0.999 is off by 1e-5 of itself.
@@ -71,8 +70,7 @@ class _Adam:
 def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any) -> None:
     """Adam on ``[grads, params, exp_avg, exp_avg_sq]``, plus ``[fp32 main params]`` to update instead.
 
-    ``args``: lr, beta1, beta2, epsilon, step, mode (0: L2, 1: decoupled decay), bias_correction,
-        weight_decay.
+    ``args``: lr, beta1, beta2, epsilon, step, mode (0: L2, 1: decoupled decay), bias_correction, weight_decay.
 
     Raises:
         EmulationError: gradients, or parameters, of several dtypes.
@@ -95,9 +93,9 @@ def multi_tensor_adam(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Li
 def multi_tensor_adam_fp8(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any) -> None:
     """Adam with FP8 parameters: ``[grads, FP8 bytes, exp_avg, exp_avg_sq, main, scale, amax, scale_inv]``.
 
-    ``args`` as for :func:`multi_tensor_adam`, then the FP8 dtype. The bytes are the saturated main parameter
-    times ``scale``; ``amax`` is raised to its largest absolute value and ``scale_inv`` becomes ``1 / scale``.
-    A transposed copy is *not* updated.
+    ``args`` as for :func:`multi_tensor_adam`, then the FP8 dtype. The bytes are the saturated main parameter times
+    ``scale``; ``amax`` is raised to its largest absolute value and ``scale_inv`` becomes ``1 / scale``. A transposed
+    copy is *not* updated.
     """
     del chunk_size, noop_flag
     adam, fp8 = _Adam(*args[:-1]), to_torch_dtype(args[-1])
@@ -116,9 +114,8 @@ def multi_tensor_adam_param_remainder(
 ) -> None:
     """Adam on fp32 main parameters stored as bf16 parameters plus int16 remainders.
 
-    Lists ``[grads, bf16 params, exp_avg, exp_avg_sq, int16 remainders]``. The bf16 half is the main value
-    rounded by its low half taken as a signed number, which is why a negative remainder means that the high
-    half was incremented.
+    Lists ``[grads, bf16 params, exp_avg, exp_avg_sq, int16 remainders]``. The bf16 half is the main value rounded by
+    its low half taken as a signed number, which is why a negative remainder means that the high half was incremented.
     """
     del chunk_size, noop_flag
     adam = _Adam(*args)
@@ -137,7 +134,7 @@ def multi_tensor_adam_param_remainder(
 def multi_tensor_adam_capturable(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any
 ) -> None:
-    """:func:`multi_tensor_adam` with tensors lr and step, and last ``inv_scale``, a factor of the gradients.
+    """Run :func:`multi_tensor_adam` with tensors lr and step, and last ``inv_scale``, a factor of the gradients.
 
     Does nothing when ``noop_flag`` is 1. The unscaled gradients are written back.
 
@@ -159,7 +156,7 @@ def multi_tensor_adam_capturable(
 def multi_tensor_adam_capturable_master(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, *args: Any
 ) -> None:
-    """:func:`multi_tensor_adam_capturable` with a fifth list of fp32 main parameters."""
+    """Run :func:`multi_tensor_adam_capturable` with a fifth list of fp32 main parameters."""
     multi_tensor_adam_capturable(chunk_size, noop_flag, tensor_lists, *args)
 
 
@@ -202,7 +199,7 @@ def _flag_overflow(noop_flag: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: float) -> None:
-    """``[inputs, outputs]``: outputs = inputs * scale; flags an input that is not finite."""
+    """Return ``[inputs, outputs]``: outputs = inputs * scale; flags an input that is not finite."""
     del chunk_size
     with torch.no_grad():
         for source, target in zip(*tensor_lists, strict=True):
@@ -214,14 +211,14 @@ def multi_tensor_scale(chunk_size: int, noop_flag: torch.Tensor, tensor_lists: L
 def multi_tensor_scale_tensor(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, scale: torch.Tensor
 ) -> None:
-    """:func:`multi_tensor_scale` with the factor in a one-element tensor."""
+    """Run :func:`multi_tensor_scale` with the factor in a one-element tensor."""
     multi_tensor_scale(chunk_size, noop_flag, tensor_lists, float(scale))
 
 
 def multi_tensor_l2norm(
     chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Lists, per_tensor: bool | None = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 ``(norm over all (1,), norm of each (n,) or empty)``; flags a result that is not finite."""
+    """Return fp32 ``(norm over all (1,), norm of each (n,) or empty)``; flags a result that is not finite."""
     return multi_tensor_unscale_l2norm(chunk_size, noop_flag, tensor_lists, torch.ones(1), per_tensor)
 
 
@@ -232,7 +229,7 @@ def multi_tensor_unscale_l2norm(
     inv_scale: torch.Tensor,
     per_tensor: bool | None = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`multi_tensor_l2norm` of the tensors times the one-element ``inv_scale``."""
+    """Compute :func:`multi_tensor_l2norm` of the tensors times the one-element ``inv_scale``."""
     del chunk_size
     squares = torch.stack([(one.detach().float() * inv_scale).square().sum() for one in tensor_lists[0]])
     _flag_overflow(noop_flag, squares)

@@ -45,7 +45,7 @@ def layernorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """``gamma * (x - mean) / sqrt(var + eps) + beta`` over the last dim.
+    """Return ``gamma * (x - mean) / sqrt(var + eps) + beta`` over the last dim.
 
     Returns:
         ``[output (quantized if asked), mean fp32 (rows,), 1 / sqrt(var + eps) fp32 (rows,)]``.
@@ -73,7 +73,7 @@ def rmsnorm_fwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[Any]:
-    """``gamma * x / sqrt(mean(x^2) + eps)`` over the last dim.
+    """Return ``gamma * x / sqrt(mean(x^2) + eps)`` over the last dim.
 
     Returns:
         ``[output (quantized if asked), None, 1 / sqrt(mean(x^2) + eps) fp32 (rows,)]``.
@@ -90,7 +90,7 @@ def rmsnorm_fwd(
 def _backward(
     dz: torch.Tensor, normalized: torch.Tensor, rsigma: torch.Tensor, gamma: torch.Tensor, centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 gradients of the input and of gamma, from the normalized input (rows, H)."""
+    """Return the fp32 gradients of the input and of gamma, from the normalized input (rows, H)."""
     dy = dz * gamma
     dx = dy - normalized * (dy * normalized).mean(-1, keepdim=True)
     if centered:
@@ -107,7 +107,7 @@ def layernorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Backward of :func:`layernorm_fwd`: ``[dx, dgamma, dbeta]`` in the dtypes of x and gamma."""
+    """Return the backward of :func:`layernorm_fwd`: ``[dx, dgamma, dbeta]`` in the dtypes of x and gamma."""
     del sm_margin
     normalized = rsigma.reshape(-1, 1) * (_rows(x) - mu.reshape(-1, 1))
     grad = _rows(dz)
@@ -123,7 +123,7 @@ def rmsnorm_bwd(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """Backward of :func:`rmsnorm_fwd`: ``[dx, dgamma]`` in the dtypes of x and gamma."""
+    """Return the backward of :func:`rmsnorm_fwd`: ``[dx, dgamma]`` in the dtypes of x and gamma."""
     del sm_margin
     normalized = rsigma.reshape(-1, 1) * _rows(x)
     dx, dgamma = _backward(_rows(dz), normalized, rsigma, _gamma(gamma, zero_centered_gamma), centered=False)
@@ -139,7 +139,7 @@ def rmsnorm_bwd_add(
     sm_margin: int,
     zero_centered_gamma: bool,
 ) -> list[torch.Tensor]:
-    """:func:`rmsnorm_bwd` plus ``add`` on the input gradient, rounded once: ``[dx, dgamma]``."""
+    """Run :func:`rmsnorm_bwd` plus ``add`` on the input gradient, rounded once: ``[dx, dgamma]``."""
     del sm_margin
     normalized = rsigma.reshape(-1, 1) * _rows(x)
     dx, dgamma = _backward(_rows(dz), normalized, rsigma, _gamma(gamma, zero_centered_gamma), centered=False)

@@ -1,12 +1,12 @@
-"""Gradients of parameters whose optimizer state is sharded over replicas: averages, and what nobody may read.
+"""Gradients of parameters whose optimizer state is sharded over replicas.
 
-With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. That over the replicas
-exists in rows, as the gradient of the main parameter that the optimizer will update, once somebody has asked for it: a
-step, or a norm. It is made once, and holds as long as the gradient that it was made of stays as it is.
+With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. The average over replicas
+is computed on demand (by a step or a norm). It consists of this rank's rows, as the gradient of the main parameter
+that the optimizer updates. It is computed once and is valid while the underlying gradient does not change.
 
-Whatever reads ``parameter.grad`` (torch's clipping, a loss scaler, a log) would find another number on each replica,
-and scale each by another factor. Such a gradient is therefore a DTensor that computes nothing but what gives the same
-before and after the average, an :class:`UnaveragedGradient`. FSDP2 and te_fsdp go by its local tensor.
+Code that reads ``parameter.grad`` (torch's clipping, a loss scaler, a log) would see a different value on each
+replica, and scale each replica differently. So this gradient is a DTensor that supports only operations with the same
+result before and after the average, an :class:`UnaveragedGradient`. FSDP2 and te_fsdp use its local tensor.
 """
 
 from __future__ import annotations
@@ -60,32 +60,32 @@ class ShardedParameters(Protocol):
 
 
 class OuterAverages:
-    """The averages of one optimizer's gradients; ``early`` are those that begin during backward.
+    """Averages of one optimizer's gradients over replicas; ``early`` contains those that start during backward.
 
-    What makes or completes them raises OrderError where gradients have changed since they were averaged.
+    Methods that compute or complete averages raise OrderError if gradients have changed since they were averaged.
     """
 
     def __init__(self, main_parameters: ShardedParameters) -> None:
         self._main_parameters = main_parameters
-        self.early = EarlyAverages(self._apart)
-        self._averaging = GradientAveraging(())  # of those that the last step has averaged
-        # What averages were multiplied by since they were made; the gradients that they were made of were not.
+        self.early = EarlyAverages(self._trained_shards)
+        self._averaging = GradientAveraging(())  # for the gradients of the last step
+        # Factor by which averages were multiplied after they were computed. The underlying gradients were not.
         self._factor: torch.Tensor | None = None
 
-    def _apart(self) -> list[OptimizerShard]:
-        """What is trained and averaged, in the optimizer's order; the same on all replicas."""
+    def _trained_shards(self) -> list[OptimizerShard]:
+        """Return the shards of trained parameters to average, in the optimizer's order, identical on all replicas."""
         return [own.shard for own in self._main_parameters.trained() if not own.shard.reduced]
 
     @property
     def ready(self) -> dict[int, MainParameter]:
-        """The main parameters whose gradients are averages that are there, by their parameters' ids."""
+        """Return the main parameters whose averaged gradient is available, keyed by id(parameter)."""
         return {key: own for key, own in self._main_parameters.known.items() if own.source is not None}
 
     def make(self) -> None:
-        """Average the gradients of cut parameters over their replicas, unless that is done.
+        """Average the gradients of parameters with sharded state over their replicas, unless done already.
 
-        Collective over the replicas: one reduce-scatter per group of replicas and dtype, or what is left to do of those
-        that have begun during backward. The parameters' own gradients stay as they are.
+        Collective over the replicas: one reduce-scatter per replica group and dtype, or the rest of those that started
+        during backward. The parameters' own gradients are not changed.
         """
         cut = self._main_parameters.trained()
         parameters = [own.parameter for own in cut]
@@ -101,7 +101,7 @@ class OuterAverages:
         for own, source, rows in zip(cut, gradients, self._averages(cut, gradients), strict=True):
             if rows is None:
                 continue  # no replica has a gradient
-            if source is None:  # others have one: from now on this rank takes part as they do
+            if source is None:  # other replicas have one, so this rank participates like them
                 source = zero_gradient(own.parameter)
                 if not own.shard.reduced:
                     hide_unaveraged_grad(source)
@@ -117,22 +117,22 @@ class OuterAverages:
         )
 
     def finish(self) -> None:
-        """Complete the averages that have begun during backward. Collective over the replicas if there may be some."""
+        """Complete averages that started during backward. Collective over the replicas if there may be some."""
         if self.early.expected:
             self.make()
 
     @property
     def made(self) -> dict[int, torch.Tensor]:
-        """Averages that are there, by the ``id`` of the gradient that each is of."""
+        """Return the available averages, by ``id`` of the underlying gradient."""
         return {id(own.source.gradient()): own.main.grad for own in self.ready.values() if own.source}
 
     def multiplied(self, factor: torch.Tensor) -> None:
-        """Note that the averages that are there were multiplied by a number. Local operation."""
+        """Record that the available averages were multiplied by a number. Local operation."""
         if self.ready:
             self._factor = factor if self._factor is None else self._factor * factor
 
     def clear(self) -> None:
-        """Forget all averages. Their gradients are still to be multiplied, if they are not cleared. Local operation."""
+        """Drop all averages. Their factor still applies to gradients that are not cleared. Local operation."""
         factor, self._factor = self._factor, None
         for own in self.ready.values():
             gradient = own.source.gradient() if own.source is not None and factor is not None else None
@@ -141,14 +141,14 @@ class OuterAverages:
             own.source = own.main.grad = own.main.decoupled_grad = None
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget what was averaged of gradients that are about to be cleared. Local operation."""
+        """Drop the averages of gradients that are about to be cleared. Local operation."""
         for parameter in parameters:
             own = self._main_parameters.known.get(id(parameter))
             if own is not None:
                 own.source = None
 
     def _is_done(self, cut: list[MainParameter], gradients: list[torch.Tensor | None]) -> bool:
-        """Whether the averages that are there are those of the gradients that are there."""
+        """Return whether the available averages match the current gradients."""
         kept, fresh, changed = 0, 0, 0
         same = TensorVersion.are_same([own.source for own in cut], gradients)
         for own, gradient, is_same in zip(cut, gradients, same, strict=True):
@@ -162,10 +162,10 @@ class OuterAverages:
                 changed += 1
         if changed or (kept and fresh):
             raise OrderError(
-                f"{changed + fresh} of {len(cut)} gradients have changed since they were averaged",
+                f"{changed + fresh} of {len(cut)} gradients have changed after they were averaged",
                 expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
-                got="another backward, or another change of gradients, between them and step()",
-                why="The step would miss it",
+                got="a further backward or change of gradients between these calls and step()",
+                why="The step would ignore the change",
                 fix="clip once, after the last backward; begin the next step with zero_grad()",
             )
         for own in self.ready.values() if not kept else ():
@@ -173,7 +173,7 @@ class OuterAverages:
         return bool(kept)
 
     def _averages(self, cut: list[MainParameter], gradients: list[Any]) -> list[torch.Tensor | None]:
-        """This rank's rows of each average; ``None`` of a gradient that is not there to be cut. Collective."""
+        """Return this rank's rows of each average; ``None`` for gradients without sharded state. Collective."""
         local = {
             id(own.parameter): None if gradient is None else _torch.local_of(gradient)
             for own, gradient in zip(cut, gradients, strict=True)
@@ -185,7 +185,7 @@ class OuterAverages:
         averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
         found |= {id(shard.parameter): rows for shard, rows in zip(late, averages, strict=True)}
         for own in cut:
-            if id(own.parameter) not in found:  # equal on all replicas
+            if id(own.parameter) not in found:  # identical on all replicas
                 shard, gradient = own.shard, local[id(own.parameter)]
                 rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
                 found[id(own.parameter)] = None if rows is None else rows.contiguous()
@@ -196,14 +196,14 @@ class OuterAverages:
 
 
 def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors whose ``grad`` is the model's gradient: main parameters of cut parameters, all others themselves.
+    """Return the tensors whose ``grad`` is the model's gradient: main parameters if state is sharded, else parameters.
 
-    Averages what has not been averaged. Collective over the replicas of cut parameters, once per optimizer; in the same
-    order on all ranks.
+    Computes missing averages. Collective over the replicas of parameters with sharded state, once per optimizer. The
+    order is the same on all ranks.
 
     Raises:
-        OrderError: A parameter of ``outer_strategy="optim"`` whose optimizer was not sharded, or gradients that have
-            changed since they were averaged.
+        OrderError: A parameter of ``outer_strategy="optim"`` has no sharded optimizer, or gradients have changed since
+            they were averaged.
     """
     given = list(parameters)
     ready: dict[int, MainParameter] = {}
@@ -225,30 +225,30 @@ def check_step(optimizer: Optimizer) -> None:
 
 
 def _check_sharded(parameter: torch.Tensor, what: str) -> None:
-    """Raise for a parameter whose gradients wait for an optimizer that averages them."""
+    """Raise OrderError for a parameter whose gradients require an optimizer that averages them."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)
     if plan is None or plan.storage.gradient[0] != "P" or state is None or state.meshes.size(OUTER) == 1:
         return
     raise OrderError(
         f"{what}: {label_of(parameter)} of a model with outer_strategy='optim'",
         expected="an optimizer that averages gradients over dp_replicate",
-        got="one that updates with those of this rank's dp_shard group",
-        why="The copies of the model would train apart",
-        fix="call te_fsdp.shard_optimizer(optimizer) once, right after it was built",
+        got="an optimizer that uses gradients of this rank's dp_shard group",
+        why="The replicas of the model would diverge",
+        fix="call te_fsdp.shard_optimizer(optimizer) once, right after building it",
     )
 
 
 def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
-    """The averages of several parameters' gradients, one object for each optimizer that cuts state. Local operation.
+    """Return the averages of several parameters, one object per optimizer with sharded state. Local operation.
 
     Raises:
-        OrderError: That ``what`` lacks an optimizer that was sharded, for a trained parameter of
-            ``outer_strategy="optim"``; not where it is empty.
+        OrderError: A trained parameter of ``outer_strategy="optim"`` has no sharded optimizer, and ``what`` (the
+            caller) is not empty.
     """
     found: dict[int, OuterAverages] = {}
     for parameter in parameters:
         facts = get_record(parameter)
-        # Of the living optimizer that cuts its state.
+        # of the optimizer, still alive, that shards its state
         cutting = facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
         if cutting is not None:
             found[id(cutting)] = cutting.averages
@@ -259,61 +259,61 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
 
 # --------------------------------------------------------------------------------------- gradients of one replica alone
 
-#: Attribute of a gradient that was averaged: what the average was multiplied by, and the gradient was not.
+#: Attribute of an averaged gradient: the factor applied to the average only.
 _FACTOR = "_te_fsdp_factor"
 #: Attribute of a gradient: its parameter's label.
 _LABEL = "_te_fsdp_label"
-#: Attributes that are values; the others are shape, dtype and the like.
+#: Attributes that return values. Others return shape, dtype and similar.
 VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
-#: Methods and functions that tell the shape and the like, or change no value.
+#: Methods and functions that return shape and similar, or that do not change values.
 NO_VALUES = (
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset"),
     *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
     *("requires_grad_", "detach", "detach_"),
 )
-#: Linear, so that they give the same before and after the average.
+#: Linear operations, which have the same result before and after the average.
 _LINEAR = (
     *("zero_", "mul_", "div_", "__imul__", "__itruediv__", "multiply_", "divide_", "true_divide_"),
     *("_foreach_zero_", "_foreach_mul_", "_foreach_div_"),
 )
 
 
-def _refuse(gradient: torch.Tensor | None, what: str, *unused: Any, **more: Any) -> NoReturn:
+def _raise_unaveraged(gradient: torch.Tensor | None, what: str, *unused: Any, **more: Any) -> NoReturn:
     """Raise :class:`OrderError` for an operation on a gradient."""
     label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
     shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
     raise OrderError(
         f"{what} on the gradient of {label or f'a parameter{shape}'}",
         expected=f"a gradient that is averaged over {OUTER}",
-        got="one that is averaged over this copy of the model alone, as each backward leaves it with "
+        got="a gradient that is averaged over this replica only, as after each backward with "
         'outer_strategy="optim"',
-        why="Each copy would see other numbers",
-        fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; where other code must read "
+        why="Each replica would see different numbers",
+        fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; if other code must read "
         "gradients, shard with outer_strategy='no_shard' (HSDP)",
     )
 
 
 class UnaveragedGradient(DTensor):
-    """A gradient that is averaged within one replica of the model alone, see above."""
+    """A gradient that is averaged within one replica of the model only, see the module's docstring."""
 
     __slots__ = ()
 
-    to_local = functools.partialmethod(_refuse, "to_local")
-    full_tensor = functools.partialmethod(_refuse, "full_tensor")
-    redistribute = functools.partialmethod(_refuse, "redistribute")
-    __deepcopy__ = functools.partialmethod(_refuse, "deepcopy")
-    __reduce_ex__ = functools.partialmethod(_refuse, "pickle")
+    to_local = functools.partialmethod(_raise_unaveraged, "to_local")
+    full_tensor = functools.partialmethod(_raise_unaveraged, "full_tensor")
+    redistribute = functools.partialmethod(_raise_unaveraged, "redistribute")
+    __deepcopy__ = functools.partialmethod(_raise_unaveraged, "deepcopy")
+    __reduce_ex__ = functools.partialmethod(_raise_unaveraged, "pickle")
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run what is harmless.
+        """Run operations that do not depend on the average.
 
-        Not ``__torch_dispatch__``: torch before 2.13 does not ask a subclass of DTensor for its own.
+        This is not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
 
         Raises:
-            OrderError: Anything else.
+            OrderError: Any other operation.
         """
         name = func.__name__
         if name in ("__get__", "__set__", "__delete__"):
@@ -324,12 +324,12 @@ class UnaveragedGradient(DTensor):
             harmless = linear or name in NO_VALUES
         if not harmless:
             given = args[0] if args and isinstance(args[0], (list, tuple)) else args
-            _refuse(next((g for g in given if isinstance(g, cls)), None), name)
+            _raise_unaveraged(next((g for g in given if isinstance(g, cls)), None), name)
         result = _torch.plain_results(func, types, args, kwargs or {})
         return hide_unaveraged_grad(result) if isinstance(result, DTensor) else result
 
     def __repr__(self, **unused: Any) -> str:
-        """Without values."""
+        """Return a description without values."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
 
 
@@ -340,7 +340,7 @@ def _is_number(value: Any) -> bool:
 
 
 def hide_unaveraged_grad(gradient: torch.Tensor) -> torch.Tensor:
-    """The same gradient, as one that is averaged within one replica alone. Local operation."""
+    """Mark a gradient as averaged within one replica only, and return it. Local operation."""
     if isinstance(gradient, DTensor):
         gradient.__class__ = UnaveragedGradient
     return gradient
@@ -348,14 +348,14 @@ def hide_unaveraged_grad(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def apply_deferred_grad_scale(gradient: torch.Tensor | None) -> None:
-    """Multiply a gradient by what its average was clipped or scaled by, before others are added to it. Local operation.
+    """Apply the deferred factor to a gradient before accumulating into it. Local operation.
 
-    A loop that clears gradients after each step never comes to it.
+    The factor comes from clipping or scaling the average. Loops that clear gradients after each step never need this.
     """
     factor = None if gradient is None else gradient.__dict__.pop(_FACTOR, None)
     if gradient is not None and factor is not None:
         local = _torch.local_of(gradient)
-        local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay, whatever the factor
+        local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay zero for any factor
 
 
 def hide_unaveraged_grads(setup: Setup) -> None:

@@ -1,8 +1,8 @@
-"""Which rows of a parameter this rank keeps optimizer state for, and how they become new weights.
+"""Shards of optimizer state over replicas, and the all-gather of updated weights.
 
-A parameter may be held by several ranks alike: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each
-holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its local tensor is then cut once more, as
-``torch.shard`` cuts, and each replica updates its own rows (:class:`OptimizerShard`):
+Several ranks may replicate a parameter: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each has the
+same FSDP2 shard), or over data parallel (``no_shard``). Its local tensor is then sharded once more, as ``torch.chunk``
+does, and each replica updates its own rows (:class:`OptimizerShard`):
 
     mesh                (dp_replicate,                dp_shard,              tp)
     parameter                                         (_StridedShard(0, tp),  Shard(0))
@@ -11,12 +11,12 @@ holds the same FSDP2 shard), or over all of data parallel (``no_shard``). Its lo
     gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows, in fp32
     new rows, as they are sent  --all-gather-->           shards
 
-The first dim is cut that all its axes cut evenly (of a quantized weight, into whole blocks if any is), dim 0 if there
-is none. Main weights and states are DTensors of the parameter's own shape. A large tensor that is cut along its first
-dim is sent by itself, without a copy: its rows lie one after the other already. All others are packed, one collective
-per group and dtype, however many there are. Rows are padded to the same number per replica. Rows of quantized weights
-that are whole blocks are quantized before they are sent, all others by each replica. The bytes are the same either way:
-formats scale blocks of values, or the whole weight, of which the replicas take the amax together.
+The sharded dim is the first one that all axes divide evenly (for a quantized weight into full blocks, if possible),
+else dim 0. Main weights and states are DTensors with the parameter's shape. A large tensor sharded along dim 0 is sent
+separately without a copy, because its rows are contiguous. All others are packed: one collective per group and dtype.
+Rows are padded to the same number per replica. Rows of quantized weights that consist of full blocks are quantized
+before they are sent, others afterwards by each replica. The result is the same, because formats scale blocks, or the
+unsharded weight with an amax over all replicas.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from te_fsdp.layout import chunk_range
 from te_fsdp.quantized.amax import (
     PendingQuantization,
     cast,
+    copy_delayed_scale,
     has_current_scale,
     quantize_into,
     reduce_max,
     shared_scales,
-    take_delayed_scale,
 )
 from te_fsdp.quantized.components import Component, block_of, buffers_of_parts, drop_derived_state
 from te_fsdp.records import plan_of
@@ -65,27 +65,28 @@ T = TypeVar("T")
 
 #: The outer axis.
 OUTER = "dp_replicate"
-#: Elements; kernels read several at once from addresses that allow it.
+#: Alignment in elements, required by kernels with vectorized loads.
 ALIGNED = 16
-#: How a tensor is cut, as a buffer of a quantized weight that lies as the parameter does: a step asks for each.
+#: Partition of a tensor over replicas. Cached, because every step computes it for each tensor.
 _rows_of = functools.cache(RowPartition)
 
 
 class OptimizerShard:
-    """The part of one parameter's local tensor that this rank keeps main weight and state for: its rows along ``dim``.
+    """This rank's part of a parameter's local tensor, for main weight and optimizer state: rows along ``dim``.
 
     Attributes:
-        mesh: The parameter's own mesh (none for a plain tensor) with the axis of its replicas put in front.
-        placements: Of main weight and states on it.
-        reduced: Whether gradients arrive equal on all replicas, so that they are only cut. Otherwise they are averaged.
-        partial: How gradients that are not reduced lie on the replicas, in DTensor's words: summed if the user wants.
+        mesh: The parameter's mesh (none for a plain tensor) with the replica axis in front.
+        placements: Placements of main weight and states on it.
+        reduced: Whether gradients are equal on all replicas, so that they are only sliced. Otherwise they are
+            averaged.
+        partial: Placement of unreduced gradients over the replicas: average, or sum if the user requests it.
         group, ranks, size: Process group of the replicas, their global ranks, and their number.
-        dtype: Of its main weight and of the average of its gradients: fp32 for low-precision parameters.
-        dim, parts: The dim that is cut, and into how many parts the parameter's own axes cut it.
-        rows: How the local tensor is cut over the replicas.
+        dtype: Dtype of main weight and averaged gradient: fp32 for low-precision parameters.
+        dim, parts: The sharded dim, and the number of parts into which the parameter's own axes shard it.
+        rows: Partition of the local tensor over the replicas.
         low, high, shape: This rank's rows, and their shape.
-        decoupled: Whether the optimizer takes gradients of any dtype (``decoupled_grad``).
-        obstacles: :func:`reason_for_fp32`, by class and shape of the local tensor.
+        decoupled: Whether the optimizer accepts gradients of any dtype (``decoupled_grad``).
+        obstacles: Cache of :func:`reason_for_fp32`, by class and shape of the local tensor.
     """
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool, sums: bool) -> None:
@@ -103,27 +104,27 @@ class OptimizerShard:
         self.shape = (*local.shape[: self.dim], self.high - self.low, *local.shape[self.dim + 1 :])
         self.decoupled = False
         self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
-        # Made once: they take longer than all the rest of what a step does with them.
+        # Cached, because creating specs takes longer than the rest of a step's host work per parameter.
         self._specs: dict[torch.dtype, DTensorSpec] = {}
 
     @property
     def sent(self) -> torch.dtype:
-        """Dtype of its gradient, the same on replicas that have none; that of the average where it could be any."""
+        """Return the dtype in which its gradient is sent, identical on replicas without a gradient."""
         own = None if self.decoupled else getattr(self.parameter, "grad_dtype", self.parameter.dtype)
         return own or self.dtype
 
     @property
     def comm(self) -> GradComm | None:
-        """How the model that the parameter belongs to wants gradients to be sent."""
+        """Return the gradient communication settings of the parameter's model."""
         state = sharded_model_of(self.parameter)
         return None if state is None else comm_of(state.model)
 
     @functools.cached_property
     def amax_group(self) -> dist.ProcessGroup | None:
-        """Over whom the amax of a weight with one scale is taken: its replicas, and all ranks that hold other pieces.
+        """Return the group over which the amax of a weight with one scale is reduced: replicas and all shards.
 
-        Collective over the world where this is neither one axis nor the world, the first time for such a mesh: a
-        process group is made.
+        Collective over the world at the first call per mesh if the group is neither one axis nor the world: a process
+        group is created.
         """
         large = [axis for axis in range(self.mesh.ndim) if self.mesh.size(axis) > 1]
         if len(large) == 1:
@@ -133,11 +134,11 @@ class OptimizerShard:
         return _torch.flatten_mesh(self.mesh, "outer_weight").get_group()
 
     def of(self, local: torch.Tensor) -> torch.Tensor:
-        """This rank's rows of a tensor like the parameter's local one; a view."""
+        """Return this rank's rows of a tensor shaped like the parameter's local tensor, as a view."""
         return local.narrow(self.dim, self.low, self.high - self.low)
 
     def spec(self, rows: torch.Tensor) -> DTensorSpec:
-        """Spec of the DTensor of the parameter's shape around this rank's rows. Local operation."""
+        """Return the spec of a DTensor with the parameter's shape around this rank's rows. Local operation."""
         spec = self._specs.get(rows.dtype)
         if spec is None:
             made = _torch.placed(rows, self.mesh, self.placements, self.parameter)
@@ -145,20 +146,23 @@ class OptimizerShard:
         return spec
 
     def distributed(self, rows: torch.Tensor) -> DTensor:
-        """DTensor of the parameter's shape around this rank's rows, on ``mesh``. Local operation."""
+        """Return a DTensor with the parameter's shape around this rank's rows, on ``mesh``. Local operation."""
         return _torch.dtensor(rows, self.spec(rows))
 
 
 def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
-    """Into how many parts the parameter's own axes cut a dim; ``mesh`` has one axis more in front."""
+    """Return the number of parts into which the parameter's own axes shard a dim.
+
+    ``mesh`` has one more axis in front.
+    """
     placements = enumerate(getattr(parameter, "placements", ()), 1)
     return math.prod(mesh.size(axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
 
 
 def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
-    """The first dim that all its axes and that of the replicas cut evenly, else 0; the same on all ranks.
+    """Return the first dim that all axes, including that of the replicas, divide evenly, else 0. Same on all ranks.
 
-    Of a quantized weight the first one that they cut into whole blocks, if there is one.
+    For a quantized weight it is the first dim that they divide into full blocks, if there is one.
     """
     block = block_of(_torch.local_of(parameter)) or 1
     for unit in dict.fromkeys((block, 1)):
@@ -169,7 +173,10 @@ def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
 
 
 def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
-    """What this rank keeps state for, if replicas share a parameter's optimizer state. Scalars are never cut. Local."""
+    """Return this rank's shard if replicas share a parameter's optimizer state. Scalars are not sharded.
+
+    Local operation.
+    """
     plan, state = plan_of(parameter), sharded_model_of(parameter)
     if plan is None or state is None or parameter.ndim == 0:
         return None
@@ -180,7 +187,7 @@ def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
         return None
     own = parameter.device_mesh if isinstance(parameter, DTensor) else None
     if plan.storage.is_whole:
-        # Made when the model was sharded, for the reductions of gradients.
+        # created when the model was sharded, for reductions of gradients
         name = "data" if root is meshes.device_mesh else "expert_data"
         mesh = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
         mesh = mesh if own is None else _torch.concatenated_meshes(mesh, own)
@@ -191,7 +198,7 @@ def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
 
 
 def group_by_key(members: Iterable[T], kinds: Iterable[Hashable]) -> list[list[T]]:
-    """What is sent together: members of one kind, the kinds in the order in which they first come."""
+    """Group members by kind. Kinds are in the order of their first member."""
     found: dict[Hashable, list[T]] = {}
     for member, kind in zip(members, kinds, strict=True):
         found.setdefault(kind, []).append(member)
@@ -199,12 +206,12 @@ def group_by_key(members: Iterable[T], kinds: Iterable[Hashable]) -> list[list[T
 
 
 def is_sent_alone(rows: RowPartition) -> bool:
-    """Whether a tensor is worth a collective of its own; the same on all replicas."""
+    """Return whether a tensor is large enough for a separate collective. Identical on all replicas."""
     return rows.is_even and rows.dim == 0 and rows.numel * rows.ranks >= LARGE
 
 
 def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair into the first."""
+    """Copy the second tensor of each pair into the first."""
     _torch.copy_all_([target for target, _ in pairs], [source for _, source in pairs])
 
 
@@ -212,22 +219,22 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 class ReplicaRows(NamedTuple):
-    """One tensor of which each replica has rows."""
+    """One tensor of which each replica has some rows."""
 
-    shard: OptimizerShard  #: Of the parameter: names the replicas, and the dim
-    mine: torch.Tensor  #: This rank's rows, along that dim
-    #: Where the rows of all replicas go, of the same dtype; this rank's may lie there already. A buffer of a quantized
-    #: weight may have another shape than the weight.
+    shard: OptimizerShard  #: Shard of the parameter, with the replicas and the dim
+    mine: torch.Tensor  #: This rank's rows along that dim
+    #: Target for the rows of all replicas, with the same dtype. It may contain this rank's rows already. A buffer of a
+    #: quantized weight may have a different shape than the weight.
     whole: torch.Tensor
-    as_bytes: bool = False  #: Whether it is packed together with tensors of other dtypes of which this holds
+    as_bytes: bool = False  #: Whether it is packed as bytes, together with tensors of other dtypes
 
 
 def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
-    """Give each replica the rows of all replicas.
+    """All-gather the rows of all replicas.
 
-    Collective over the replicas, all the same: one all-gather per group and dtype, one for bytes, and one more for each
-    large tensor; those of one dtype, or of bytes, as one operation of NCCL's. Temporary memory: what is packed, once.
-    Parts are in the same order on all replicas.
+    Collective over the replicas, with the same calls on all: one all-gather per group and dtype, one for bytes, and
+    one per large tensor. All-gathers of one dtype, or of bytes, are one NCCL operation. Temporary memory: one copy of
+    the packed rows. The order of parts is the same on all replicas.
     """
     moves: list[Pending[Any]] = []
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
@@ -241,7 +248,7 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
                 alone.append((part.mine.view(-1), part.whole.view(-1)))
             else:
                 packed.append((part, rows))
-        if len(alone) > 1 and not alone[0][0].is_cpu:  # gloo would send one after the other
+        if len(alone) > 1 and not alone[0][0].is_cpu:  # gloo would send them one after the other
             moves.append(all_gather_many(alone, group))
         else:
             moves += [redistribute(mine, Shard(0), Replicate(), group, into=whole) for mine, whole in alone]
@@ -252,12 +259,12 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
 
 
 def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> Pending[None]:
-    """One all-gather of parts of one kind; the wholes are written by the wait."""
+    """Start one all-gather of parts of one kind. Waiting for it writes the targets."""
     first, _ = parts[0]
     dtype = torch.uint8 if first.as_bytes else first.mine.dtype
     sizes = [rows.numel * part.mine.itemsize // dtype.itemsize for part, rows in parts]
     buffer = PackedLayout(tuple(sizes), ALIGNED)
-    # Not view(-1), which leaves a single element the stride of the rows that it was cut from: bytes want 1.
+    # view(-1) would keep the stride of the original rows for a single element, but byte views require stride 1.
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part, _ in parts]
     mine = buffer.pack([each.view(dtype) for each in flat], dtype, first.mine.device)
     del flat
@@ -272,18 +279,19 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
     return redistribute(mine, Shard(0), Replicate(), first.shard.group, into=gathered.view(-1)).then(unpack)
 
 
-#: Why one tensor of all experts crosses as fp32.
+#: Reason why a single tensor of all experts is sent as fp32.
 SINGLE = "one tensor of all experts"
-#: Shards, each with this rank's rows of the main weight, in the same order on all replicas.
+#: (shard, this rank's rows of the main weight), in the same order on all replicas.
 Cut = Sequence[tuple[OptimizerShard, torch.Tensor]]
 
 
 @torch.no_grad()
 def all_gather_main_params(cut: Cut) -> None:
-    """Make parameters their new main weights, each rounded or quantized once.
+    """Set parameters to their new main weights, each rounded or quantized once.
 
-    Collective over the replicas: one all-gather per dtype, one for the bytes of all quantized weights together, and
-    one more for each large tensor; and as :func:`scales_of_rows`, for NVFP4 and hybrids with a reduction for each.
+    Collective over the replicas: one all-gather per dtype, one for the bytes of all quantized weights, and one per
+    large tensor. In addition the collectives of :func:`scales_of_rows`, and for NVFP4 and hybrids one reduction per
+    weight.
     """
     scales = scales_of_rows(cut)
     plain: list[ReplicaRows] = []
@@ -294,7 +302,7 @@ def all_gather_main_params(cut: Cut) -> None:
         local = _torch.local_of(shard.parameter)
         if not _te.is_quantized(local):
             own = shard.of(local)
-            # In the dtype of the parameter, where they belong if they lie together there.
+            # Use the parameter's dtype, and its memory if the rows are contiguous there.
             if not own.is_contiguous():
                 own = rows.to(local.dtype)
             elif own.data_ptr() != rows.data_ptr():
@@ -306,13 +314,13 @@ def all_gather_main_params(cut: Cut) -> None:
             )
         else:
             for target, source in _quantized(shard, rows, local, scales.get(id(shard))):
-                if target.block is None:  # all replicas have it alike
+                if target.block is None:  # identical on all replicas
                     copies.append((target.tensor, source.tensor))
                 else:
                     packed.append(ReplicaRows(shard, source.tensor, target.tensor, as_bytes=True))
     copy_pairs(copies)
     sent = {id(part.shard): part.shard for part in packed}.values()
-    # The amax of all replicas' rows is the newest of a history. Over other pieces it is taken after the step, as ever.
+    # The amax of all replicas' rows is the newest of the history. Other shards are reduced after the step, as usual.
     delayed = [shard for shard in sent if _te.has_delayed_scale(_torch.local_of(shard.parameter))]
     for members in group_by_key(delayed, [shard.ranks for shard in delayed]):
         amaxes = [_te.quantizer_of(_torch.local_of(shard.parameter)).amax for shard in members]
@@ -324,26 +332,26 @@ def all_gather_main_params(cut: Cut) -> None:
 
 
 def scales_of_rows(cut: Cut) -> dict[int, torch.Tensor]:
-    """By ``id`` of its shard the scale of each current-scaling weight that is sent as bytes, one element.
+    """Return the scale (one element) of each current-scaling weight that is sent as bytes, by ``id`` of its shard.
 
-    Each from the amax of the whole main weight. Collective over replicas and weight mesh, if there are some: one max
-    all-reduce for each group of theirs.
+    Each comes from the amax of the unsharded main weight. Collective over replicas and weight mesh if there are such
+    weights: one max all-reduce per group.
     """
-    asked: dict[int, PendingQuantization] = {}
+    requests: dict[int, PendingQuantization] = {}
     for shard, rows in cut:
         local = _torch.local_of(shard.parameter)
         if _te.is_quantized(local) and reason_for_fp32(shard) is None:
             quantizer = _te.quantizer_of(local)
             if has_current_scale(type(quantizer)):
-                asked[id(shard)] = PendingQuantization(rows, quantizer, shard.amax_group)
-    return dict(zip(asked, shared_scales([*asked.values()]), strict=True))
+                requests[id(shard)] = PendingQuantization(rows, quantizer, shard.amax_group)
+    return dict(zip(requests, shared_scales([*requests.values()]), strict=True))
 
 
 def reason_for_fp32(shard: OptimizerShard) -> str | None:
-    """Why a quantized weight crosses the replicas' axis as fp32; ``None`` for one that does so as bytes.
+    """Return why a quantized weight is sent over replicas as fp32; ``None`` if it is sent as bytes.
 
-    Local operation on the global shape and the format: the same on all ranks, also on those that hold other pieces,
-    which take one amax together, each way over other groups.
+    Local operation on global shape and format. All ranks return the same, including those with other shards, because
+    all participate in one amax reduction whose group depends on it.
     """
     local = _torch.local_of(shard.parameter)
     kind = (type(local), tuple(local.shape))
@@ -358,7 +366,7 @@ def _fp32_reason(shard: OptimizerShard, local: torch.Tensor) -> str | None:
     block = block_of(local)
     if block is None:
         return f"no table of the buffers of {_te.format_of(local)}"
-    # Whether every replica of every piece has equally many rows, whole blocks, whatever this rank's own piece is.
+    # Check that every replica of every shard has the same number of rows, in full blocks.
     if block > 1 and shard.parameter.shape[shard.dim] % (block * shard.size * shard.parts):
         what = "columns" if shard.dim else "rows"
         return f"{shard.rows.shape[shard.dim]} {what} over {shard.size} ranks, a scale spans {block}"
@@ -372,7 +380,7 @@ def _fp32_reason(shard: OptimizerShard, local: torch.Tensor) -> str | None:
 def _quantized(
     shard: OptimizerShard, rows: torch.Tensor, local: torch.Tensor, scale: torch.Tensor | None
 ) -> list[tuple[Component, Component]]:
-    """Each buffer of a quantized weight, and that of this rank's rows, quantized as the weight is."""
+    """Return (target, source) of each buffer of a quantized weight. The source is quantized from this rank's rows."""
     targets = buffers_of_parts(local, "install")
     quantizer = _te.quantizer_of(local).copy()
     if len(_te.storage_parts_of(local)) == 1:
@@ -385,10 +393,10 @@ def _quantized(
             _te.set_quantizer_amax_group(quantizer, shard.amax_group)
         unseen = not rows.numel() and _te.has_delayed_scale(local)
         if unseen:
-            quantizer.amax.zero_()  # no kernel runs for a tensor without elements: the last step's amax would stay
+            quantizer.amax.zero_()  # no kernel runs for an empty tensor, so the amax of the last step would stay
         quantized = quantizer(rows)
         if unseen:
-            take_delayed_scale(quantized)
+            copy_delayed_scale(quantized)
     sources = buffers_of_parts(quantized, "install")
     assert [target.name for target in targets] == [source.name for source in sources]
     return list(zip(targets, sources, strict=True))

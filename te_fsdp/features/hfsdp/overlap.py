@@ -1,18 +1,18 @@
-"""Reductions over the outer axis, in the step, or begun while its last backward runs.
+"""Reductions over the outer axis, in the step or overlapped with its last backward.
 
-Gradients below fp32 are sent as they are, by an all-to-all, and added up in fp32 here: what a reduce-scatter in fp32
-gives, for half of the bytes. A replica whose backward has not reached a parameter sends zeros, and says so: behind the
-packed rows each replica sends one number per parameter, 1 where it has a gradient.
+Gradients below fp32 are sent in their dtype by an all-to-all and summed in fp32 here. This equals a reduce-scatter in
+fp32 with half of the bytes. A replica whose backward did not use a parameter sends zeros. After the packed rows each
+replica sends one flag per parameter, 1 if it has a gradient.
 
-Where all ranks tell the last backward of the first step (``microbatch(is_last=True)``), they agree there on the order
-in which backward leaves units. From then on a unit begins when FSDP2 has enqueued its reduction and all units before it
-have begun (:mod:`te_fsdp.collectives.async_work`); the step begins the others, in the same order. So every replica
-calls the same
-collectives, whatever it has used. Else all is averaged at the step, as for a plain loop.
+If all ranks mark the last backward of the first step (``microbatch(is_last=True)``), they agree on the order in which
+backward leaves units. Afterwards a unit starts once FSDP2 has enqueued its reduction and all previous units have
+started (:mod:`te_fsdp.collectives.async_work`). The step starts the remaining units in the same order. So every
+replica runs the same collectives, whatever parameters it has used. Otherwise everything is averaged in the step.
 
-What has begun is stale if a gradient has changed since: after an exception in backward, a further backward,
-``zero_grad``, a change by hand. The step asks whether it is on any replica, over the CPU. All then complete what any of
-them has begun, drop it, and average everything anew: right, but nothing is saved.
+A started average is stale if its gradient has changed since: after an exception in backward, a further backward,
+``zero_grad``, or an explicit change. The step checks this for all replicas over the CPU. Then all replicas complete
+the averages that any of them has started, drop them, and average everything again. The result is correct, but nothing
+was saved.
 """
 
 from __future__ import annotations
@@ -54,24 +54,24 @@ _log = logging.getLogger("te_fsdp")
 
 
 class GradientAveraging:
-    """How gradients of some parameters are averaged over the replicas, or summed if the user wants sums.
+    """Average of the gradients of some parameters over the replicas (or their sum, if the user requests it).
 
-    What never changes from step to step is looked at once: which of them are sent together, and where each lies.
+    Grouping and offsets do not change between steps and are computed once.
 
     Args:
-        shards: The parameters, in the same order on all replicas.
+        shards: Shards of the parameters, in the same order on all replicas.
     """
 
     def __init__(self, shards: Sequence[OptimizerShard]) -> None:
         self.shards = tuple(shards)
         self._alone = [is_sent_alone(shard.rows) for shard in shards]
         self._numels = [math.prod(shard.shape) for shard in shards]
-        # Places of those with the same replicas and dtypes, and where the small ones of these lie together.
+        # Indices of gradients with the same replicas and dtypes, and the offsets of the small ones in a packed buffer.
         self._kinds: list[tuple[list[int], PackedLayout]] = []
         self._dtypes: list[torch.dtype | None] | None = None
 
-    def _look(self) -> None:
-        """Settle what is sent together, as long as gradients keep their dtypes."""
+    def _group_gradients(self) -> None:
+        """Compute the grouping, which is valid while gradients keep their dtypes."""
         dtypes = [getattr(shard.parameter, "grad_dtype", None) for shard in self.shards]
         if dtypes != self._dtypes:
             self._dtypes, self._kinds = dtypes, []
@@ -86,22 +86,22 @@ class GradientAveraging:
         comm: GradComm | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Pending[list[torch.Tensor | None]]:
-        """Begin with local gradients, ``None`` where this rank has none; they must not change until the end.
+        """Start with local gradients (``None`` for missing ones), which must not change until the end.
 
-        Collective over the replicas, all the same: per group and dtype a reduce-scatter, and one more for each large
-        tensor, in what the model's :class:`GradComm` says, or ``comm``. If that is the gradients' own dtype, and below
-        the shards', they are all-to-alls, and added up here. Temporary memory: what is packed, or has another dtype on
-        the wire, and what an all-to-all brings. With a ``group`` for these moves alone nothing waits before the result
-        is asked for where there are no streams.
+        Collective over the replicas, with the same calls on all. Per group and dtype one reduce-scatter, and one per
+        large tensor, in the communication dtype of the model's :class:`GradComm`, or of ``comm``. If it is the
+        gradients' own dtype and below the shards', all-to-alls are used and the sum is computed here. Temporary
+        memory: packed gradients, gradients in a different communication dtype, and the result of all-to-alls. With a
+        dedicated ``group``, nothing waits before the result is requested if there are no streams.
 
         Returns:
-            This rank's rows, in the order of the shards; ``None`` where no replica has a gradient.
+            This rank's rows in the order of the shards; ``None`` if no replica has a gradient.
         """
         found: list[torch.Tensor | None] = [None] * len(self.shards)
         moves: list[Pending[torch.Tensor]] = []
-        asked: list[
+        flags: list[
             tuple[int, torch.Tensor]
-        ] = []  # what this rank has no gradient of, and how many replicas have one
+        ] = []  # gradients missing on this rank, with the number of replicas that have one
 
         def send(source: torch.Tensor, shape: Sequence[int], first: OptimizerShard, by: Any) -> torch.Tensor:
             into = torch.empty(shape, dtype=first.dtype, device=source.device)
@@ -110,7 +110,7 @@ class GradientAveraging:
                 moves.append(redistribute(source, first.partial, Shard(0), to, by, into=flat, async_op=late))
             return into
 
-        self._look()
+        self._group_gradients()
         for places, buffer in self._kinds:
             first = self.shards[places[0]]
             by = comm or first.comm
@@ -129,11 +129,11 @@ class GradientAveraging:
                     )
                     found[at] = send(whole.contiguous().view(-1), shard.shape, first, by)
                 if gradient is None:
-                    asked.append((at, result[flag]))
+                    flags.append((at, result[flag]))
 
         def finish(unused: None) -> list[torch.Tensor | None]:
-            for at, replicas in asked:
-                if not bool(replicas > 0):  # waits for the device, on ranks without a gradient alone
+            for at, replicas in flags:
+                if not bool(replicas > 0):  # waits for the device, only on ranks without a gradient
                     found[at] = None
             return found
 
@@ -142,10 +142,10 @@ class GradientAveraging:
     def _packed(
         self, places: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
-        """What all replicas get of each small gradient, replica after replica, each time with the flags behind."""
+        """Pack each replica's rows of the small gradients, followed by the flags, replica by replica."""
         first, flags = self.shards[places[0]], buffer.numel - buffer.more
         device = _torch.local_of(first.parameter).device
-        # Padding of uneven rows and gaps between aligned tensors are sent, too: zeros, never old memory.
+        # Padding of uneven rows and alignment gaps are sent, too. They must be zeros, not uninitialized memory.
         memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -168,48 +168,48 @@ class GradientAveraging:
 
 @dataclass(eq=False)
 class _OverlapPlan:
-    """What is sent together, as long as the same parameters are trained."""
+    """Grouping of gradients by unit, valid while the same parameters are trained."""
 
-    shards: list[OptimizerShard]  #: All that is averaged
-    state: ShardedModel | None  #: Of the model; ``None`` where nothing can begin early
-    units: dict[str, GradientAveraging]  #: Name -> its parameters, in the optimizer's order
-    groups: list[str]  #: For each of FSDP2's parameter groups that holds some of them, its unit
-    order: UnitOrder  #: In which units begin
-    comm: GradComm | None = None  #: How gradients were sent at the last step
+    shards: list[OptimizerShard]  #: All shards to average
+    state: ShardedModel | None  #: State of the model; ``None`` if nothing can start early
+    units: dict[str, GradientAveraging]  #: Unit name -> its parameters, in the optimizer's order
+    groups: list[str]  #: Unit of each FSDP2 parameter group with such parameters
+    order: UnitOrder  #: Order in which units start
+    comm: GradComm | None = None  #: Communication settings of the last step
 
 
 class EarlyAverages:
-    """The averages of one optimizer's gradients that may begin in backward; ``shards`` gives what it averages now."""
+    """Averages of one optimizer's gradients that may start in backward. ``shards`` returns the current shards."""
 
     def __init__(self, shards: Callable[[], list[OptimizerShard]]) -> None:
         self._shards = shards
         self._plan: _OverlapPlan | None = None
         self._averaged = 0  # ``last_microbatches`` at the last step
-        # For the averages, and for the question at the step.
+        # For the averages, and for the check in the step.
         self._groups: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._side = SideStream()
-        self._begin_anew(0)
+        self._reset(0)
 
-    def _begin_anew(self, backward: int) -> None:
-        """Nothing has begun since the last step; ``backward`` is the last one that runs, 0 for none."""
+    def _reset(self, backward: int) -> None:
+        """Reset: nothing has started since the last step. ``backward`` is the running last backward, 0 for none."""
         self._backward = backward
-        # Units whose averages are under way, in the agreed order, and the gradients that were sent.
+        # Pending averages by unit in the agreed order, and the gradients that were sent.
         self._begun: dict[str, Pending[list[torch.Tensor | None]]] = {}
         self._sources: list[TensorVersion | None] = []
-        self._events: dict[str, list[Any]] = {}  # unit -> after what its gradients are final
+        self._events: dict[str, list[Any]] = {}  # unit -> events after which its gradients are final
 
     @torch.no_grad()
     def reduced(self, state: ShardedModel, unit: str, group: int, event: Any) -> None:
-        """FSDP2 has enqueued the reduction of one of a unit's groups, final after ``event``: begin what may begin.
+        """Start the averages that are possible after FSDP2 has enqueued a reduction that is final after ``event``.
 
-        Collective over the replicas: a reduce-scatter per dtype of each unit, and one for each large tensor. Nothing is
-        waited for.
+        ``group`` is the index of the parameter group in ``unit``. Collective over the replicas: a reduce-scatter per
+        dtype of each unit, and one per large tensor. Nothing is waited for.
         """
         backward = state.sync.last_microbatches
         if not state.sync.last_microbatch or (self._begun and self._backward != backward):
             return  # the step sees whether what was sent has changed
         if self._backward != backward:  # the first unit that this backward leaves
-            self._begin_anew(backward)
+            self._reset(backward)
             plan = self._plan_now()
             plan.order.begin(plan.groups)
         plan = self._plan
@@ -221,7 +221,7 @@ class EarlyAverages:
                 self._begin(plan, complete)
 
     def _begin(self, plan: _OverlapPlan, unit: str) -> None:
-        """Begin a unit's averages. Collective over the replicas."""
+        """Start a unit's averages. Collective over the replicas."""
         averaging = plan.units[unit]
         given = gradients_of([shard.parameter for shard in averaging.shards])
         local = [None if g is None else _torch.local_of(g) for g in given]
@@ -232,7 +232,7 @@ class EarlyAverages:
             torch.profiler.record_function(f"te_fsdp::average {unit}"),
             self._side.after_current(plan.state.meshes.device, events),
         ):
-            # A stream of its own waits for each move before the next begins, and frees what that has brought.
+            # The side stream waits for each move before the next one starts, and then frees its memory.
             self._begun[unit] = self._side.begun(start, local)
         self._sources += TensorVersion.now(given)
 
@@ -240,46 +240,48 @@ class EarlyAverages:
 
     @property
     def expected(self) -> bool:
-        """Whether averages may be under way on some rank: the same on all ranks."""
+        """Return whether averages may be pending on some rank. Identical on all ranks."""
         return self._plan is not None and bool(self._plan.order.agreed)
 
     @torch.no_grad()
     def finish(self) -> dict[int, torch.Tensor | None]:
-        """Complete what has begun on any of the replicas: ``id`` of a parameter -> its average.
+        """Complete the averages that any replica has started. Returns ``id`` of a parameter -> its average.
 
-        ``None`` where no replica has a gradient; empty if all is yet to be averaged. Parameters of units that never
-        begin early are left out. Collective over the replicas: the reductions that have not begun here, and one
-        all-reduce of two integers on the CPU, once the ranks have agreed on an order; :meth:`_agree` in the first step.
+        The average is ``None`` if no replica has a gradient. The result is empty if everything still has to be
+        averaged, and omits parameters of units that never start early. Collective over the replicas: the reductions
+        not started here, and one all-reduce of two integers on the CPU once the ranks have agreed on an order;
+        :meth:`_agree` in the first step.
         """
         plan = self._plan if self._plan is not None and self._begun else self._plan_now()
-        told = bool(plan.state and plan.units and plan.state.sync.last_microbatches != self._averaged)
+        marked = bool(plan.state and plan.units and plan.state.sync.last_microbatches != self._averaged)
         try:
             if plan.order.agreed:
                 return self._complete(plan, plan.order.agreed)
             if plan.order.agreed is None:
-                self._agree(plan, told)
-            if told and not plan.order.agreed:
+                self._agree(plan, marked)
+            if marked and not plan.order.agreed:
                 _warn_once(
-                    "microbatch(model, is_last=True) was not used on all ranks in the first step: averages over "
-                    "dp_replicate wait for the step. Use it from the first step on, on all ranks, for the last "
+                    "microbatch(model, is_last=True) was not used on all ranks in the first step: so "
+                    "averages over "
+                    "dp_replicate run in the step. Use it from the first step on, on all ranks, for the last "
                     "backward of a step"
                 )
             return {}
         finally:
-            self._begin_anew(0)
+            self._reset(0)
             if plan.state is not None:
                 self._averaged = plan.state.sync.last_microbatches
                 plan.comm = copy.copy(comm_of(plan.state.model))
 
     def _complete(self, plan: _OverlapPlan, agreed: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
-        """What :meth:`finish` does where the order is known."""
+        """Implement :meth:`finish` once the order is agreed."""
         shards = [shard for unit in agreed for shard in plan.units[unit].shards]
         sent = gradients_of([shard.parameter for shard in shards[: len(self._sources)]])
         stale = plan.shards != self._shards() or not all(TensorVersion.are_same(self._sources, sent))
-        asked = torch.tensor([len(self._begun), stale], dtype=torch.int32)
+        flags = torch.tensor([len(self._begun), stale], dtype=torch.int32)
         assert self._groups is not None and plan.state is not None
-        maximum(asked, self._groups[1])
-        most, dropped = asked.tolist()
+        maximum(flags, self._groups[1])
+        most, dropped = flags.tolist()
         if most == 0:
             return {}
         for unit in agreed[len(self._begun) : most if dropped else None]:
@@ -288,28 +290,28 @@ class EarlyAverages:
         stream: Any = current_stream(plan.state.meshes.device)
         for rows in averages:
             if rows is not None and stream is not None:
-                rows.record_stream(stream)  # their memory is the side stream's
+                rows.record_stream(stream)  # their memory belongs to the side stream
         if dropped:
             _warn_once(
-                "gradients have changed after their last backward, as microbatch(model, is_last=True) has told it: "
-                "what was averaged over dp_replicate during that backward is in vain, and averaged anew. Where each "
-                "step does that, run the backward without telling, or change gradients with te_fsdp.scale_gradients "
+                "gradients have changed after the last backward marked with microbatch(model, is_last=True): "
+                "the averages over dp_replicate from that backward are discarded and computed again. If each "
+                "step does this, do not mark the backward, or change gradients with te_fsdp.scale_gradients "
                 "and clip_grad_norm_"
             )
             return {}
         return {id(shard.parameter): rows for shard, rows in zip(shards, averages, strict=True)}
 
-    def _agree(self, plan: _OverlapPlan, told: bool) -> None:
-        """Settle the order of units, in the first step, if all ranks have told its last backward; else nothing begins.
+    def _agree(self, plan: _OverlapPlan, marked: bool) -> None:
+        """Agree on the order of units in the first step, if all ranks have marked its last backward.
 
-        Collective over the model's ranks: one integer; and then over the world: process groups are made, and two
-        integers for each unit all-reduced.
+        Else nothing starts early. Collective over the model's ranks (one integer), and then over the world: process
+        groups are created, and two integers per unit are all-reduced.
         """
         assert plan.state is not None
         meshes = plan.state.meshes
-        told_by_all = torch.tensor([-int(told)], dtype=torch.int32, device=meshes.device)
-        maximum(told_by_all, meshes.device_mesh)
-        if not told_by_all or not dist.is_gloo_available():
+        marked_by_all = torch.tensor([-int(marked)], dtype=torch.int32, device=meshes.device)
+        maximum(marked_by_all, meshes.device_mesh)
+        if not marked_by_all or not dist.is_gloo_available():
             plan.order.agreed = ()
             return
         if self._groups is None:
@@ -317,12 +319,12 @@ class EarlyAverages:
             averages = own_group(meshes.device_mesh, OUTER, "averages", backend)
             question = own_group(meshes.device_mesh, OUTER, "question", "gloo")
             self._groups = averages, question
-            # Connected here, where all ranks come by, and not in the midst of a backward.
+            # Establish the connections here, where all ranks participate, and not in the middle of a backward.
             dist.all_reduce(torch.zeros(1, device=meshes.device), group=averages)
         plan.order.agree(meshes.device_mesh, meshes.device)
 
     def _plan_now(self) -> _OverlapPlan:
-        """The plan for what is averaged now. Local operation."""
+        """Return the plan for the current shards. Local operation."""
         shards = self._shards()
         if self._plan is None or self._plan.shards != shards:
             self._plan = _make_overlap_plan(shards)

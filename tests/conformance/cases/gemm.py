@@ -104,7 +104,7 @@ def _grouped(name: str, single: bool, accumulate: bool, dtype: torch.dtype) -> C
     return run
 
 
-#: What one rounding of the result costs: one ulp each side.
+#: Tolerance for one rounding of the result: one ulp in each direction.
 ULP = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 

@@ -140,7 +140,7 @@ def different_calls_before_all_have_come() -> str:
 
 
 def groups_apart() -> list[str]:
-    """Halves of the world meet among themselves, in different numbers, then all together; nobody reports anything."""
+    """Rendezvous of halves of the world, in different numbers, then of all ranks; none reports an error."""
     from te_fsdp.collectives.rendezvous import collective_call
 
     mesh = init_device_mesh(harness.device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
@@ -149,7 +149,7 @@ def groups_apart() -> list[str]:
             with collective_call("half", mesh["b"]):
                 pass
         with collective_call("whole", mesh), collective_call("inner"):
-            pass  # the inner call meets nobody: all are here
+            pass  # the inner call waits for no rank: all are here
     return texts
 
 
@@ -166,7 +166,7 @@ def nested() -> int:
 
 
 def keys_after(rounds: int) -> int:
-    """Keys in the store after so many calls, and one more that all have ended before anyone counts."""
+    """Return the store's keys after this number of calls, plus one that all ranks have completed."""
     from te_fsdp.collectives.rendezvous import collective_call
     from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -225,7 +225,7 @@ def restarted_by_torchrun(restarts: str) -> str:
 
 
 def build_after_a_restart() -> list[str]:
-    """What Meshes.build says when it starts torch.distributed in a rank that torchrun has started again."""
+    """Return the error of Meshes.build if it initializes torch.distributed in a rank restarted by torchrun."""
     import te_fsdp
 
     with listening(timeout=20.0) as texts:
@@ -234,7 +234,7 @@ def build_after_a_restart() -> list[str]:
 
 
 def raised_on_rank_0_alone() -> list[tuple[str, str]]:
-    """What each kind of error of rank 0's becomes on this rank: its class and its text."""
+    """Return class and text on this rank for each kind of error of rank 0."""
     from torch.distributed.checkpoint import CheckpointException
 
     from te_fsdp.collectives.agreement import from_rank_0

@@ -169,7 +169,7 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def _untold(subject: Any, reference: Any, meshes: Any, context: Any, parallel: bool) -> None:
-    """Negative control: attention that was not told of cp is far from one process'."""
+    """Negative control: attention without cp gives results far from one process."""
     for module in subject.modules():
         if hasattr(module, "cp_group"):
             module.cp_group = None
@@ -287,7 +287,7 @@ def calls(axes: dict[str, int]) -> None:
         ({"attn_mask_type": "padding_causal"}, PlacementError, "qkv_format='thd'"),
         ({"attn_mask_type": "padding,causal"}, PlacementError, "qkv_format='thd'"),
         ({"attn_mask_type": "causal_bottom_right"}, PlacementError, "'causal' or 'no_mask'"),
-        ({"keys": 8}, PlacementError, "attention to another sequence"),
+        ({"keys": 8}, PlacementError, "cross-attention"),
         ({"window_size": (2, 0)}, PlacementError, r"window_size=\(2, 0\) with comm_type='p2p'.*all_gather"),
         ({"dtype": torch.float32}, PrecisionError, "expected bfloat16 or float16"),
         ({"length": 3, "keys": 3}, InputError, "an even number.*context_parallel_shard"),

@@ -8,7 +8,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A TE linear beside a module of the user's own."""
+    """A TE linear next to a module of the user's own class."""
 
     def __init__(self, own: nn.Module, device: str | torch.device, **kwargs: object) -> None:
         super().__init__()

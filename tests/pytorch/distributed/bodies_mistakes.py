@@ -75,7 +75,7 @@ def take_step(model: nn.Module, optimizer: Any, *, to_none: bool = True) -> None
 def _draw_by_rank(model: nn.Module) -> None:
     torch.manual_seed(dist.get_rank())
     for parameter in model.parameters():
-        # On GPUs torch draws a DTensor's values alike on all ranks, whatever the seeds.
+        # On GPUs torch draws equal values of a DTensor on all ranks, independent of the seeds.
         nn.init.normal_(parameter.to_local() if isinstance(parameter, DTensor) else parameter)
 
 
@@ -455,7 +455,7 @@ def weights_that_one_rank_saved(directory: str) -> tuple[str, bool]:
 
 
 def one_batch_for_all() -> tuple[list[str], list[str]]:
-    """What the log says of two steps with the same data on all ranks, and of a model whose ranks have others."""
+    """Return the log of two steps with the same data on all ranks, and of a model with different data per rank."""
     found: list[list[str]] = [[], []]
     for texts, seed in zip(found, (0, None), strict=True):
         handler = logging.Handler(logging.WARNING)
@@ -485,5 +485,5 @@ def evaluation_on_one_rank() -> str:
         return str(error)
     finally:
         te_fsdp.set_collective_timeout(1800)
-    time.sleep(2.5)  # the store of a rank that is gone would answer nobody
+    time.sleep(2.5)  # the store of a terminated rank does not answer
     return ""

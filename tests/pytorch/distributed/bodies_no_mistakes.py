@@ -1,4 +1,4 @@
-"""What the script of a new user may do around training: looks like a mistake, and is none (:mod:`bodies_mistakes`)."""
+"""Correct scripts around training that resemble mistakes (:mod:`bodies_mistakes`)."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def what_shall_differ() -> bool:
 
 
 def edits_with_main_weights() -> bool:
-    """Both, the weight alone and its main weight made anew, and an average that is put back."""
+    """Edit both, edit the weight with a recomputed main weight, and restore an average."""
     model, optimizer = in_bf16()
     weight = model.layer.fc2_weight
     step_in_bf16(model, optimizer)

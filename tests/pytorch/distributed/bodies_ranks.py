@@ -122,7 +122,7 @@ def all_ranks(directory: str) -> dict[str, tuple[str, str]]:
 
 
 def changes_alone() -> dict[str, str]:
-    """What rank 0 says that changes while the other one goes on."""
+    """Return the error of rank 0, which changes while the other rank continues."""
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
@@ -145,5 +145,5 @@ def changes_alone() -> dict[str, str]:
             found[what] = str(error)
     te_fsdp.set_collective_timeout(1800)
     if dist.get_rank():
-        time.sleep(4)  # the store of a rank that is gone would answer nobody
+        time.sleep(4)  # the store of a terminated rank does not answer
     return found

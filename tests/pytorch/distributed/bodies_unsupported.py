@@ -1,4 +1,4 @@
-"""What torch fails at without a name in a sharded model, and models for it (:mod:`bodies_works_after_all`)."""
+"""Operations with unclear torch errors in a sharded model, and models for them (:mod:`bodies_works_after_all`)."""
 
 from __future__ import annotations
 

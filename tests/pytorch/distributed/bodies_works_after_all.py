@@ -1,4 +1,4 @@
-"""What torch's FSDP2, or te_fsdp, refused or got wrong, by value of one process (:mod:`bodies_unsupported`)."""
+"""Operations once wrong in torch's FSDP2 or te_fsdp, compared with one process (:mod:`bodies_unsupported`)."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def gradients_are_equal(sharded: nn.Module, plain: nn.Module) -> bool:
 
 
 def units_on_their_own(strategy: str) -> bool:
-    """A unit runs before the model, and in the same loss beside it."""
+    """Run a unit before the model, and both in the same loss."""
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model.layer(x).square().mean() + model(x).square().mean()

@@ -86,7 +86,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--nodes",
         type=int,
         default=None,
-        help="pretend that this machine's GPUs are so many nodes: more ranks than GPUs (default 1)",
+        help="pretend that this machine's GPUs are this number of nodes: more ranks than GPUs (default 1)",
     )
     group.addoption(
         "--matrix",
@@ -101,7 +101,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="which cases test_matrix.py and tests with the mark `covering` run (default: today's; the header says it)",
     )
-    group.addoption("--pool-durations", type=int, default=5, help="show so many slowest pool runs (0: none)")
+    group.addoption(
+        "--pool-durations", type=int, default=5, help="show this number of slowest pool runs (0: none)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -259,7 +261,7 @@ def device_type() -> str:
 
 @pytest.fixture(scope="session")
 def matrix_seed(request: pytest.FixtureRequest) -> int:
-    """What decides whose turn it is today; the header prints it, `--matrix-seed` sets it."""
+    """Return the seed of today's selection; the header prints it, `--matrix-seed` sets it."""
     return rotation.seed_of(request.config)
 
 

@@ -25,6 +25,6 @@ def example(name: str) -> Any:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """What a run wrote of its steps; it has drawn its plot, too."""
+    """Return the steps that a run recorded; it has also drawn its plot."""
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

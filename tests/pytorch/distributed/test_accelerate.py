@@ -55,7 +55,7 @@ def options(told: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> No
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         fresh(meshes)
     patch.delenv("ACCELERATE_USE_FSDP")
-    with told.refused("precision"):  # and accelerate is not told of it
+    with told.refused("precision"):  # and accelerate does not get it
         fresh(meshes, mixed_precision="bf16")
     with told.refused("dispatch"):
         fresh(meshes, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(data)
@@ -109,7 +109,7 @@ SAYS = {
     "handler": "DistributedDataParallelKwargs()",
     "launched": "ACCELERATE_USE_FSDP=true",
     "precision": 'mixed_precision="no", also for accelerate launch',
-    "dispatch": "expected data of its own for each process, got 2 parts of the data on 4 processes",
+    "dispatch": "expected different data on each process, got 2 parts of the data on 4 processes",
     "no model": "got 0 models and 0 optimizers",
     "other model": "OrderError: SGD: 3 of 3 parameters are not the model's",
     "scheduler": "step_scheduler_with_optimizer=False",

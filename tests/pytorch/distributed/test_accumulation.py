@@ -1,4 +1,4 @@
-"""The accumulation contract: right by default, cheapest when told, and never silently wrong."""
+"""The accumulation contract: right by default, cheapest with a marked last microbatch, and never silently wrong."""
 
 from __future__ import annotations
 

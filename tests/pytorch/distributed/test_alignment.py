@@ -15,7 +15,7 @@ FITS = {
     "rows unfit, torch's told",
     "aligned tp alone",
 }
-#: Of the issue: an error, or the right result, within so many seconds; the first case also starts TE.
+#: The expected error, or the right result, within this number of seconds; the first case also starts TE.
 SECONDS = 10
 
 
@@ -87,7 +87,7 @@ def test_uneven_shards_with_tp(pool):
 
 
 def _columns(fmt: str, ranks: int) -> str:
-    return f"cut along dim 1: dim 0 has no whole {fmt} blocks for {ranks} ranks"
+    return f"sharded along dim 1: dim 0 does not divide into {fmt} blocks for {ranks} ranks"
 
 
 FORMATS = {"mxfp8": "mxfp8", "block": "float8-block", "nvfp4": "nvfp4"}
@@ -118,7 +118,7 @@ def test_columns_of_a_row_parallel_weight(pool, recipe, reshard):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("recipe", BLOCKS)
 def test_an_fsdp_axis_of_size_one(pool, recipe):
-    """HSDP whose shards are whole, and with tp beside it: several buffers gathered from one rank."""
+    """HSDP with one shard per replica, and together with tp: several buffers gathered from one rank."""
     block = BLOCKS[recipe]
     for options in ({"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}):
         results = pool.run(

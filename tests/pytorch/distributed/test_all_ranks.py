@@ -32,7 +32,7 @@ def test_a_call_on_one_rank_alone_raises_on_all(pool, call, tmp_path):
     assert first["warnings"] and f"te_fsdp.{call}" in first["warnings"][0]
     assert "rank 0 has waited" in first["warnings"][0] and "ranks 1-3 have" in first["warnings"][0]
     assert not list(tmp_path.iterdir())
-    for other in others:  # nobody waits for those who have given up
+    for other in others:  # no rank waits for those that have given up
         assert other["error"] == first["error"] and not other["warnings"]
 
 

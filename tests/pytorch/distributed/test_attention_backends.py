@@ -24,7 +24,7 @@ def alone(backend: str) -> dict[str, str]:
 
 
 def picked() -> dict:
-    """What TransformerEngine would take."""
+    """Return the backend that TransformerEngine would choose."""
     return _te_modules.attention_backend_for(heads=HEADS, groups=GROUPS, head_dim=HEAD_DIM, sequence=SEQUENCE)
 
 

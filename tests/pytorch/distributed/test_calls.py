@@ -20,7 +20,7 @@ from strategies import calls
 def test_a_settled_step(pool, axes, budget):
     for counted in pool.run(calls.settled, 2, axes=axes):
         assert sum(dict(counted).values()) <= budget, counted[:20]
-        # What every gather of its 8 weights comes by: the step was counted at all.
+        # Calls of the gathers of its 8 weights, which show that the step was counted at all.
         assert dict(counted)["quantized/fsdp_hooks.py:fsdp_pre_all_gather"] == 16
 
 

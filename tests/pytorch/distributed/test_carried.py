@@ -1,4 +1,4 @@
-"""What a parameter carries besides its values survives every replacement of the parameter."""
+"""Preservation of a parameter's attributes, hooks and flags in every replacement of the parameter."""
 
 from __future__ import annotations
 

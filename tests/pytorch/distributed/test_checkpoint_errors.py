@@ -186,7 +186,7 @@ def test_hybrid_weights_are_refused_with_a_way_out(pool, tmp_path):
         assert error.type_name in ("CheckpointError", "PlacementError"), error
         assert "weight: quantized weight without a known layout" in error.message
         assert (
-            "Fix: build it in high precision, without quantized_model_init; the custom recipe may stay"
+            "Fix: build it in high precision, without quantized_model_init; the custom recipe can stay"
             in (error.message)
         )
 

@@ -40,7 +40,7 @@ CASES = [
     *(pytest.param(*case, id="-".join(map(str, case))) for case in PRINTED),
     *(pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow) for case in PRINTED_LATE),
 ]
-#: What a page says its reader has.
+#: Packages and files that the reader of a page is assumed to have.
 SCRIPT = """
 import torch
 import transformer_engine.pytorch as te

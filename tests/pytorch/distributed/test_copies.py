@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks hold some parameters whole: their copies stay equal although kernels do not add alike."""
+"""Equal copies of tp-replicated parameters although kernels do not add in the same order."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
 
 @pytest.fixture(autouse=True)
 def _can_copy(request):
-    """Ranks on one GPU are gathered from by NCCL, unless torch is told to share memory between them."""
+    """Ranks on one GPU use NCCL gathers, unless torch is set to share memory between them."""
     marker = request.node.get_closest_marker("ranks")
     if marker and 0 < torch.cuda.device_count() < marker.args[0] and not _torch_transport.may_share_a_gpu():
         pytest.skip(
             f"copies need {marker.args[0]} GPUs, found {torch.cuda.device_count()}, or "
-            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 beside --nodes"
+            "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1 with --nodes"
         )
 
 
@@ -75,7 +75,7 @@ def _same(found: dict) -> None:
 
 @pytest.mark.ranks(2)
 def test_bits(pool):
-    """Two models in turn; shards lie where the others read, until the test moves them."""
+    """Use two models in turn; shards are in shared memory until the test moves them."""
     for found in pool.run(copied.training, 2, recipe="none", axes=DP2, models=2):
         _same(found)
         staged = found["copy_engine"]["staged"]
@@ -93,7 +93,7 @@ def test_bits(pool):
 def test_kinds(pool, case, recipe):
     for found in pool.run(copied.training, _ranks(CASES[case]), **CASES[case]):
         _same(found)
-        if recipe in ("current", "delayed"):  # their bytes, too, lie where the others read
+        if recipe in ("current", "delayed"):  # their data, too, is in shared memory
             assert found["copy_engine"]["staged"] == [0, 0, 0]
 
 
@@ -156,7 +156,7 @@ def test_late_ranks(pool, when):
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 def test_a_rank_that_does_not_come(pool):
-    """The others give up, and do not wait for ever."""
+    """The other ranks time out instead of waiting forever."""
     # Gloo's: what workers leave each other in shared memory waits without the group's timeout.
     text, seconds = pool.run(copied.deserted, 2, env={GLOO_VARIABLE: "1"})[0]
     assert text != "went on" and 1 <= seconds < 20, (text, seconds)

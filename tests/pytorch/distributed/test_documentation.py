@@ -146,7 +146,7 @@ class Reader:
         self.names["loss"] = lambda output: output.float().square().mean()
 
     def microbatched(self) -> None:
-        """A model that is told of the first microbatch, and steps of two microbatches, which the CPU runs eagerly."""
+        """A model with a mark of the first microbatch, and steps of two microbatches, which the CPU runs eagerly."""
         self.built()
         te_fsdp, model = self.names["te_fsdp"], self.names["model"]
         te_fsdp.fully_shard(model, self.names["meshes"])

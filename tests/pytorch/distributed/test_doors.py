@@ -1,4 +1,4 @@
-"""What people try first: torch's own meshes, stages of a pipeline, a forward too early, entries of state dicts."""
+"""First attempts of users: torch's own meshes, pipeline stages, a too early forward, entries of state dicts."""
 
 from __future__ import annotations
 

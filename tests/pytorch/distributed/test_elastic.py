@@ -67,7 +67,7 @@ def overtaken(folder: str) -> str:
 
 
 def by_hand(pool: Any, folder: Path, parts: list[tuple[int, int]]) -> Path:
-    """The run of a checkpoint's starts, each on so many ranks to such a step; the last one's checkpoint."""
+    """Run a checkpoint's starts, each on a number of ranks up to a step; return the last checkpoint."""
     before: list[str] = []
     for number, (ranks, step) in enumerate(parts):
         own = folder / str(number)

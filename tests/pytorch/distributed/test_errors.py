@@ -1,4 +1,4 @@
-"""Mistakes, by the text of their errors: raised on all ranks, nobody hangs. Those of checkpoints are tested there."""
+"""Mistakes, by the text of their errors: raised on all ranks without a hang. Checkpoint errors have own tests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CASES = [
     (
         bodies.reset_forgets_one,
         "InitError",
-        ["own.bias: never initialised", "ResetForgets.reset_parameters", "got values left unset", "Fix:"],
+        ["own.bias: not initialized", "ResetForgets.reset_parameters", "got uninitialized values", "Fix:"],
     ),
     (bodies.replicas_differ, "InitError", ["linear.weight", "differ", "materialize", "Fix:"]),
     (bodies.sharded_twice, "OrderError", ["fully_shard", "sharded already", "Fix:"]),

@@ -35,7 +35,7 @@ def run(words: list[str], forgetful: bool = False) -> None:
 
 
 def train(pool: Any, out: Path, ranks: int, options: str, **more: Any) -> dict[int, float]:
-    """Losses of a run on so many workers."""
+    """Return the losses of a run on this number of workers."""
     words = [*SIZES.split(), "--out", str(out), *options.split()]
     pool.run(
         run, ranks, env={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}, words=words, **more
@@ -55,7 +55,7 @@ def losses(out: Path) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, tuple[dict[int, float], Path]]:
-    """What the tests share: of each setting the losses of STEPS steps, and a checkpoint of HALF of them."""
+    """Return the tests' common data: for each setting the losses of STEPS steps, and a checkpoint of HALF of them."""
     return {}
 
 

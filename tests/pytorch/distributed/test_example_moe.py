@@ -90,7 +90,7 @@ def train(folder: str, options: dict[str, Any], moved: bool = False) -> None:
 
 
 def losses(pool: Any, ranks: int, folder: Path, options: dict[str, Any], **more: Any) -> list[float]:
-    """Of a run on so many ranks: what its rank 0 wrote."""
+    """Return the output of rank 0 for a run on this number of ranks."""
     pool.run(train, ranks, folder=str(folder), options={"steps": STEPS, **options}, **more)
     found = rows(folder)
     assert all(0.9 < row["balance"] < 2 for row in found), found
@@ -132,7 +132,7 @@ def test_a_rank_may_get_no_token(pool):
 
 @pytest.fixture(scope="module")
 def kept() -> dict[str, Any]:
-    """What the tests share."""
+    """Return the tests' common data."""
     return {}
 
 

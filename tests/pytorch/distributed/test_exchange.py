@@ -43,7 +43,7 @@ def every_collective() -> tuple[list, list]:
             done(dist.all_to_all_single(swapped, mine, group=group, async_op=True), swapped)
             told = mine.clone()
             done(dist.broadcast(told, group=group, group_src=1, async_op=True), told)
-        # Rank r has k rows for rank k, the first rank none for nobody.
+        # Rank r has k rows for rank k, and the first rank none for any rank.
         rows = torch.arange(3.0 * size * (size - 1) // 2).view(-1, 3) + 100 * rank
         taken = torch.empty(size * rank, 3)
         sizes = {"output_split_sizes": [rank] * size, "input_split_sizes": list(range(size))}
@@ -83,7 +83,7 @@ def test_as_gloo(pool):
 
 
 def early() -> list[torch.Tensor]:
-    """What stands in a tensor before and after a wait for its all-gather, and what stands there for bytes."""
+    """Return a tensor's values before and after a wait for its all-gather, and their bytes."""
     seen = []
     for dtype in (torch.bfloat16, torch.uint8):
         gathered = torch.empty(4, dtype=dtype)

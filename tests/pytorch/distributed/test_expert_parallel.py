@@ -102,7 +102,7 @@ def test_training(pool, recipe, case):
 
 
 @pytest.mark.covering(
-    # Experts whose gradients a strategy of their own reduces, beside sharded neighbours.
+    # Experts with their own strategy, which reduces their gradients, next to sharded modules.
     always=[{"how": {"strategy": {"mixture": "no_shard"}}}],
     strength=0,
 )
@@ -190,7 +190,7 @@ def test_state_dicts_of_all_experts(pool):
 
 @pytest.mark.ranks(2)
 def test_local_names_lose_experts(pool):
-    """What stock TE's names do to whatever goes by names: 8 experts' weights, 4 names, each of two experts."""
+    """Effect of stock TE's names on code that uses names: 8 experts' weights, 4 names, each of two experts."""
     for outcome in pool.run(binding.lost_by_local_names, 2):
         assert outcome == {"stock": (4, 4), "bound": (8, 0)}
 
@@ -233,7 +233,11 @@ def test_torch_fully_shard_refuses(pool, how, kind, text):
 @pytest.mark.parametrize(
     ("mistake", "kind", "text"),
     [
-        ("width", "MeshError", "expert module(s) 0 over ep=2: expected on rank 1 of ep as on the first"),
+        (
+            "width",
+            "MeshError",
+            "expert module(s) 0 over ep=2: expected the same on rank 1 of ep as on rank 0",
+        ),
         ("one fails", "PlacementError", "0 (GroupedLinear): delay_wgrad_compute=True is not supported"),
         ("weight mesh", "MeshError", "expert_weight_mesh: expected at most one rank of ep_mesh"),
         ("nobody", "PlacementError", "experts 'encoder'"),

@@ -25,7 +25,7 @@ BLACKWELL = [
     ("nvfp4", "quantized"),
 ]
 HOPPER = [("none", "bf16"), ("current", "quantized"), ("block", "bf16"), ("block", "quantized")]
-#: Seven: ranks of ep hold four and three, or two, two, two and one; nobody's divide among those that share them.
+#: Seven: ranks of ep hold four and three, or two, two, two and one; none of these numbers divides among their ranks.
 EXPERTS = {"every": 4, "some": 7, "uneven": 7}
 
 
@@ -91,7 +91,7 @@ def test_placements_of_two_dims_on_the_stack_are_found(pool):
 
 @pytest.mark.single_grouped
 @pytest.mark.covering(
-    # Experts of which no rank has a copy of its own weight, and unquantized ones whose gather nobody shares.
+    # Experts of which no rank has its own weight copy, and unquantized experts whose gather is not shared.
     always=[{"recipe": "mxfp8", "how": {"strategy": "no_shard"}}, {"recipe": "none"}],
     strength=0,
 )
@@ -117,7 +117,7 @@ def test_strategies(pool, mesh, recipe, how):
 
 @pytest.mark.single_grouped
 @pytest.mark.covering(
-    # Four experts divide among the ranks: state that is cut and not dealt out.
+    # Four experts divide among the ranks: state that is sharded within experts.
     always=[{"recipe": "current"}],
     strength=0,
 )

@@ -1,4 +1,4 @@
-"""Modules that TransformerEngine does not know, beside tensor-parallel ones: torch saves what they compute with."""
+"""Modules outside of TransformerEngine next to tensor-parallel ones: torch saves their tensors for backward."""
 
 from __future__ import annotations
 

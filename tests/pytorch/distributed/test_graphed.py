@@ -74,13 +74,13 @@ def test_reasons(pool):
         failed = (
             "the capture has failed (RuntimeError: operation not permitted when stream is capturing)"
             if rank
-            else "the capture has failed on another rank"
+            else "the capture has failed on a different rank"
         )
         assert found["gradients fail"] == [failed, "", 0, 1]
         assert found["update fails"] == ["", failed, 1, 1]
         assert found["hook"][1].startswith("AdamW has a hook that a recording would not call")
         assert found["shapes"] == [
-            "inputs of more than 4 kinds (shapes, dtypes, or values beside tensors)",
+            "inputs of more than 4 kinds (shapes, dtypes, or non-tensor values)",
             4,
         ]
 

@@ -126,7 +126,7 @@ def matmul_on_mesh(names: list, shape: list, twice: bool) -> torch.Tensor:
 
 
 def decisions_of_a_matmul(spoil: bool) -> int:
-    """How many shardings were decided anew; spoilt: the meshes of what an earlier run has decided stay in it."""
+    """Return the number of new sharding decisions; spoilt: the meshes of an earlier run's decisions stay in it."""
     known = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding_non_cached
     before = known.made
     with pytest.MonkeyPatch.context() as patch:

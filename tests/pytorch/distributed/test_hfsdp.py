@@ -44,7 +44,7 @@ PARITY: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
         {"dp_replicate": 2, "dp_shard": 2, "tp": 2},
         [{"optimizer": "adamw", "microbatches": 3, "clip": 0.5}],
     ),
-    # Replicated parameters, of 11 rows, with state cut over data parallel; beside HFSDP, and in plain FSDP.
+    # Replicated parameters, of 11 rows, with state sharded over data parallel; with HFSDP, and in plain FSDP.
     "exempt 2x2": (
         {"dp_replicate": 2, "dp_shard": 2},
         [{"optimizer": "te", "microbatches": 3, "clip": 0.5, "exempt": ("head", "embedding")}],
@@ -96,7 +96,7 @@ def test_equals_one_process(pool, request, mesh):
 
 @pytest.mark.ranks(4)
 def test_tensors_that_travel_alone(pool):
-    """In place, without a copy, beside those that are cut along columns or unevenly: the same values."""
+    """In-place averages without a copy give the same values as those of weights sharded by columns or unevenly."""
     cases = [{"optimizer": "te", "microbatches": 3, "clip": 0.5}, {"optimizer": "sgd", "exempt": ("head",)}]
     assert all(pool.run(bodies.alone, 4, axes={"dp_replicate": 2, "dp_shard": 2}, cases=cases))
 
@@ -131,7 +131,7 @@ def test_precision_policy(pool):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
 def test_holders_without_gradients(pool, told):
-    """What no holder has a gradient of stays as it is, under weight decay too."""
+    """A parameter without a gradient on its owners does not change, with weight decay, too."""
     pool.run(bodies.some_lack_gradients, 2, told=told)
 
 
@@ -144,7 +144,7 @@ def test_collectives_and_memory(pool, dtype):
         n, low = cost["elements"], dtype == torch.bfloat16
         size = 2 if low else 4
         kinds = [(kind, dtype) for kind, dtype, _ in cost["sent"]]
-        # What is below fp32 crosses as it is, and is added up in fp32.
+        # Dtypes below fp32 are sent unchanged, and summed in fp32.
         assert kinds == [(reduction, str(dtype)), ("all_gather", str(dtype))]
         # Inputs: all gradients of the shard, and the rows of this rank; parts begin on multiples of 16 elements.
         assert [elements for _, _, elements in cost["sent"]] == pytest.approx([n / 2, n / 4], rel=0.01)
@@ -336,7 +336,7 @@ def test_refused(pool, case, kind, words):
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
 def test_own_gradients_are_not_read(pool, told):
-    """Whoever reads `.grad` before it is averaged over dp_replicate is told so; on each rank alone, without waiting."""
+    """Reads of `.grad` before the average over dp_replicate raise on each rank separately, without waiting."""
     for found in pool.run(readers.refused, 2, told=told):
         assert found["read"] == found["harmful"] == []
         assert len(found["texts"]) == 2 * 2 * 3 * len(readers.READERS)

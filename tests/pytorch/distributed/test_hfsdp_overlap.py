@@ -77,7 +77,7 @@ def _case(name: str) -> object:
 
 @pytest.mark.parametrize(("kind", "options", "calls"), [_case(name) for name in SAME_BITS])
 def test_same_bits(pool, kind, options, calls):
-    """As when the same loop averages at the step; the first told backward begins nothing."""
+    """The same result as averages in the step; the first marked backward starts none."""
     ranks = 4 if "ep" in options["axes"] else math.prod(options["axes"].values())
     for result in pool.run(early_bits.same_bits, ranks, kind=kind, **options):
         first, *others = result["early"]
@@ -98,7 +98,7 @@ def test_counts(pool):
     for result in pool.run(early.counts, 2):
         assert result["told"] == [(0, 1), (3, 0), (3, 0)]
         assert result["plain"] == [(0, 1)] * 2
-        # Another set of parameters: agreed on anew.
+        # A different set of parameters: a new agreement.
         assert result["frozen"] == result["trained"] == [(0, 1), (3, 0)]
         # The question on the CPU is the only one in addition.
         assert result["kinds"] == ["reduce_scatter"] * 3 + ["all_reduce"]

@@ -104,7 +104,7 @@ def test_different_seeds_raise_on_all_ranks(pool, mesh, argument, odd_rank):
     how = {"axes": MESHES[mesh], "argument": argument, "odd_rank": odd_rank}
     for error in pool.run_expect_error(bodies.different_seeds, 4, **how):
         assert error.type_name == "InitError"
-        assert "embedding (weight): initialisation with different random states" in error.message
+        assert "embedding (weight): initialization with different random states" in error.message
         assert "expected equal states on all ranks of the mesh, got differing states" in error.message
         assert "Fix: call torch.manual_seed with one seed on all ranks before" in error.message
 
@@ -135,7 +135,7 @@ def test_parameters_built_from_different_seeds_raise_on_all_ranks(pool, mesh):
 def test_what_nothing_initialises_is_named(pool, mesh, which, names):
     for error in pool.run_expect_error(bodies.never_initialised, 4, axes=MESHES[mesh], which=which):
         assert error.type_name == "InitError"
-        first = f"{len(names)} tensor(s) were never initialised: {', '.join(names)}: expected"
+        first = f"{len(names)} tensor(s) were not initialized: {', '.join(names)}: expected"
         assert error.message.startswith(first), error.message
         assert "Fix: define reset_parameters() on the module that owns them" in error.message
 

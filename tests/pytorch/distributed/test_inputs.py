@@ -1,4 +1,4 @@
-"""What enters a model must be equal on the ranks of tp."""
+"""Check that a model's inputs are equal on the ranks of tp."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def run(name: str, options: dict[str, Any]) -> list[float]:
 
 
 class Told(dict):
-    """What frameworks are refused: case -> what was raised."""
+    """Return the errors of unsupported settings: case -> error."""
 
     @contextlib.contextmanager
     def refused(self, case: str) -> Iterator[None]:

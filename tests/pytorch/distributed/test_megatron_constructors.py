@@ -47,7 +47,8 @@ def test_the_index(pool):
         assert found["expert_far"] == [rank] and found["expert_mesh"]
         errors = found["errors"]
         assert (
-            "dp_shard_dim: expected the axis that shards, one of ('far', 'near', 'wide')" in errors["no axis"]
+            "dp_shard_dim: expected the name of the sharding axis, one of ('far', 'near', "
+            "'wide')" in errors["no axis"]
         )
         assert "get_submesh('tp'" in errors["unknown"] and "('near', 'tp')" in errors["submesh"]
         assert "get_submesh(None" in errors["none"] and "is_expert_parallel=True" in errors["no experts"]
@@ -77,7 +78,7 @@ def test_gathering_ahead(pool):
 def test_initialising_by_the_other_name(pool):
     for found in pool.run(constructors.reset_by_the_other_name, 2):
         assert found["wrong"] == [] and found["tensors"] == 4
-        assert "1 tensor(s) were never initialised: shift" in found["error"]
+        assert "1 tensor(s) were not initialized: shift" in found["error"]
 
 
 @pytest.mark.ranks(2)

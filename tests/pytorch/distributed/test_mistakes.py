@@ -15,7 +15,7 @@ import pytest
 ERRORS = {
     "a_new_head_after_sharding": (
         "OrderError",
-        "head.weight, head.bias: trained, but not in the model that te_fsdp.fully_shard was given",
+        "head.weight, head.bias: trained, but not in the model when te_fsdp.fully_shard was called",
     ),
     "adapters_after_the_first_step": (
         "OrderError",
@@ -31,14 +31,14 @@ ERRORS = {
     ),
     "to_empty_in_place_of_materialize": (
         "InitError",
-        "head.weight, head.bias: never initialised: expected values after to_empty",
+        "head.weight, head.bias: not initialized: expected values after to_empty",
     ),
     "seeds_by_rank_for_copies": ("InitError", "copies differ between ranks"),
     "seeds_by_rank_for_whole_weights": ("InitError", "copies differ between ranks"),
-    "seeds_by_rank_for_dropout": ("InputError", "the random state that dropout draws from"),
+    "seeds_by_rank_for_dropout": ("InputError", "the random state of dropout"),
     "an_optimizer_that_one_rank_saved": (
         "CheckpointError",
-        "expected this rank's part, got that of another rank",
+        "expected this rank's shard, got the shard of a different rank",
     ),
     "whole_tensors_into_shards": (
         "PlacementError",
@@ -52,7 +52,8 @@ ERRORS = {
     "averaged_model_after_sharding": ("OrderError", "deepcopy of a model after fully_shard"),
     "a_layer_that_nobody_has_marked": (
         "GradientError",
-        "SGD.step: gradients that differ over tp: expected the same on all ranks of a tp group, of parameters that "
+        "SGD.step: gradients that differ over tp: expected the same on all ranks of a tp group, of "
+        "parameters that "
         "each holds whole, got plain.weight by ",
     ),
     "a_mark_on_a_layer_that_sees_all_tokens": (
@@ -61,7 +62,8 @@ ERRORS = {
     ),
     "whole_sequences_for_sequence_parallelism": (
         "InputError",
-        "up: inputs of a sequence-parallel module: expected another part of the tokens on each rank of a tp group, "
+        "up: inputs of a sequence-parallel module: expected a different part of the tokens on each rank "
+        "of a tp group, "
         "got float32 (8, 16), the same on tp ranks 0 and 1",
     ),
     "a_weight_assigned_after_the_first_forward": (
@@ -74,7 +76,7 @@ ERRORS = {
     ),
     "a_parametrization_after_the_first_forward": (
         "OrderError",
-        "head.weight: taken away after fully_shard",
+        "head.weight: removed after fully_shard",
     ),
     "other_values_by_functional_call": (
         "OrderError",
@@ -84,11 +86,12 @@ ERRORS = {
         "OrderError",
         "SGD.step: layer.fc2_weight: expected weights that are their main weights",
     ),
-    "an_optimizer_in_another_order": ("MeshError", "SGD.step: the optimizers of the ranks differ"),
+    "an_optimizer_in_another_order": ("MeshError", "SGD.step: the optimizers differ between ranks"),
     "a_learning_rate_by_rank": ("MeshError", "with the same options, on all ranks, got here {'lr': '0."),
     "a_head_beside_the_sharded_part": (
         "OrderError",
-        "Linear.weight, Linear.bias: trained, but not in the model that te_fsdp.fully_shard was given: expected the "
+        "Linear.weight, Linear.bias: trained, but not in the model when te_fsdp.fully_shard was called: "
+        "expected the "
         "parameters that the model had then, got 4 parameter(s) of a module that was left out",
     ),
     "a_weight_written_to_in_forward": ("OrderError", "head.weight: written to in forward"),
@@ -96,15 +99,15 @@ ERRORS = {
     "one_weight_assigned_to_data": ("OrderError", "head.bias: parameter.data was assigned"),
     "parts_drawn_with_equal_seeds": (
         "InitError",
-        "head.weight (all ranks of dp_shard): equal values where each rank",
+        "head.weight (all ranks of dp_shard): equal values on ranks that must",
     ),
-    "dropout_that_begins_later": ("InputError", "the random state that dropout draws from"),
+    "dropout_that_begins_later": ("InputError", "the random state of dropout"),
     "other_data_after_a_trial": ("InputError", "forward: inputs that differ over tp"),
     "stepping_between_forward_and_backward": ("OrderError", "written to between forward and backward"),
     "gradients_returned_by_autograd": ("OrderError", "torch.autograd.grad for layer"),
     "clipping_what_was_replaced": (
         "OrderError",
-        "grad_norm: inp.weight: expected parameters that the model has now",
+        "grad_norm: inp.weight: expected current parameters of the model",
     ),
     "an_init_after_main_weights": (
         "OrderError",
@@ -114,7 +117,10 @@ ERRORS = {
 # The same, of calls that are given something else.
 ARGUMENTS = {
     "a_wrapper_around_the_model": ("OrderError", "model: fully_shard of a DistributedDataParallel"),
-    "the_name_of_a_class_as_unit": ("PlacementError", "Fix: the class LayerNormMLP itself, not its name"),
+    "the_name_of_a_class_as_unit": (
+        "PlacementError",
+        "Fix: pass the class LayerNormMLP itself, not its name",
+    ),
     "torchs_policy_as_precision": (
         "PrecisionError",
         "fully_shard: precision: expected a te_fsdp MixedPrecisionPolicy",
@@ -165,12 +171,14 @@ ARGUMENTS = {
 RANKS = {
     "a_recipe_on_some_ranks_of_tp": (
         "PrecisionError",
-        "recipes that differ between ranks: expected the same te.autocast, and torch.autocast, on all ranks of the "
+        "recipes that differ between ranks: expected the same te.autocast, and torch.autocast, on all "
+        "ranks of the "
         "model, got te.autocast of DelayedScaling on rank 0; no te.autocast on rank 1",
     ),
     "options_of_a_recipe_by_rank": (
         "PrecisionError",
-        "got te.autocast of DelayedScaling, margin=0 on rank 0; te.autocast of DelayedScaling, margin=1 on rank 1",
+        "got te.autocast of DelayedScaling, margin=0 on rank 0; te.autocast of DelayedScaling, margin=1 "
+        "on rank 1",
     ),
     "a_recipe_within_the_forward_of_some": (
         "PrecisionError",
@@ -190,7 +198,8 @@ RANKS = {
     ),
     "frozen_on_one_rank": (
         "MeshError",
-        "other parameters are trained on some ranks: expected the same requires_grad on all ranks of the model, got "
+        "other parameters are trained on some ranks: expected the same requires_grad on all ranks of the "
+        "model, got "
         "head.weight trained on rank 1, frozen on rank 0",
     ),
     "other_parameters_frozen_on_each_rank": (
@@ -205,7 +214,7 @@ RANKS = {
 
 
 def compare(errors, module, results):
-    """What each rank has found with what is expected, of a module's mistakes."""
+    """Return each rank's found and expected errors for a module's mistakes."""
     assert set(errors) == {make.__name__ for make in module.MISTAKES}
     for found in results:
         for mistake, (name, phrase) in errors.items():
@@ -247,7 +256,10 @@ def test_weights_that_one_rank_saved(pool, tmp_path):
     """The rank that saved gets its own part back; the others would get that too."""
     (first, _), (text, unchanged) = pool.run(bodies.weights_that_one_rank_saved, 2, directory=str(tmp_path))
     assert first == "" and unchanged
-    assert "expected this rank's part, got that of another rank" in text and "Fix: te_fsdp.checkpoint" in text
+    assert (
+        "expected this rank's shard, got the shard of a different rank" in text
+        and "Fix: te_fsdp.checkpoint" in text
+    )
 
 
 @pytest.mark.ranks(2)

@@ -66,9 +66,13 @@ def test_momentum_is_not_written_over(pool, dtype, nesterov):
 @pytest.mark.parametrize(
     ("case", "error", "texts"),
     [
-        ("no matrix", "PlacementError", ("0.bias of shape (48,)", "adamw={...} updates what Muon does not")),
+        (
+            "no matrix",
+            "PlacementError",
+            ("0.bias of shape (48,)", "adamw={...} updates all other parameters"),
+        ),
         ("early", "OrderError", ("1 of 1 parameters are not the model's",)),
-        ("copy", "OrderError", ("te_fsdp.Muon(model, ...)", "one without a model")),
+        ("copy", "OrderError", ("te_fsdp.Muon(model, ...)", "an optimizer without a model")),
         ("option", "ValueError", ("lr, betas, eps, weight_decay", "amsgrad")),
     ],
 )

@@ -15,19 +15,19 @@ def test_order(pool, told):
     results = pool.run(overlap.order, 2, told=told)
     (first, early_1), (second, early_2), (third, early_3), (fourth, early_4), fifth = results[0]["calls"]
     assert all(result["calls"] == results[0]["calls"] for result in results)
-    # What all ranks use comes first, as backward leaves it; then the others, as if forward ran through the tree.
+    # Parameters of all ranks are first, in backward's order; then the others, in the order of modules.
     agreed = [SIZES[name] for name in ("head", "common", "right", "left", "never")]
     assert second == agreed and early_2 == 1  # the head
     # The same buckets, none of them early, and the order of five units.
     assert sorted(first[:-1]) == sorted(agreed) and first[-1] == 10 and early_1 == 0
-    # A parameter was frozen: the ranks agree anew. When it is not any more, they know the order.
+    # A parameter was frozen: the ranks agree again. When it is trained again, they know the order.
     assert sorted(third[:-1]) == sorted(fourth) and third[-1] == 10 and early_3 == 0
     assert fourth == [129, *agreed[1:]] and early_4 == 1
     assert fifth == (agreed, 1)
 
 
 def test_order_beside_fsdp2(pool):
-    """What FSDP2 reduces meanwhile, on the same ranks, is not in the way."""
+    """FSDP2's concurrent reductions on the same ranks do not interfere."""
     results = pool.run(overlap.order, 2, strategy=MIXED)
     assert all(result["calls"] == results[0]["calls"] for result in results)
     second, early = results[0]["calls"][1]
@@ -37,7 +37,7 @@ def test_order_beside_fsdp2(pool):
 def test_orders_beside_fsdp2(pool):
     """Not the same on all ranks, so that FSDP2's reductions and these must not share a process group."""
     # Gloo's: in shared memory an asynchronous collective waits for the others, of which two groups want two first.
-    first, second = pool.run(overlap.beside_fsdp2, 2, env={GLOO_VARIABLE: "1"})
+    first, second = pool.run(overlap.with_fsdp2, 2, env={GLOO_VARIABLE: "1"})
     usual = ["reduce_scatter", "all_reduce", "reduce_scatter", "all_reduce"]
     assert first == {"all": usual, "one": usual}
     assert second == {"all": usual, "one": ["reduce_scatter"] * 2 + ["all_reduce"] * 2}
@@ -83,9 +83,9 @@ def test_interrupted(pool):
     ids=str,
 )
 def test_ranks_that_raise_at_different_points(pool, where, plain):
-    """All run their microbatches again; none takes another microbatch of others for its own, and none waits for ever.
+    """All ranks repeat their microbatches; none uses a different rank's microbatch, and none waits forever.
 
-    A rank whose reductions had not begun meets with its next attempt those that another rank completes, and is told.
+    A rank without a started reduction meets, in its next attempt, a reduction that another rank completes, and raises.
     """
     for found in pool.run(overlap.out_of_step, 2, where=where, plain=plain):
         assert found[0] == found[-1] == 1 and max(found) <= 4, found

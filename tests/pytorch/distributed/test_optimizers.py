@@ -11,7 +11,7 @@ from strategies import closures
 MESHES = {"dp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2}}
 SPARE = "LBFGS of sharded parameters: expected parameters that it can update, got a parameter of shape "
 REFUSED = {
-    "uneven rows": f"PlacementError: {SPARE}(7, 32), which ranks do not hold equal parts of rows of",
+    "uneven rows": f"PlacementError: {SPARE}(7, 32), without equal shards of rows on all ranks",
     "not trained": f"PlacementError: {SPARE}(16,), which is not trained",
     "own losses": "MeshError: LBFGS.step(closure): losses that differ between ranks",
     "own losses, searched": "MeshError: LBFGS.step(closure): losses that differ between ranks",

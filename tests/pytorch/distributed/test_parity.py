@@ -22,7 +22,7 @@ MESHES = {
 }
 WORLD = {"hsdp_tp": 8, "tp2": 2, "dp2": 2}
 
-# What every run of a case needs. TE cannot split a Linear on meta, so that attention without input norm and
+# Requirements of every run of a case. TE cannot split a Linear on meta, so that attention without input norm and
 # with separate projections starts on the device.
 ON_DEVICE = {"origin": "device"}
 FUSED = {"fuse_qkv_params": True}
@@ -155,7 +155,7 @@ def test_parity(pool, mesh, case, more, sequence_parallel):
     ],
 )
 def test_tensor_parallelism_alone(pool, case, sequence_parallel):
-    """Without FSDP nobody reduces a Partial gradient later: the binding must."""
+    """Without FSDP no later reduction of a Partial gradient exists: the binding must reduce it."""
     _run(pool, "tp2", case, sequence_parallel, wrap="tp", units=None)
 
 

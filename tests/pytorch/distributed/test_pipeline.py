@@ -106,7 +106,7 @@ def test_a_backward_that_is_split(pool):
     """As zero-bubble schedules split it; in one piece it goes on."""
     for name, text in pool.run(scheduled.split, 2):
         assert name == "OrderError"
-        assert "a backward for the inputs of a pipeline's stage alone" in text
+        assert "a backward only for the inputs of a pipeline stage" in text
         assert "PipelineStage(..., dw_builder=lambda: lambda: None)" in text
 
 

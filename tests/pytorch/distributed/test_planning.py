@@ -158,7 +158,7 @@ class Products(nn.Module):
 
 
 class Memory(TorchDispatchMode):
-    """What storages hold at once, at most, beyond a model's shards; looked at after every operation."""
+    """Return the largest total of storages beyond a model's shards, measured after every operation."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ PEAKS = {
 
 
 def peaks(cases: list[str], copies: bool = False) -> dict[str, tuple[int, int]]:
-    """Of each case what forwards and backwards of a settled step take beyond what is held: measured, and planned.
+    """Return for each case the memory of forwards and backwards of a later step: measured, and planned.
 
     Args:
         cases: Keys of ``PEAKS``.

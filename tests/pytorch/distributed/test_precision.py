@@ -50,7 +50,7 @@ PARAMETERS = 6
 
 
 def _bytes(case: dict, axes: dict[str, int], world: int) -> dict[str, int]:
-    """Bytes of one step by collective and dtype: units gathered twice per microbatch, or once; reduced as told."""
+    """Bytes of one step by collective and dtype: units gathered once or twice per microbatch; reductions per marks."""
     arithmetic = bodies.resolved(case["policy"], getattr(bodies.torch, case.get("model", "bfloat16")))
     wire, compute = (str(d).removeprefix("torch.") for d in (arithmetic.wire, arithmetic.compute))
     reductions = MICROBATCHES if case.get("each", True) else 1
@@ -237,7 +237,7 @@ def test_memory_is_that_of_the_table(pool):
             assert got["own"] == pytest.approx(weights, rel=0.01), name
             report = {words.split(",")[0]: number for words, number in got["report"].items()}
             assert report["gradients"] == pytest.approx(size["reduced"] * elements, rel=0.01), name
-            assert report["gradients while they add up unreduced"] == pytest.approx(
+            assert report["unreduced gradients during accumulation"] == pytest.approx(
                 size["unreduced"] * 2 * elements, rel=0.01
             )
             main = report.get("main weights in the optimizer", 0)

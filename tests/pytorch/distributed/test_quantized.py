@@ -54,7 +54,7 @@ def _meshes(*meshes: tuple[int, int, int]) -> list:
 
 
 def check(results: list[dict], recipe: str, quantized: bool) -> None:
-    """What every run must show on every rank."""
+    """Check the results of every run on every rank."""
     for outcome in results:
         rows = zip(outcome["losses"], outcome["reference"], outcome["tolerances"], strict=True)
         assert all(abs(loss - expected) <= bound * expected for loss, expected, bound in rows), outcome

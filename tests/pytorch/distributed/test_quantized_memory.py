@@ -1,6 +1,6 @@
 """Bytes held for quantized weights: those of their components and of the optimizer's state, and nothing else.
 
-On the CPU every live tensor of the process is counted; on GPUs the allocator is asked as well. `memory.PER_WEIGHT`,
+On the CPU every live tensor of the process is counted; on GPUs the allocator is queried, too. `memory.PER_WEIGHT`,
 `memory.OPTIMIZER` and `memory.COLLECTIVES` state what comes on top.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from quantization import memory
 
-#: What torch and NCCL may allocate on a GPU for good after the warm-up; a leaked weight of the sizes below is 16 MiB.
+#: Bytes that torch and NCCL may keep allocated on a GPU after the warm-up; a leaked weight as below has 16 MiB.
 SLACK = 2**21
 CASES = {
     "delayed-dp2": {"recipe": "delayed"},
@@ -27,7 +27,7 @@ CASES = {
 
 
 def unaccounted(stage: dict) -> int:
-    """Bytes that nobody declared."""
+    """Return the bytes beyond the declared ones."""
     return stage["live"] - stage["held"] - stage["overhead"]
 
 
@@ -89,7 +89,7 @@ def test_what_is_kept_without_the_savings(pool):
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("reshard", [True, False])
 def test_the_allocator_agrees(pool, recipe, reshard):
-    """What the CUDA allocator has given out: the tensors, each rounded up to its blocks, and little else."""
+    """Return the CUDA allocator's allocated bytes: the tensors, each rounded up to its blocks, and little else."""
     results = pool.run(memory.accounted, 2, recipe=recipe, reshard=reshard, hidden=4096, middle=4096)
     for rank, outcome in enumerate(results):
         for name, stage in outcome.items():

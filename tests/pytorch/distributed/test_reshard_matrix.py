@@ -41,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 class Saved:
-    """What the meshes have saved so far, with their further losses."""
+    """Return the checkpoints of the meshes so far, with their further losses."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -67,7 +67,7 @@ def saved(tmp_path_factory) -> Saved:
 
 
 def available(pool, most: int) -> list[str]:
-    """Meshes of so many ranks that fit this machine."""
+    """Return the meshes with this number of ranks that fit this machine."""
     return [mesh for mesh in MESHES if ranks(mesh) <= min(pool.max_ranks, most)]
 
 

@@ -128,7 +128,8 @@ ERRORS = {
     ),
     "no_tp_mesh": (
         "MeshError",
-        "up (Linear): tp_mesh of size 1: expected a module built with tp_size=1, got tp_mesh=None or of size 1, but "
+        "up (Linear): tp_mesh of size 1: expected a module built with tp_size=1, got tp_mesh=None or of "
+        "size 1, but "
         "tp_size=2.",
         "Fix: pass the tensor-parallel mesh as tp_mesh.",
     ),
@@ -166,8 +167,9 @@ ERRORS = {
     "other_ranks": ("MeshError", "up: tp_mesh: expected the ranks of tp_group, [", "Fix: "),
     "after_torch_fully_shard": (
         "OrderError",
-        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as TE makes it, "
-        "or a DTensor on tp_mesh placed as TE shards it, got DTensor with placements (Shard(dim=0),).",
+        "up.weight: set_device_mesh after the parameter became a DTensor: expected a plain parameter, as "
+        "TE creates it, or a DTensor on tp_mesh with TE's placement, got DTensor with placements "
+        "(Shard(dim=0),).",
         "Fix: call set_device_mesh before fully_shard",
     ),
     "after_our_fully_shard": (
@@ -177,33 +179,38 @@ ERRORS = {
     ),
     "our_fully_shard_after_torchs": (
         "OrderError",
-        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got FSDPModel.",
+        "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got "
+        "FSDPModel.",
         "Fix: call te_fsdp.fully_shard once",
     ),
     "other_meshes": (
         "OrderError",
-        "up: set_device_mesh with other meshes than before: expected tp_mesh=",
+        "up: set_device_mesh with different meshes than before: expected tp_mesh=",
         "Fix: ",
     ),
     "world_too_small": (
         "MeshError",
-        "Meshes.build: dp_replicate(1) * dp_shard(3) * tp(2) = 6: expected a product equal to WORLD_SIZE = 4, got 6.",
+        "Meshes.build: dp_replicate(1) * dp_shard(3) * tp(2) = 6: expected a product equal to WORLD_SIZE "
+        "= 4, got 6.",
         "Fix: dp_shard=2, or dp_shard=-1 to infer it.",
     ),
     "world_not_divisible": (
         "MeshError",
-        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(3) = 3 * ?: expected a product equal to WORLD_SIZE = 4, "
+        "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(3) = 3 * ?: expected a product equal to "
+        "WORLD_SIZE = 4, "
         "got 3, which does not divide 4.",
         "Fix: sizes whose product is WORLD_SIZE.",
     ),
     "without_hooks_tp": (
         "OrderError",
-        "up: forward with 'weight' on mesh axes ('dp_shard', 'tp'): expected the gathered parameter, got a shard of it",
-        "Fix: call the module that was sharded (not .forward, not a method of it), or unshard() it first.",
+        "up: forward with 'weight' on mesh axes ('dp_shard', 'tp'): expected the unsharded parameter, got "
+        "a shard of it",
+        "Fix: call the sharded module itself (not .forward or another method), or call unshard() first.",
     ),
     "without_hooks_dp": (
         "OrderError",
-        "up: forward with 'weight' on mesh axes ('dp_shard',): expected the gathered parameter, got a shard of it",
+        "up: forward with 'weight' on mesh axes ('dp_shard',): expected the unsharded parameter, got a "
+        "shard of it",
         "Fix: call the module that was sharded",
     ),
 }

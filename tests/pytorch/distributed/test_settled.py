@@ -1,4 +1,4 @@
-"""A settled step asks nothing again, and sees all the same what a user changes between two steps."""
+"""Later steps repeat no checks, but detect a user's changes between two steps."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def test_refused(pool):
             {"LayerNormMLP": "optim", "blocks.1": "optim_grads", "": "optim_grads", "head": "optim"},
             {"": "optim_grads", "blocks.0": "optim", "blocks.1": "optim_grads", "head": "optim"},
         ),
-        # What is not sharded is not FSDP2's.
+        # Replicated parameters do not belong to FSDP2.
         ({"blocks.0": "no_shard"}, {"": "optim_grads_params", "blocks.1": "optim_grads_params"}),
     ],
 )

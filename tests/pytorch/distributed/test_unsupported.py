@@ -1,4 +1,4 @@
-"""What torch fails at without a name in a sharded model (docs/troubleshooting.md).
+"""Operations with unclear torch errors in a sharded model (docs/troubleshooting.md).
 
 The kind: a use that is right on an unsharded model ends in a raw error of torch, or in a wrong result. Each raises
 te_fsdp's own error with the name and the fix, or works and is compared by value with one process.
@@ -48,11 +48,11 @@ ERRORS = {
     ),
     "a_gradient_penalty_through_te": (
         "OrderError",
-        "layer: backward with create_graph=True through a module of TransformerEngine",
+        "layer: backward with create_graph=True through a TransformerEngine module",
     ),
     "a_full_optimizer_state": (
         "CheckpointError",
-        "AdamW.step: exp_avg of weight: expected this rank's part, a DTensor",
+        "AdamW.step: exp_avg of weight: expected this rank's shard, a DTensor",
     ),
     "a_norm_of_none": (
         "PlacementError",

@@ -1,4 +1,4 @@
-"""`fully_shard(zero_copy_gradients=...)`: reduced from where they lie, gradients are what they were."""
+"""`fully_shard(zero_copy_gradients=...)`: gradients that are reduced without a copy are equal to copied ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_root_without_parameters(pool):
 
 @pytest.mark.ranks(2)
 def test_left_to_te_fsdp(pool):
-    """With copies in place of all-gathers, where a gradient can be sent as it lies."""
+    """With copies instead of all-gathers, for gradients that can be sent without a copy."""
     casts = "computed in torch.bfloat16, reduced in torch.float32"
     flags = 2 * 2  # one for each parameter and rank: whether the rank has used it
     for found in pool.run(straight.left_to_te_fsdp, 2):

@@ -1,4 +1,4 @@
-"""Installs the emulation for this folder's tests; those that ask for ``arch`` run on both."""
+"""Installation of the emulation for this folder's tests; tests with the fixture ``arch`` run on both."""
 
 import pytest
 import torch

@@ -50,7 +50,7 @@ def array(x: torch.Tensor) -> np.ndarray:
 
 
 def assert_bytes(got: torch.Tensor, expected: np.ndarray, what: str) -> None:
-    """Bit for bit, for bytes and for float32 scales alike."""
+    """Compare bit for bit, both bytes and float32 scales."""
     got = got.detach().contiguous()
     assert tuple(got.shape) == expected.shape, f"{what}: shape {tuple(got.shape)}, expected {expected.shape}"
     left = got.numpy().view(np.uint8)

@@ -1,4 +1,4 @@
-"""What a GPU would refuse, hang on or read wrongly is an error; and the amax reduction of two ranks."""
+"""Errors for inputs that a GPU would reject, hang on or read wrongly; the amax reduction of two ranks."""
 
 from __future__ import annotations
 

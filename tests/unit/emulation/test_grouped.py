@@ -12,7 +12,7 @@ from te_fsdp.emulation.tex import grouped
 
 IN, OUT, EXPERTS = 128, 256, 3
 SPLITS = (128, 0, 256)  # an expert without tokens in the middle
-#: What TE's grouped path takes on each architecture (``is_module_grouped_tensor_path_supported``).
+#: Inputs of TE's grouped path on each architecture (``is_module_grouped_tensor_path_supported``).
 RECIPES = {"9.0": ("none", "current", "block"), "10.0": ("none", "current", "mxfp8", "nvfp4")}
 CASES = [(arch, recipe) for arch, recipes in RECIPES.items() for recipe in recipes]
 

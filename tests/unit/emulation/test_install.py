@@ -34,9 +34,7 @@ def test_install_twice_and_for_another_architecture():
     emulation.install(name)
     assert emulation.active() and emulation.arch() == emulation._state.ARCHITECTURES[name]
     other = "9.0" if name == "10.0" else "10.0"
-    with pytest.raises(
-        emulation.EmulationError, match=f"installed for architecture {name}, asked for {other}"
-    ):
+    with pytest.raises(emulation.EmulationError, match=f"installed for architecture {name}, got {other}"):
         emulation.install(other)
     for function in (emulation.install, emulation.switch_arch):
         with pytest.raises(emulation.EmulationError, match="unknown architecture '8.9': expected one of"):

@@ -117,7 +117,7 @@ def test_rotary_embedding_from_a_start_position(te, tex):
         torch.cat([torch.zeros(5, 1, 1, 8), x[:, 1:]]), freqs, None, 0, False, None, 1, 0
     )
     assert torch.equal(got[:, 1:], late[5:])
-    with pytest.raises(RuntimeError, match="holds 10 positions, position 11 is asked"):
+    with pytest.raises(RuntimeError, match="has 10 positions, but position 11 is used"):
         tex.fused_rope_forward(x, freqs, torch.tensor([0, 8]), 0, False, None, 1, 0)
     with pytest.raises(NotImplementedError, match="packed sequences"):
         tex.fused_rope_forward(x, freqs, None, 0, False, torch.tensor([0, 4]), 1, 0)

@@ -159,7 +159,7 @@ def test_transformer_layer(te, arch, name, primary):
     params, x64 = ref.double(module), x.detach().double().requires_grad_()
     y64 = ref.transformer_layer(params, x64, heads=heads, groups=2)
     y64.backward(grad.double())
-    # Both branches are small beside the residual stream, which is exact up to bf16; four quantized products
+    # Both branches are small relative to the residual stream, which is exact up to bf16; four quantized products
     # all in all.
     bound = 4 * stage(name, False) * ((y64 - x64).norm() / y64.norm()).item() + 4 * ref.BF16_EPS
     assert 1e-4 < ref.distance(y, y64) <= bound
@@ -205,7 +205,7 @@ def test_delayed_scaling_rounds_once_from_fp32(te):
     through_bf16 = (
         (value.bfloat16().float() * 16.0).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     )
-    assert not torch.equal(direct, through_bf16)  # or this test could not tell them apart
+    assert not torch.equal(direct, through_bf16)  # or this test could not distinguish them
     # the kernel's order of multiplication differs from F.silu by an ulp, which may move a value that sits on
     # a tie
     assert (out._data != direct).sum() <= 2
@@ -232,7 +232,7 @@ def test_current_scaling_takes_the_amax_before_rounding_in_activations_only(te):
         seen["norm"] += got != pytest.approx(normed.abs().max().item(), rel=8 * ref.FP32_UNIT)
     assert (
         seen["act"] > 4 and seen["norm"] > 4
-    )  # rounding moved the amax in most draws, so the two can be told apart
+    )  # rounding changed the amax in most draws, so that the two can be distinguished
 
 
 def test_gemm_reads_only_the_representation_that_the_kernel_reads(te, arch):

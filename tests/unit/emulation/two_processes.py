@@ -1,4 +1,4 @@
-"""What each of two gloo processes does in ``test_distributed``; results go to a file that the test reads."""
+"""Body of each of two gloo processes in ``test_distributed``; results go to a file that the test reads."""
 
 import os
 

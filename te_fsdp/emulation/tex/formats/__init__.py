@@ -1,9 +1,8 @@
 """Creation, quantization and reading of TransformerEngine's quantized tensors in PyTorch.
 
-The functions here stand in for those of the compiled extension with the same names. They recognise
-TransformerEngine's own quantizers by their exact class, as the extension does, and read and write the
-attributes of its tensor classes, which are imported only when needed because they import the extension
-themselves.
+The functions here replace those of the compiled extension with the same names. They recognize TransformerEngine's own
+quantizers by their exact class, as the extension does, and read and write the attributes of its tensor classes, which
+are imported only when needed because they import the extension themselves.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ from te_fsdp.emulation.tex.formats.transform import (
 
 Fill = Callable[[torch.Tensor, Any, Any, bool], None]
 
-# Exact classes, like the extension's own type check: a subclass of a quantizer is not recognised there
-# either.
+# Exact classes, like the extension's own type check: a subclass of a quantizer is not recognized there either.
 _FORMATS: dict[str, tuple[ModuleType, Fill]] = {
     "Float8Quantizer": (float8, float8.fill_delayed),
     "Float8CurrentScalingQuantizer": (float8, float8.fill_current),
@@ -41,7 +39,7 @@ _BULK_ALLOCATED = ("MXFP8Quantizer", "Float8BlockQuantizer", "NVFP4Quantizer")
 
 
 def _format_of(quantizer: Any) -> tuple[ModuleType, Fill]:
-    """The module and fill function for a quantizer.
+    """Return the module and fill function for a quantizer.
 
     Raises:
         EmulationError: a class that the extension does not know.
@@ -58,7 +56,7 @@ def _format_of(quantizer: Any) -> tuple[ModuleType, Fill]:
 
 
 def _storage_format(tensor: Any) -> ModuleType | None:
-    """The module of a quantized tensor's format, ``None`` for a plain tensor."""
+    """Return the module of a quantized tensor's format, ``None`` for a plain tensor."""
     if hasattr(tensor, "_fp4_dtype"):
         return nvfp4
     if not hasattr(tensor, "_fp8_dtype"):
@@ -69,7 +67,7 @@ def _storage_format(tensor: Any) -> ModuleType | None:
 
 
 def _is_set(noop: torch.Tensor | None) -> bool:
-    """Whether a no-op flag (one float, 1 means skip) is given and set."""
+    """Return whether a no-op flag (one float, 1 means skip) is given and set."""
     return noop is not None and not noop.is_meta and float(noop.reshape(-1)[0]) == 1.0
 
 
@@ -83,15 +81,15 @@ def create_empty_quantized_tensor(
     """Allocate the tensor that a quantizer would make for a logical shape.
 
     Args:
-        quantizer: a stock TE quantizer; its usages decide which buffers exist, ``internal`` whether the
-            result is the bare storage class.
+        quantizer: a stock TE quantizer; its usages decide which buffers exist, ``internal`` whether the result is the
+            bare storage class.
         shape: logical shape.
         dtype: nominal dtype.
         device: CPU or meta ("cuda" means the CPU).
         pin_memory: ignored, there is nothing to pin.
 
     Returns:
-        The quantized tensor; data uninitialised, block scales zero.
+        The quantized tensor; data uninitialized, block scales zero.
 
     Raises:
         EmulationError: unknown quantizer, or a shape that the format cannot hold.
@@ -133,15 +131,13 @@ def quantize(
         quantizer: a stock TE quantizer; with ``None`` the tensor itself is returned, or copied to ``output``.
         output: quantized tensor to update in place. Its buffers are first made to fit the quantizer's usages.
         noop: one float; if it is 1 the data of ``output`` stays as it is.
-        amax: for current scaling and NVFP4, the amax to use instead of the tensor's own (one float32). Not
-            part of the extension's function: its fused kernels call the quantizer with the amax that they
-            computed.
+        amax: for current scaling and NVFP4, the amax to use instead of the tensor's own (one float32). Not part of the
+            extension's function: its fused kernels call the quantizer with the amax that they computed.
 
     Returns:
         ``output``, or a new quantized tensor. On meta and for an empty input nothing is written.
 
-    Collective: one MAX all-reduce of the amax for current scaling and NVFP4 quantizers with
-    ``with_amax_reduction``.
+    Collective: one MAX all-reduce of the amax for current scaling and NVFP4 quantizers with ``with_amax_reduction``.
 
     Raises:
         EmulationError: anything that the extension refuses.
@@ -166,7 +162,7 @@ def quantize(
 
 
 def _logical_numel(output: Any) -> int:
-    """Number of values that a quantized tensor holds."""
+    """Return the number of values that a quantized tensor holds."""
     if hasattr(output, "_fp4_dtype"):
         data = output._rowwise_data if output._rowwise_data is not None else output._columnwise_data
         return data.numel() * 2
@@ -183,7 +179,7 @@ def _check_shape(tensor: torch.Tensor, output: Any) -> None:
 
 
 def dequantize(input: Any, otype: Any) -> torch.Tensor:
-    """Plain tensor of a quantized one (``tex.dequantize``), computed in float32 and cast.
+    """Return the plain tensor of a quantized one (``tex.dequantize``), computed in float32 and cast.
 
     Args:
         input: Float8, MXFP8 or NVFP4 tensor or storage.
@@ -193,8 +189,8 @@ def dequantize(input: Any, otype: Any) -> torch.Tensor:
         Tensor of the logical shape.
 
     Raises:
-        EmulationError: not quantized, block-scaled (which TransformerEngine dequantizes in Python), or
-            without the data that the kernel reads.
+        EmulationError: not quantized, block-scaled (which TransformerEngine dequantizes in Python), or without the
+            data that the kernel reads.
     """
     module = _storage_format(input)
     if module is None:
@@ -204,11 +200,10 @@ def dequantize(input: Any, otype: Any) -> torch.Tensor:
 
 
 def operand(tensor: Any, *, rowwise: bool) -> torch.Tensor:
-    """Float32 (M, K) values of a GEMM operand, read from exactly the buffer that the kernel would read.
+    """Return the float32 (M, K) values of a GEMM operand, read from exactly the buffer that the kernel would read.
 
     Args:
-        tensor: quantized tensor or storage, or a plain tensor, which passes through (flattened to 2-D, as
-            float32).
+        tensor: quantized tensor or storage, or a plain tensor, which passes through (flattened to 2-D, as float32).
         rowwise: read the rowwise data; otherwise the columnwise data, returned in the logical orientation all
             the same.
 
@@ -225,7 +220,7 @@ def operand(tensor: Any, *, rowwise: bool) -> torch.Tensor:
 
 
 def bgrad_quantize(input: torch.Tensor, quantizer: Any) -> list[Any]:
-    """Bias gradient and quantized gradient.
+    """Return the bias gradient and quantized gradient.
 
     Args:
         input: (..., N).

@@ -1,9 +1,8 @@
 """FP8 with float32 scales per 1x128 block (1-D) or 128x128 block (2-D).
 
 Buffers of a logical tensor flattened to (M, K): rowwise data (..., K), columnwise data transposed (K, ...).
-Inverse scales in float32: 2-D rowwise [c(M/128), up(c(K/128), 4)], columnwise [c(K/128), up(c(M/128), 4)];
-1-D rowwise [c(K/128), up(M, 4)], columnwise [c(M/128), up(K, 4)], that is with the block dim first. The
-padding is never written.
+Inverse scales in float32: 2-D rowwise [c(M/128), up(c(K/128), 4)], columnwise [c(K/128), up(c(M/128), 4)]; 1-D rowwise
+[c(K/128), up(M, 4)], columnwise [c(M/128), up(K, 4)], that is with the block dim first. The padding is never written.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def _blocks(size: int) -> int:
 
 
 def scale_shape(shape: Sequence[int], block_dim: int, *, columnwise: bool) -> tuple[int, int]:
-    """Padded shape of a scale buffer for a logical shape.
+    """Return the padded shape of a scale buffer for a logical shape.
 
     Raises:
         EmulationError: blocks of another number of dims than 1 or 2.
@@ -42,7 +41,7 @@ def scale_shape(shape: Sequence[int], block_dim: int, *, columnwise: bool) -> tu
 
 
 def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Allocate a Float8BlockwiseQTensor (or its storage): data uninitialised, scales zero."""
+    """Allocate a Float8BlockwiseQTensor (or its storage): data uninitialized, scales zero."""
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
     from transformer_engine.pytorch.tensor.storage.float8_blockwise_tensor_storage import (
         Float8BlockwiseQTensorStorage,
@@ -109,7 +108,7 @@ def coerce(quantizer: Any, output: Any) -> None:
 
 
 def _fill_2d(flat: torch.Tensor, options: dict[str, Any], output: Any) -> None:
-    """One scale per 128x128 block, shared by both directions."""
+    """Quantize with one scale per 128x128 block, shared by both directions."""
     rows, cols = flat.shape
     mb, kb = _blocks(rows), _blocks(cols)
     magnitude = cast.pad_2d(cast.abs_values(flat), mb * BLOCK, kb * BLOCK)
@@ -128,7 +127,7 @@ def _fill_2d(flat: torch.Tensor, options: dict[str, Any], output: Any) -> None:
 
 
 def _fill_1d(flat: torch.Tensor, options: dict[str, Any], output: Any) -> None:
-    """Rowwise scales per 1x128 block and, independently, columnwise scales per 128x1 block."""
+    """Quantize with rowwise scales per 1x128 block and independent columnwise scales per 128x1 block."""
     for name, source in (("rowwise", flat), ("columnwise", flat.t())):
         buffer = getattr(output, f"_{name}_data")
         if buffer is None:
@@ -151,8 +150,8 @@ def fill(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
     An existing tensor is quantized to the dtype and block shape that it carries, as in the extension.
 
     Raises:
-        EmulationError: scales that need not be powers of two on architecture 10.0 or later, where block
-            scaling runs on MXFP8 hardware.
+        EmulationError: scales that need not be powers of two on architecture 10.0 or later, where block scaling runs
+            on MXFP8 hardware.
     """
     if values.numel() == 0:
         if not values.shape[-1]:
@@ -183,7 +182,7 @@ def fill(values: torch.Tensor, quantizer: Any, output: Any, noop: bool) -> None:
 
 
 def _values(tensor: Any, name: str) -> torch.Tensor:
-    """Float32 (M, K) values of one direction.
+    """Return the float32 (M, K) values of one direction.
 
     Raises:
         EmulationError: scales of the wrong shape, or not powers of two on architecture 10.0 or later.
@@ -226,7 +225,7 @@ def dequantize(tensor: Any) -> torch.Tensor:
 
 
 def operand(tensor: Any, *, rowwise: bool) -> torch.Tensor:
-    """Float32 (M, K) values that a GEMM reads in the given direction.
+    """Return the float32 (M, K) values that a GEMM reads in the given direction.
 
     Raises:
         EmulationError: that direction's data is missing, or its scales are wrong for the architecture.

@@ -1,9 +1,9 @@
 """FP8 with one scale per tensor: delayed scaling and current scaling.
 
-Buffers of a logical tensor (..., K): ``_data`` (..., K) and ``_transpose`` (K, ...), both uint8, and
-``_scale_inv`` [1] in float32. Where the hardware multiplies 8-bit operands in any layout (architecture 10.0)
-``_data`` serves both directions and always exists, and ``_transpose`` is never made. On 9.0 rowwise usage
-means ``_data`` and columnwise usage ``_transpose``.
+Buffers of a logical tensor (..., K): ``_data`` (..., K) and ``_transpose`` (K, ...), both uint8, and ``_scale_inv``
+[1] in float32. Where the hardware multiplies 8-bit operands in any layout (architecture 10.0) ``_data`` serves both
+directions and always exists, and ``_transpose`` is never made. On 9.0 rowwise usage means ``_data`` and columnwise
+usage ``_transpose``.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from te_fsdp.emulation.tex.formats import cast
 
 
 def data_serves_both_directions() -> bool:
-    """Whether 8-bit GEMMs take operands in any layout (``nvte_is_non_tn_fp8_gemm_supported``)."""
+    """Return whether 8-bit GEMMs take operands in any layout (``nvte_is_non_tn_fp8_gemm_supported``)."""
     arch = _state.arch()
     return (10, 0) <= arch < (12, 0) or arch >= (13, 0)
 
 
 def _needed(quantizer: Any) -> tuple[bool, bool]:
-    """(data, transpose): the buffers that fit the quantizer's usages."""
+    """Return (data, transpose): whether the quantizer's usages need each buffer."""
     both = data_serves_both_directions()
     return bool(quantizer.rowwise_usage or both), bool(quantizer.columnwise_usage and not both)
 
 
 def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Allocate a Float8Tensor (or its storage) with uninitialised data and scale."""
+    """Allocate a Float8Tensor (or its storage) with uninitialized data and scale."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
@@ -145,7 +145,7 @@ def fill_current(
 
 
 def dequantize(tensor: Any) -> torch.Tensor:
-    """Float32 values in the logical shape, from ``_data``.
+    """Return the float32 values in the logical shape, from ``_data``.
 
     Raises:
         EmulationError: no ``_data``.
@@ -156,7 +156,7 @@ def dequantize(tensor: Any) -> torch.Tensor:
 
 
 def operand(tensor: Any, *, rowwise: bool) -> torch.Tensor:
-    """Float32 (M, K) values that a GEMM reads in the given direction.
+    """Return the float32 (M, K) values that a GEMM reads in the given direction.
 
     Raises:
         EmulationError: the buffer that the kernel would read is missing or flagged invalid.

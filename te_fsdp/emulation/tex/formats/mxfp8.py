@@ -1,8 +1,8 @@
 """MXFP8: 8-bit data, one power-of-two scale (E8M0) per 32 values along K (rowwise) or M (columnwise).
 
-Buffers of a logical tensor flattened to (M, K): data (..., K) for both directions, not transposed; uint8
-scales, rowwise [up(M, 128), up(K/32, 4)] and columnwise [up(M/32, 4), up(K, 128)], zero where unused. With
-``optimize_for_gemm`` the scales lie in the tile order that the GEMM reads, in buffers of the same shapes.
+Buffers of a logical tensor flattened to (M, K): data (..., K) for both directions, not transposed; uint8 scales,
+rowwise [up(M, 128), up(K/32, 4)] and columnwise [up(M/32, 4), up(K, 128)], zero where unused. With
+``optimize_for_gemm`` the scales are in the tile order that the GEMM reads, in buffers of the same shapes.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ def check_arch(what: str) -> None:
     """Refuse hardware without block-scaled tensor cores.
 
     Raises:
-        EmulationError: pretended architecture below 10.0.
+        EmulationError: emulated architecture below 10.0.
     """
     if _state.arch() < (10, 0):
         raise EmulationError(f"{what} needs architecture 10.0 or later, got {_state.arch_name()}")
 
 
 def scale_shape(shape: Sequence[int], *, columnwise: bool) -> tuple[int, int]:
-    """Padded shape of a scale buffer for a logical shape.
+    """Return the padded shape of a scale buffer for a logical shape.
 
     Raises:
-        EmulationError: a flattened dim is no multiple of 32.
+        EmulationError: a flattened dim is not a multiple of 32.
     """
     rows, cols = cast.flat_2d(shape)
     if rows % BLOCK or cols % BLOCK:
@@ -47,10 +47,10 @@ def scale_shape(shape: Sequence[int], *, columnwise: bool) -> tuple[int, int]:
 
 
 def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Allocate an MXFP8Tensor (or its storage): data uninitialised, scales zero.
+    """Allocate an MXFP8Tensor (or its storage): data uninitialized, scales zero.
 
     Raises:
-        EmulationError: a flattened dim is no multiple of 32.
+        EmulationError: a flattened dim is not a multiple of 32.
     """
     from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Tensor
     from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
@@ -108,7 +108,7 @@ def coerce(quantizer: Any, output: Any) -> None:
 
 
 def _block_scales(amax: torch.Tensor, limit: float) -> torch.Tensor:
-    """E8M0 scale of each block amax: the smallest power of two not below ``amax / limit``."""
+    """Return the E8M0 scale of each block amax: the smallest power of two not below ``amax / limit``."""
     return cast.e8m0_from_float(amax * torch.tensor(1.0 / limit, dtype=torch.float32))
 
 
@@ -121,14 +121,14 @@ def _store(output: Any, name: str, scales: torch.Tensor) -> None:
 
 
 def swizzle(scales: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
-    """Padded compact scales in GEMM order; columnwise ones are laid out as those of the transposed tensor."""
+    """Return padded compact scales in GEMM order; columnwise scales use the layout of the transposed tensor."""
     if columnwise:
         return cast.swizzle_scales(scales.t()).reshape(scales.shape)
     return cast.swizzle_scales(scales)
 
 
 def unswizzle(scales: torch.Tensor, *, columnwise: bool) -> torch.Tensor:
-    """Inverse of :func:`swizzle`."""
+    """Return the inverse of :func:`swizzle`."""
     if columnwise:
         return cast.unswizzle_scales(scales.reshape(scales.shape[1], scales.shape[0])).t()
     return cast.unswizzle_scales(scales)
@@ -173,7 +173,7 @@ def fill(
 
 
 def _values(tensor: Any, name: str) -> torch.Tensor:
-    """Float32 (M, K) values of one direction.
+    """Return the float32 (M, K) values of one direction.
 
     Raises:
         EmulationError: a scale buffer that is not padded as the kernels require.
@@ -198,7 +198,7 @@ def _values(tensor: Any, name: str) -> torch.Tensor:
 
 
 def dequantize(tensor: Any) -> torch.Tensor:
-    """Float32 values in the logical shape, from the rowwise data, or else the columnwise data.
+    """Return the float32 values in the logical shape, from the rowwise data, or else the columnwise data.
 
     Raises:
         EmulationError: architecture below 10.0, no data, or wrongly padded scales.
@@ -212,7 +212,7 @@ def dequantize(tensor: Any) -> torch.Tensor:
 
 
 def operand(tensor: Any, *, rowwise: bool) -> torch.Tensor:
-    """Float32 (M, K) values that a GEMM reads in the given direction.
+    """Return the float32 (M, K) values that a GEMM reads in the given direction.
 
     Raises:
         EmulationError: that direction's data is missing, or its scales are wrongly padded.

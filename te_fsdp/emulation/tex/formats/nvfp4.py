@@ -42,10 +42,10 @@ def check_variant(quantizer: Any) -> None:
 
 
 def scale_shape(shape: Sequence[int], *, columnwise: bool) -> tuple[int, int]:
-    """Padded shape of a scale buffer for a logical shape.
+    """Return the padded shape of a scale buffer for a logical shape.
 
     Raises:
-        EmulationError: a flattened dim is no multiple of 16.
+        EmulationError: a flattened dim is not a multiple of 16.
     """
     rows, cols = cast.flat_2d(shape)
     if rows % BLOCK or cols % BLOCK:
@@ -58,7 +58,7 @@ def scale_shape(shape: Sequence[int], *, columnwise: bool) -> tuple[int, int]:
 
 
 def _emits_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
-    """Whether the quantization kernel itself writes GEMM-ordered scales, so that no separate pass follows."""
+    """Return whether the quantization kernel itself writes GEMM-ordered scales, so that no separate pass follows."""
     if not quantizer.optimize_for_gemm:
         return False
     rows, cols = cast.flat_2d(shape)
@@ -68,7 +68,7 @@ def _emits_swizzled(quantizer: Any, shape: Sequence[int]) -> bool:
 
 
 def _buffers(shape: Sequence[int], name: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """New data, scale and amax buffers of one direction, keyed by attribute name."""
+    """Return the new data, scale and amax buffers of one direction, keyed by attribute name."""
     rows, cols = cast.flat_2d(shape)
     columnwise = name == "columnwise"
     data_shape = (cols, rows // 2) if columnwise else (*shape[:-1], cols // 2)
@@ -82,10 +82,10 @@ def _buffers(shape: Sequence[int], name: str, device: torch.device) -> dict[str,
 
 
 def create(quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
-    """Allocate an NVFP4Tensor (or its storage): data uninitialised, scales and amaxes zero.
+    """Allocate an NVFP4Tensor (or its storage): data uninitialized, scales and amaxes zero.
 
     Raises:
-        EmulationError: a flattened dim is no multiple of 16, or a variant that is not emulated.
+        EmulationError: a flattened dim is not a multiple of 16, or a variant that is not emulated.
     """
     from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Tensor
     from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
@@ -116,8 +116,8 @@ def coerce(quantizer: Any, output: Any) -> None:
     """Make the buffers of an existing tensor fit the quantizer's usages: drop, allocate and flag.
 
     Raises:
-        EmulationError: not an NVFP4Tensor, no data at all, row and column data that disagree, or a variant
-            that is not emulated.
+        EmulationError: not an NVFP4Tensor, no data at all, row and column data that disagree, or a variant that is not
+            emulated.
     """
     from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
 
@@ -149,7 +149,7 @@ def coerce(quantizer: Any, output: Any) -> None:
 
 
 def round_to_nearest(values: torch.Tensor) -> torch.Tensor:
-    """E2M1 codes 0..15 (uint8) of float32 values: nearest, ties to even, saturating at 6; NaN gives +6."""
+    """Return the E2M1 codes 0..15 (uint8) of float32 values: nearest, ties to even, saturating at 6; NaN gives +6."""
     magnitude = torch.nan_to_num(values.abs(), nan=FP4_MAX).clamp_(max=FP4_MAX)
     inverse_step, first = _region(magnitude)
     # In a region the codes count steps, and an even count is an even code: torch.round goes to even on ties.
@@ -157,7 +157,7 @@ def round_to_nearest(values: torch.Tensor) -> torch.Tensor:
 
 
 def round_stochastically(values: torch.Tensor) -> torch.Tensor:
-    """E2M1 codes of float32 values, rounded up or down at random in proportion to the distance.
+    """Return the E2M1 codes of float32 values, rounded up or down at random in proportion to the distance.
 
     Takes 8 random bits a value from torch's default CPU generator, as the extension does from the GPU's.
     """
@@ -169,29 +169,29 @@ def round_stochastically(values: torch.Tensor) -> torch.Tensor:
 
 
 def _region(magnitude: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the grid at ``magnitude``: 1/step (2 below 2.0, 1 below 4.0, else 0.5), and code - count of steps."""
+    """Return 1/step of the grid at ``magnitude`` (2 below 2.0, 1 below 4.0, else 0.5), and code - step count."""
     middle, upper = (magnitude >= 2.0).float(), (magnitude >= 4.0).float()
     return 2.0 - middle - 0.5 * upper, 2.0 * (middle + upper)
 
 
 def _with_sign(code: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Codes 0..7 with the sign bit of ``values``; a NaN counts as positive."""
+    """Return the codes 0..7 with the sign bit of ``values``; a NaN counts as positive."""
     negative = torch.signbit(values) & ~torch.isnan(values)
     return code.to(torch.uint8) | (negative.to(torch.uint8) << 3)
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Two 4-bit codes a byte along the last dim, the even index in the low half."""
+    """Pack two 4-bit codes per byte along the last dim, the even index in the low half."""
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def unpack(data: torch.Tensor) -> torch.Tensor:
-    """Inverse of :func:`pack`."""
+    """Return the inverse of :func:`pack`."""
     return torch.stack((data & 0x0F, data >> 4), dim=-1).flatten(-2)
 
 
 def _encode_scale(amax: torch.Tensor) -> torch.Tensor:
-    """Global factor (448 * 6) / amax, 1 where amax is 0 or infinite."""
+    """Return the global factor (448 * 6) / amax, 1 where amax is 0 or infinite."""
     encode = (torch.full_like(amax, 448.0 * FP4_MAX) / amax).clamp(max=cast.FLOAT32_MAX)
     return torch.where((amax == 0) | (encode == 0), torch.ones_like(encode), encode)
 
@@ -199,7 +199,7 @@ def _encode_scale(amax: torch.Tensor) -> torch.Tensor:
 def _quantize_lines(
     lines: torch.Tensor, block_amax: torch.Tensor, amax: torch.Tensor, stochastic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed data and scale bytes of (lines, length) float32 values, blocks of 16 along the second dim."""
+    """Return the packed data and scale bytes of (lines, length) float32 values, blocks of 16 along the second dim."""
     encode = _encode_scale(amax.reshape(()))
     sixth = torch.tensor(1.0 / FP4_MAX, dtype=torch.float32)
     block_scale = (block_amax * (encode * sixth)).clamp(max=cast.FLOAT32_MAX)
@@ -213,13 +213,13 @@ def _quantize_lines(
 
 
 def hadamard(lines: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """Random Hadamard transform of 16-wide pieces along the second dim, bfloat16 values as float32."""
+    """Return the random Hadamard transform of 16-wide pieces along the second dim, bfloat16 values as float32."""
     mixed = lines.reshape(-1, BLOCK) @ matrix.float()
     return mixed.to(torch.bfloat16).float().reshape(lines.shape)
 
 
 def _sources(values: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rowwise (M, K) and columnwise (K, M) float32 sources; RHT concerns the columnwise one only.
+    """Return the rowwise (M, K) and columnwise (K, M) float32 sources; RHT concerns the columnwise one only.
 
     Raises:
         EmulationError: an input or an option that the extension refuses.
@@ -236,7 +236,7 @@ def _sources(values: torch.Tensor, quantizer: Any) -> tuple[torch.Tensor, torch.
 
 
 def _block_amaxes(lines: torch.Tensor, two_dim: bool) -> torch.Tensor:
-    """Largest magnitude of every block (lines, length / 16), in 2-D mode of the 16x16 tile, repeated."""
+    """Return the largest magnitude of every block (lines, length / 16), in 2-D mode of the 16x16 tile, repeated."""
     count, length = lines.shape
     amax = cast.abs_values(lines).reshape(count, length // BLOCK, BLOCK).amax(2)
     if two_dim:
@@ -266,8 +266,8 @@ def fill(
     ``with_amax_reduction`` is set, also under ``noop``, as the extension does.
 
     Raises:
-        EmulationError: architecture below 10.0, a variant or input that the extension refuses, or an empty
-            input while other ranks reduce.
+        EmulationError: architecture below 10.0, a variant or input that the extension refuses, or an empty input while
+            other ranks reduce.
     """
     if values.numel() == 0:
         cast.check_empty_reduction(quantizer)
@@ -301,11 +301,10 @@ def fill(
 
 
 def _values(tensor: Any, name: str) -> torch.Tensor:
-    """Float32 lines of one direction: (M, K) rowwise, (K, M) columnwise.
+    """Return the float32 lines of one direction: (M, K) rowwise, (K, M) columnwise.
 
     Raises:
-        EmulationError: an emulated-elsewhere variant, or a scale buffer that is not padded as the kernels
-            require.
+        EmulationError: an emulated-elsewhere variant, or a scale buffer that is not padded as the kernels require.
     """
     if tensor._row_scaled_nvfp4 or tensor._nvfp4_use_4over6:
         raise EmulationError("NVFP4Tensor: row-scaled and 4over6 variants are not emulated")
@@ -328,7 +327,7 @@ def _values(tensor: Any, name: str) -> torch.Tensor:
 
 
 def dequantize(tensor: Any) -> torch.Tensor:
-    """Float32 values in the logical shape, from the rowwise data.
+    """Return the float32 values in the logical shape, from the rowwise data.
 
     Raises:
         EmulationError: no rowwise data.
@@ -340,7 +339,7 @@ def dequantize(tensor: Any) -> torch.Tensor:
 
 
 def operand(tensor: Any, *, rowwise: bool) -> torch.Tensor:
-    """Float32 (M, K) values that a GEMM reads in the given direction.
+    """Return the float32 (M, K) values that a GEMM reads in the given direction.
 
     Raises:
         EmulationError: that direction's data is missing, or its scales are wrongly padded.

@@ -12,11 +12,11 @@ from te_fsdp.emulation.tex.formats import cast, mxfp8, nvfp4
 
 
 def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) -> torch.Tensor:
-    """Bytes with the last dim moved to the front, contiguous.
+    """Return the bytes with the last dim moved to the front, contiguous.
 
     Args:
         input: uint8 (..., K).
-        dtype: the TE dtype of the bytes; a transpose does not look at it.
+        dtype: TE dtype of the bytes, not used.
         out: destination (K, ...), written in place and returned; new when ``None``.
 
     Raises:
@@ -34,7 +34,7 @@ def fp8_transpose(input: torch.Tensor, dtype: Any, *, out: torch.Tensor | None) 
 
 
 def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Packed 4-bit (M, K/2) to packed (K, M/2).
+    """Transpose packed 4-bit data from (M, K/2) to (K, M/2).
 
     Raises:
         EmulationError: not 2-D, an odd M, or ``out`` of another shape.
@@ -54,11 +54,11 @@ def nvfp4_data_transpose(input: torch.Tensor, *, out: torch.Tensor | None = None
 
 
 def nvfp4_2d_scale_transpose(input: torch.Tensor, output: torch.Tensor, M_tiles: int, K_tiles: int) -> None:
-    """Columnwise scales of 16x16 tiles from the rowwise ones: ``output[k, m] = input[16 * m, k // 16]``.
+    """Return the columnwise scales of 16x16 tiles from the rowwise ones: ``output[k, m] = input[16 * m, k // 16]``.
 
     Args:
         input: rowwise scale bytes [up(M, 128), >= K_tiles], each tile's byte repeated over its 16 rows.
-        output: columnwise scale bytes [up(K, 128), >= M_tiles]; what lies outside the tiles becomes zero.
+        output: columnwise scale bytes [up(K, 128), >= M_tiles]; bytes outside of the tiles become zero.
         M_tiles: tiles along M.
         K_tiles: tiles along K.
     """
@@ -77,7 +77,7 @@ def nvfp4_2d_multi_tensor_transpose(
     M_list: Sequence[int],
     K_list: Sequence[int],
 ) -> None:
-    """Data and 2-D scales of several NVFP4 tensors from rowwise to columnwise, in place."""
+    """Transpose data and 2-D scales of several NVFP4 tensors from rowwise to columnwise, in place."""
     for data, out, scales, scales_out, rows, cols in zip(
         rowwise_data_list,
         columnwise_data_list,

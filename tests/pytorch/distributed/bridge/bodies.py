@@ -148,7 +148,7 @@ def marked(model: Any, how: str, last: bool) -> contextlib.AbstractContextManage
 
 
 def methods() -> dict[str, Any]:
-    """What is left of the documented methods, once each."""
+    """Call the remaining documented methods once each."""
     from te_fsdp.compat import megatron_fsdp
 
     messages: list[str] = []
@@ -202,7 +202,7 @@ def methods() -> dict[str, Any]:
 
 
 def te_model(recipe: str, tp: int, meta: bool) -> dict[str, Any]:
-    """The README's second script: quantized weights with fp32 main weights, a tp axis; beside te_fsdp's own names."""
+    """The README's second script: quantized weights with fp32 main weights, a tp axis; and te_fsdp's own names."""
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
     from transformer_engine.pytorch.optimizers import FusedAdam

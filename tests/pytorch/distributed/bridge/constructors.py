@@ -20,7 +20,7 @@ from bridge.bodies import batch, full_weights, make_net
 
 @contextmanager
 def logged() -> Any:
-    """What te_fsdp's logger says meanwhile."""
+    """Collect te_fsdp's log messages in the context."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -180,7 +180,7 @@ def lifecycle() -> dict[str, Any]:
         )
         with model.no_sync():
             model(batch(0, 0, dist.get_rank())).square().mean().backward()
-        model.synchronize_param_gather()  # "optim" keeps weights gathered, and what waits beside them
+        model.synchronize_param_gather()  # "optim" keeps weights unsharded
         waits = all(p.grad is None for p in net.parameters())
         with logged() as messages:
             getattr(model, method)(*([True] if method == "finish_grad_sync" else []))
@@ -200,7 +200,7 @@ def lifecycle() -> dict[str, Any]:
         doubled = model(data)
         model.load_state_dict(state)
         found["loaded"] = torch.equal(model(data), before) and not torch.equal(doubled, before)
-        # What a state dict holds is what the optimizer updates: written to while weights are gathered.
+        # The values of a state dict are those that the optimizer updates: written while weights are unsharded.
         values = list(model.state_dict().values())  # taking it cuts the weights again
         model.start_param_sync(force_sync=True)
         for value in values:

@@ -54,7 +54,7 @@ def trained(rows: list[str], nested: bool = True) -> dict[str, Any]:
 
 
 def refusals() -> dict[str, str]:
-    """What does not map, and calls in another order, by the error's text."""
+    """Return the error texts of unsupported arguments, and of calls in a wrong order."""
     from te_fsdp.compat.megatron_fsdp import experimental as v2
     from te_fsdp.errors import TeFsdpError
 

@@ -139,7 +139,7 @@ def without_state(strategy: str, outer: str | None) -> dict[str, list[str]]:
 
 
 def before_the_first_step() -> dict[str, Any]:
-    """State dicts beside gradients; those that nothing could be loaded into."""
+    """Load state dicts with gradients, and state dicts without a target."""
     from te_fsdp.compat import megatron_fsdp
     from te_fsdp.errors import CheckpointError, OrderError
 

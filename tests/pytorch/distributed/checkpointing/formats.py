@@ -212,18 +212,18 @@ def _each_rank_by_itself() -> Iterator[None]:
         for target in components_of(local, name):
             target.tensor.copy_(sources[target.name])
 
-    stock, reading.quantize_whole = reading.quantize_whole, by_itself
+    stock, reading.quantize_with_shared_scale = reading.quantize_with_shared_scale, by_itself
     try:
         yield
     finally:
-        reading.quantize_whole = stock
+        reading.quantize_with_shared_scale = stock
 
 
 def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, Any]:
     """Weights rebuilt from the main weights have the bytes that the optimizer's step gave them."""
     from te_fsdp.checkpoint.model_state import owned_parameters
     from te_fsdp.quantized.components import components_of
-    from te_fsdp.quantized.shards import quantize_whole
+    from te_fsdp.quantized.shards import quantize_with_shared_scale
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     run = QuantizedTraining(recipe, axes, seed=0)
@@ -235,7 +235,7 @@ def main_weights_are_the_truth(recipe: str, axes: dict[str, int]) -> dict[str, A
         before = {c.name: c.tensor.clone() for c in components_of(owned.local, owned.fqn)}
         main = _torch.local_of(run.optimizer.state[owned.parameter]["master_param"])
         owned.local.quantize_(torch.zeros_like(main))  # so that the comparison can fail
-        quantize_whole(owned.module, owned.name, owned.local, main, keep_delayed_scale=True)
+        quantize_with_shared_scale(owned.module, owned.name, owned.local, main, keep_delayed_scale=True)
         for component in components_of(owned.local, owned.fqn):
             count += 1
             same = torch.equal(component.tensor, before[component.name])

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-#: What scripts do to the values of a state dict that are no parameters.
+#: Operations of scripts on values of a state dict that are not parameters.
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "clone": torch.Tensor.clone,
     "bf16": torch.Tensor.bfloat16,
@@ -80,7 +80,7 @@ def offloaded(case: Case, axes: dict[str, int], directory: str, other: dict[str,
 
 
 def by_hand(recipe: str, tp: int) -> dict[str, int]:
-    """What scripts of TE do with shards: hooks called without a module; a gather compared with one by hand."""
+    """Operations of TE scripts on shards: hooks called without a module; a manual gather for comparison."""
     from te_fsdp.upstream import te as _te
 
     case = Case(optimizer="fused", recipe=recipe, quantized=True)

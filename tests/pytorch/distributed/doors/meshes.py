@@ -49,7 +49,7 @@ def training(
     Args:
         axes: Name -> size, in the mesh's order; the first one may be stages, the last one may be ``"tp"``.
         strategy: For all units.
-        names: What :meth:`te_fsdp.Meshes.from_device_mesh` is told; ``None``: ``fully_shard`` gets the mesh itself.
+        names: Arguments of :meth:`te_fsdp.Meshes.from_device_mesh`; ``None``: ``fully_shard`` gets the mesh itself.
         sliced: Whether the stages' axis is sliced away before.
     """
     import te_fsdp

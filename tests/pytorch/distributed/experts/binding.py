@@ -88,7 +88,7 @@ def state_dicts() -> dict[str, Any]:
 
 
 def lost_by_local_names() -> dict[str, Any]:
-    """What local names do: two ranks, one name, two experts. Global names give each expert one."""
+    """Show the effect of local names: two ranks, one name, two experts. Global names identify each expert."""
     meshes = _meshes(ep=2)
     stock = build("none", "fp32", 4, meshes, harness.device(), bias=False)
     with torch.no_grad():

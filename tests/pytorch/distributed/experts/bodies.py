@@ -123,7 +123,7 @@ def _pass(
 def _reference(
     recipe: str, weights: str, experts: int, bias: bool, route: str
 ) -> tuple[Seen, dict[str, torch.Tensor]]:
-    """What one process with stock TE sees, and the initial parameters. Collective over the world."""
+    """Return the results of one process with stock TE, and the initial parameters. Collective over the world."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     from te_fsdp.upstream import te as _te

@@ -46,7 +46,7 @@ def broken_piece(name: str) -> Iterator[None]:
 
 
 def silence(name: str, sharded: nn.Module) -> None:
-    """Keep the model from raising at once because FSDP2 was not told by what to divide."""
+    """Prevent the model's immediate error that FSDP2's gradient divisor is not set."""
     from te_fsdp.records import binding_of
 
     for module in sharded.modules():

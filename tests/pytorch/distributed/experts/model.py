@@ -18,7 +18,7 @@ from torch import nn
 #: Rows of one expert must be a multiple of this: the gradient of its weight is a sum over them, in the recipe's format.
 ROWS = {"none": 1, "mxfp8": 32, "block": 128}
 TOKENS = 256
-#: How tokens choose experts: all alike, only the first half of the experts, or the first one most often.
+#: How tokens choose experts: uniformly, only the first half of the experts, or the first one most often.
 ROUTES = ("every", "some", "uneven")
 
 

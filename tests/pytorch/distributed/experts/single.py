@@ -29,7 +29,7 @@ def sharded(axes: dict[str, int], recipe: str, weights: str, experts: int, **how
 
 
 def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict[str, Any]:
-    """HFSDP beside HSDP: norms and updates of three clipped steps; ``warned``: of weights that cross as fp32.
+    """Compare HFSDP with HSDP: norms and updates of three clipped steps; ``warned``: weights sent as fp32.
 
     The gradients are as far apart as their formats allow, and each run rounds its weights to their format at the end.
     """
@@ -67,7 +67,7 @@ def outer(axes: dict[str, int], recipe: str, weights: str, experts: int) -> dict
 
 
 def held(axes: dict[str, int], recipe: str, experts: int) -> dict[str, float]:
-    """What this rank holds of quantized experts after a step, in shares of what it should.
+    """Return the bytes of quantized experts on this rank after a step, relative to the expected bytes.
 
     Returns:
         ``data``: bytes of their values over logical bytes / (ep x dp_shard x tp), in every direction that the format

@@ -1,4 +1,4 @@
-"""Bodies: a recorded step against the plain loop, bit for bit, and what makes it record anew or run eagerly."""
+"""Bodies: a recorded step against the plain loop, bit for bit, and causes of a new recording or an eager run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS, MICROBATCHES, MAX_NORM = 6, 2, 0.5
 
 
 class Heard(logging.Handler):
-    """What te_fsdp has logged."""
+    """Return te_fsdp's log messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -198,7 +198,7 @@ def _ready(meshes: Any, case: dict[str, Any], failing: int = -1, **options: Any)
 
 
 def recorded_anew() -> dict[str, list[int]]:
-    """What a recorded step does after each of several changes: recordings before, and after two more calls."""
+    """Return the effect of several changes on a recorded step: recordings before, and after two more calls."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())
@@ -334,7 +334,7 @@ def evaluations() -> list[bool]:
     """Evaluations before and after a replay, under a strategy that keeps weights gathered: the second reads new ones.
 
     Returns:
-        Whether they are equal, whether the second is that of weights gathered anew, whether an evaluation leaves
+        Whether they are equal, whether the second is that of newly gathered weights, whether an evaluation leaves
         weights gathered, and whether a replay begins with some: on the CPU, where its Python runs.
     """
     import te_fsdp
@@ -362,7 +362,7 @@ def evaluations() -> list[bool]:
 
 
 def outputs_are_copies() -> bool:
-    """What a step has returned stays as it is when the next one runs."""
+    """Check that the result of a step does not change when the next step runs."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(device_type=harness.device_type())

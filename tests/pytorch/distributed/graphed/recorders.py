@@ -16,9 +16,9 @@ from te_fsdp.features.hfsdp.gradients import UnaveragedGradient
 
 
 class Again:
-    """What was recorded. It ran when it was recorded, so that the first replay does nothing.
+    """A recording. The function already ran during recording, so the first replay has no effect.
 
-    As in a graph, results and gradients lie where they lay the first time.
+    As in a graph, results and gradients are at the same addresses in each replay.
     """
 
     def __init__(self, model: nn.Module, call: Callable[[], Any]) -> None:

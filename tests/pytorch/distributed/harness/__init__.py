@@ -2,7 +2,7 @@
 
 On the CPU the workers use gloo and emulated TE, on GPUs NCCL and real TE; what gloo would send in small
 collectives goes through shared memory (`harness.exchange`; not with TE_FSDP_TEST_GLOO=1). Write a *body*, a
-function at the top level of a test module (or of a module beside it), and call it through the `pool` fixture.
+function at the top level of a test module (or of a module next to it), and call it through the `pool` fixture.
 It runs on each rank, in a fresh default process group, with all generators seeded with 0 and one torch thread:
 
     import harness

@@ -1,4 +1,4 @@
-"""What crosses the wire: the collectives that a body calls through `torch.distributed`, by kind, dtype and size."""
+"""Recording of a body's collectives of `torch.distributed`, by kind, dtype and size."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 
 class Difference(NamedTuple):
-    """What a comparison measured."""
+    """Result of a comparison."""
 
     elements: int
     relative: float
@@ -151,7 +151,7 @@ class Comparisons:
         self._count(name, assert_close(name, actual, expected, rtol, why, floor=floor))
 
     def require(self, min_count: int = 1) -> dict[str, object]:
-        """Require so many real comparisons; returns what was done, for the body to return."""
+        """Require this number of actual comparisons; return the count for the body to return."""
         if self.real < min_count:
             raise AssertionError(
                 f"expected at least {min_count} comparisons of non-empty, nonzero tensors, made {self.real} "

@@ -5,7 +5,7 @@ those of an earlier run have no groups any more. So the decision is kept, and it
 the operation at hand. Deciding takes up to 47 ms an operation where it is over lists of tensors, as those of
 optimizers: a quarter of the CPU time of the checkpoints' tests, whose models repeat.
 
-What is decided for the first time is decided as torch does, but sooner: lists place by place, since other models have
+New decisions are those of torch, but computed faster: lists element by element, because other models have
 the same tensors at other places; and among those ways to cut the operands that leave them as they are, where torch
 tries each way on each dimension of the mesh, 1,000 on three.
 
@@ -32,7 +32,7 @@ MOST = 3000
 
 
 class Decisions:
-    """What was decided in this process so far; called as the propagator's own function.
+    """Decisions of this process so far; called as the propagator's own function.
 
     Args:
         decide: torch's function from an operation's schema to its sharding.

@@ -53,7 +53,7 @@ def gpu_ranks() -> int:
 
 
 def node_environment(rank: int) -> dict[str, str]:
-    """What says where a rank runs: on the CPU one node, all of whose ranks share the machine.
+    """Return the environment of a rank: on the CPU one node, all of whose ranks share the machine.
 
     On GPUs every pretended node has all GPUs of the machine. NCCL refuses two ranks on one GPU of a host; a host with
     another name it takes for another machine, and talks to it over sockets: slow, but by its own algorithms.
@@ -66,7 +66,7 @@ def node_environment(rank: int) -> dict[str, str]:
 
 
 def backend() -> str:
-    """The process-group backend: gloo on the CPU, NCCL beside gloo on GPUs (DCP needs the CPU one)."""
+    """Return the process-group backend: gloo on the CPU, NCCL with gloo on GPUs (DCP needs the CPU backend)."""
     return "gloo" if device_type() == "cpu" else "cpu:gloo,cuda:nccl"
 
 

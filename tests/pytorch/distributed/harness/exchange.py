@@ -3,7 +3,7 @@
 gloo sends over TCP, by three threads a group: 0.2 to 4 ms of CPU time a rank and collective. The workers of a pool are
 forked from one server, so that a tensor can as well be left in memory for the others, at some 50 us.
 
-What stays gloo's: making process groups, messages from rank to rank, tensors that are large or not plain, other
+Gloo is still used to create process groups, for messages from rank to rank, tensors that are large or not plain, other
 operations than sum, average, maximum and minimum, runs whose body makes its own group (`init_group=False`), and
 everything where TE_FSDP_TEST_GLOO=1 is set, for one run by `env` or for all in pytest's environment.
 
@@ -32,7 +32,7 @@ GLOO_VARIABLE = "TE_FSDP_TEST_GLOO"
 LAZY_VARIABLE = "TORCH_GLOO_LAZY_INIT"
 """gloo's own: ranks connect when they first send, which in most groups is never."""
 GROUPS = 96
-"""Process groups of one run that find room; later ones use gloo."""
+"""Number of process groups of one run with shared memory; later ones use gloo."""
 SLOT = 1 << 18
 """Most bytes that a rank gives to one collective."""
 ARENA = GROUPS * 8 * 2 * (SLOT + 8)
@@ -64,7 +64,7 @@ class Exchange:
         self.renew()
 
     def renew(self) -> None:
-        """Begin anew for processes to come: a killed one may have left anything."""
+        """Reset for later processes: a killed process may have left any state."""
         self.slots = torch.frombuffer(mmap.mmap(-1, ARENA), dtype=torch.uint8)
         self.table = memoryview(mmap.mmap(-1, 8 * (_HEAD + _WORDS * GROUPS))).cast("q")
         context = get_context("fork")
@@ -135,7 +135,7 @@ class Group:
         self._heads = memoryview(heads.view(torch.int64).numpy())
 
     def parts(self, what: tuple[Any, ...], given: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-        """What all ranks give. Collective over the group.
+        """Return the values of all ranks. Collective over the group.
 
         Args:
             what: Describes the collective; equal on all ranks.
@@ -158,7 +158,7 @@ class Group:
         """Wait for all ranks, and compare what they do; see `parts`."""
         turn, table, at = self._turn(), self._table, self._at
         heads, first = self._heads, turn * self.size
-        heads[first + self.rank] = hash(what)  # alike in all processes that are forked from one
+        heads[first + self.rank] = hash(what)  # equal in all processes that are forked from one
         with self._lock:
             come = table[at + 1] + 1
             table[at + 1] = come % self.size
@@ -208,7 +208,7 @@ def _instead(
 
 
 class _Undelivered(dist.Work):
-    """A collective that has ended, whose results are not where they belong before somebody waits for it."""
+    """A completed collective whose results are copied to their destination by ``wait``."""
 
     def __init__(self, results: _Results) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class _Undelivered(dist.Work):
 
 
 # ------------------------------------------------------------------------------------- a process group's collectives
-# None, on all ranks alike, leaves it to gloo.
+# None, on all ranks, leaves it to gloo.
 
 
 def _all_reduce(group: Group, tensors: Sequence[torch.Tensor], options: Any = None) -> _Results | None:
@@ -305,7 +305,7 @@ def _all_to_all_single(
 def _uneven_all_to_all(
     group: Group, output: torch.Tensor, source: torch.Tensor, output_sizes: list[int], source_sizes: list[int]
 ) -> _Results | None:
-    """All first tell what they have and expect, so that all see whether that fits, and who has what for whom."""
+    """First exchange sizes, so that all ranks know whether the buffers match, and the sources and destinations."""
     ranks, row = range(group.size), math.prod(source.shape[1:])
     wanted = output_sizes or [len(output) // group.size] * group.size
     given = source_sizes or [len(source) // group.size] * group.size

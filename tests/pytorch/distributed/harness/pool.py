@@ -29,7 +29,7 @@ _SCALE_VARIABLE = "TE_FSDP_TEST_TIMEOUT_SCALE"
 
 
 class RaisedError(NamedTuple):
-    """What a rank raised in `run_expect_error`."""
+    """Error of a rank in `run_expect_error`."""
 
     type_name: str
     message: str
@@ -104,7 +104,7 @@ class WorkerPool:
             timeout: seconds the run may take.
             env: environment variables of this run only.
             init_group: False leaves `dist.init_process_group` (env://) to the body.
-            seed: for torch, numpy and random, on every rank alike.
+            seed: for torch, numpy and random, the same on every rank.
             kwargs: arguments of the body; must pickle.
 
         Raises:
@@ -261,7 +261,7 @@ class WorkerPool:
 
 
 def _rank_environment(rank: int, world_size: int, store: dist.TCPStore | None) -> dict[str, str]:
-    """What torchrun sets; with a store, that of torchrun's agent, which spares the workers hosting one."""
+    """Return torchrun's environment; with a store, that of torchrun's agent, so that no worker hosts one."""
     return {
         "RANK": str(rank),
         **devices.node_environment(rank),

@@ -83,7 +83,7 @@ class Processes:
     def end(self, worker: Worker, grace: float) -> None:
         """Wait `grace` seconds for a worker to end by itself, then kill it; returns when it is gone."""
         if not _ended(worker.connection, grace):
-            os.kill(worker.pid, signal.SIGKILL)  # safe: nobody has reaped it, so the id is still its own
+            os.kill(worker.pid, signal.SIGKILL)  # safe: the process is not reaped, so the id is still its own
         self.exit_code(worker)
         worker.connection.close()
 
@@ -175,7 +175,7 @@ def _read_stacks(path: str) -> str:
 
 
 def _coverage_options() -> dict[str, Any] | None:
-    """Arguments for coverage in the workers when it runs here or COVERAGE_PROCESS_START asks for it."""
+    """Arguments for coverage in the workers if it runs here or COVERAGE_PROCESS_START is set."""
     try:
         import coverage
     except ImportError:

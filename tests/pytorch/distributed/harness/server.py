@@ -58,7 +58,7 @@ def main(options: dict[str, Any]) -> None:
 
 
 def _become_worker(rank: int, options: dict[str, Any], shared: exchange.Exchange) -> None:
-    # A fork makes torch's pool of threads anew at its first use: where two threads of autograd come first, torch aborts
+    # A fork makes torch create its thread pool again at first use: if two threads of autograd do so, torch aborts
     # ("Invalid thread pool!").
     torch.set_num_threads(1)
     try:

@@ -62,7 +62,7 @@ def preload(te: bool, arch: str = "10.0") -> None:
 
 
 def preload_library() -> None:
-    """Import te_fsdp and the bodies beside `harness`: 250 files, which each worker would import by itself."""
+    """Import te_fsdp and the bodies next to `harness`: 250 files, which each worker would import by itself."""
     package, here = importlib.import_module("te_fsdp"), Path(__file__).parents[1]
     beside = ("te_fsdp.cli", "te_fsdp.emulation", "te_fsdp.integrations", "harness", "test_", "conftest")
     for folders, prefix in ((package.__path__, "te_fsdp."), ([str(here)], "")):
@@ -90,7 +90,7 @@ def _foreach_as_on_gpus() -> None:
 
 
 def seed_everything(seed: int = 0) -> None:
-    """Seed torch (all devices), numpy and random alike on every rank."""
+    """Seed torch (all devices), numpy and random with the same seed on every rank."""
     torch.manual_seed(seed)
     numpy.random.seed(seed)
     random.seed(seed)
@@ -141,7 +141,7 @@ def reset() -> None:
         quantization.FP8GlobalStateManager.reset()
     gc.collect()
     _empty_lost_meshes()
-    # What is left are modules and caches, which stay: later collections need not walk over them each time.
+    # The remaining objects are modules and caches, which stay: later collections need not scan them each time.
     gc.freeze()
     if devices.device_type() == "cuda" and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -200,13 +200,13 @@ def _clear_dtensor_caches_of_thread() -> None:
 
 @functools.lru_cache(maxsize=1)
 def _dtensor_modules(imported: int) -> list[ModuleType]:
-    """Of so many modules those of DTensor."""
+    """Return the modules of DTensor among the given ones."""
     return [module for name, module in sys.modules.items() if name.startswith("torch.distributed.tensor")]
 
 
 @functools.lru_cache(maxsize=1)
 def _dtensor_caches(imported: int) -> list[Callable[[], None]]:
-    """What clears the caches that these modules have by now, and the dispatcher's."""
+    """Return functions that clear the caches of the present modules, and the dispatcher's."""
     dispatcher = getattr(torch.distributed.tensor.DTensor, "_op_dispatcher", None)
     found: list[Callable[[], None]] = []
     for owner in (getattr(dispatcher, "sharding_propagator", None), *_dtensor_modules(imported)):

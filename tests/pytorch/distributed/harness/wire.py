@@ -35,7 +35,7 @@ class _Pickler(pickle.Pickler):
     """Writes tensors as bytes: torch's own way, a file in the file for each, takes ten times as long."""
 
     def reducer_override(self, obj: Any) -> Any:
-        """What a plain tensor is made of."""
+        """Description of a plain tensor."""
         if type(obj) is not torch.Tensor:
             return NotImplemented
         data = obj.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()

@@ -130,7 +130,7 @@ def _answer(function: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
 
 
 def _cpu_seconds() -> float:
-    """What this process has used so far, on all threads, and its children that have ended."""
+    """Return the CPU time of this process so far, with all threads and terminated children."""
     return sum(os.times()[:4])
 
 

@@ -69,7 +69,7 @@ def summed(axes: dict[str, int], case: dict[str, Any]) -> str:
     return ""
 
 
-# --- what a step sends, what lies in memory
+# --- communication of a step, memory
 
 
 class Even(nn.Module):
@@ -88,7 +88,7 @@ class Even(nn.Module):
 def costs(
     dtype: torch.dtype, outer: str, wire: torch.dtype | None = None, large: int | None = None
 ) -> dict[str, Any]:
-    """Collectives of one optimizer step, and bytes that lie in memory after it, on 2 x 2 ranks.
+    """Collectives of one optimizer step, and bytes in memory after it, on 2 x 2 ranks.
 
     The parameters' own gradients stay as they were. ``large``: from how many elements on tensors travel by themselves.
 

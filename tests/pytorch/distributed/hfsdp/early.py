@@ -107,7 +107,7 @@ def inputs(seed: int) -> torch.Tensor:
 
 
 def counts() -> dict[str, Any]:
-    """What backward and step send, told and not told, trained and frozen, and all collectives of a told step."""
+    """Return the communication of backward and step, marked or not, trained or not; all of a marked step."""
     pair = Pair()
     found = {"told": [pair.both(seed) for seed in (1, 2, 3)]}
     found["plain"] = [pair.both(seed, told=False) for seed in (4, 5)]
@@ -187,7 +187,7 @@ def reused(reentrant: bool) -> list[tuple[int, int]]:
 
 
 def interrupted(where: dict[int, int | str]) -> list[tuple[int, int]]:
-    """A told backward raises, on each rank at another place; then the whole step is run again.
+    """A marked backward raises, on each rank at a different place; then the complete step is run again.
 
     Args:
         where: rank -> block whose gradient raises, "forward", or "before": in a microbatch that others follow. Ranks
@@ -233,7 +233,7 @@ def _raising(model: nn.Module, place: int | str) -> Iterator[None]:
 
 
 def changed(how: str) -> dict[str, Any]:
-    """Gradients that are others at the step than at the end of the told backward: right in any case.
+    """Gradients change between the end of the marked backward and the step: the step is right in any case.
 
     Returns:
         ``sent``: reduce-scatters of that backward, and of the steps after it; ``between``: of that backward and its
@@ -291,7 +291,7 @@ def _change(how: str, pair: Pair) -> None:
 
 
 def after_clip() -> None:
-    """A told backward after a norm: the step would miss it."""
+    """A marked backward after a norm: the step would miss it."""
     import te_fsdp
 
     pair = Pair()
@@ -336,7 +336,7 @@ def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]
     """Steps before which some ranks tell their last backward and others do not: right all along.
 
     Args:
-        told: For each step, which ranks tell.
+        told: For each step, the ranks that mark the last microbatch.
         lines: How often the log says that averages wait.
     """
     from te_fsdp.features.hfsdp import overlap
@@ -346,12 +346,12 @@ def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]
     with logged() as seen:
         found = [pair.both(seed, told=ranks[dist.get_rank()]) for seed, ranks in enumerate(told)]
     pair.checks.require(6 * len(told))
-    assert len([line for line in seen if "in the first step: averages" in line]) == lines, seen
+    assert len([line for line in seen if "in the first step, so averages" in line]) == lines, seen
     return found
 
 
 def contexts() -> list[bool]:
-    """What a model knows in contexts, nested, left by exceptions."""
+    """Return the model's flags in contexts: nested, and left by exceptions."""
     import te_fsdp
     from te_fsdp.sharded_model import get_sharded_model
 

@@ -1,4 +1,4 @@
-"""Bodies: a mixture of experts under HFSDP, beside HSDP, which is compared with one process elsewhere."""
+"""Bodies: a mixture of experts under HFSDP, compared with HSDP, which other tests compare with one process."""
 
 from __future__ import annotations
 

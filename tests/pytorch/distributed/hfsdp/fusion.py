@@ -15,7 +15,7 @@ HIDDEN, SEQUENCE, BATCH = 32, 8, 8
 
 
 class Model(nn.Module):
-    """Modules of every kind whose option is served, norms and biases beside them."""
+    """Modules of every kind with a supported option, together with norms and biases."""
 
     def __init__(self, device: Any, dtype: torch.dtype, fuse: bool, **kwargs: Any) -> None:
         super().__init__()
@@ -141,8 +141,8 @@ def never_asking(axes: dict[str, int]) -> dict[str, int]:
 def twins(
     axes: dict[str, int], microbatches: int = 1, policy: bool = False, recipe: str = "none"
 ) -> dict[str, int]:
-    """bf16 weights, plain or quantized: the option on beside the option off, on the same mesh."""
-    # New memory is full of NaN: what nobody has written shows.
+    """bf16 weights, plain or quantized: with and without the option, on the same mesh."""
+    # New memory is filled with NaN, so that reads of uninitialized memory are detected.
     torch.use_deterministic_algorithms(True, warn_only=True)
     import transformer_engine.pytorch as te
     from quantization.models import recipe_of

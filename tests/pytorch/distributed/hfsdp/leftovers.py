@@ -83,7 +83,7 @@ def padding(told: bool, poisoned: bool) -> tuple[list[str], list[bool]]:
     """Steps with ``report_nan`` where fresh memory is full of NaN: what pads uneven rows is sent as zeros.
 
     Returns:
-        What each step raised, and of each buffer that was sent whether it was finite.
+        The error of each step, and for each communication buffer whether it was finite.
 
     Args:
         told: Whether averages begin during backward.

@@ -159,7 +159,7 @@ class Run:
         (loss / self.case.microbatches).backward()
 
     def steps(self, count: int) -> list[float]:
-        """So many steps; returns the norms of the gradients where they are clipped."""
+        """Run this number of steps; return the norms of the gradients if they are clipped."""
         import te_fsdp
 
         norms = []

@@ -17,7 +17,7 @@ def _save(p: torch.Tensor) -> None:
     torch.save(p.grad, io.BytesIO())
 
 
-#: What raises, given a parameter with a gradient.
+#: Operations on a parameter with a gradient that raise.
 READERS: dict[str, Callable[[Any], Any]] = {
     "clip_grad_norm_": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0, foreach=False),
     "clip_grad_norm_, foreach": lambda p: torch.nn.utils.clip_grad_norm_([p], 1.0, foreach=True),
@@ -42,7 +42,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "deepcopy": lambda p: copy.deepcopy(p.grad),
     "torch.save": _save,
 }
-#: What gives the same before and after an average.
+#: Operations with the same result before and after an average.
 HARMLESS: dict[str, Callable[[Any], Any]] = {
     "shape": lambda p: (p.grad.shape, p.grad.dtype, p.grad.device, p.grad.numel(), repr(p.grad)),
     "half": lambda p: p.grad.mul_(0.5),

@@ -1,4 +1,4 @@
-"""Bodies: gradients that are reduced from where they lie, bit for bit those that FSDP2 copies into a buffer."""
+"""Bodies: gradients reduced without a copy, bitwise equal to those that FSDP2 copies to a buffer."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def copied_elements(fault: str = "") -> Iterator[dict[str, int]]:
     """Counts elements of gradients that were reduced in parts, and those of them that were copied.
 
     Args:
-        fault: ``"lost"``: negative control, what is sent as it lies is empty.
+        fault: ``"lost"``: negative control, gradients that are sent without a copy are empty.
     """
     from te_fsdp.upstream import symmetric_memory as _torch_transport
 
@@ -107,12 +107,12 @@ def straight(
     fused: bool = False,
     fault: str = "",
 ) -> dict[str, Any]:
-    """Two steps beside a twin whose gradients are copied.
+    """Compare two steps with those of a model whose gradients are copied.
 
     Args:
         axes: Sizes of the mesh.
         dtype: Of parameters.
-        microbatches: Of a step, told to te_fsdp.
+        microbatches: Of a step, marked in te_fsdp.
         strategy: Of ``fully_shard``.
         outer: Its outer strategy.
         fused: TE adds weight gradients up (``fuse_wgrad_accumulation``), in both models.
@@ -138,7 +138,7 @@ def straight(
     te_fsdp.report_nan(models[0])
     optimizers = [_optimizer(model) for model in models]
     checks, counts, norms = harness.Comparisons(), [], []
-    # New memory is full of NaN: what nobody has written shows.
+    # New memory is filled with NaN, so that reads of uninitialized memory are detected.
     torch.use_deterministic_algorithms(True, warn_only=True)
     for step in range(2):
         for which, model in enumerate(models):
@@ -157,7 +157,7 @@ def straight(
 
 
 def below_an_empty_root() -> dict[str, Any]:
-    """A model all of whose parameters are its units', beside a twin: gradients of one backward, and the report."""
+    """Compare a model with all parameters in units with a copying one: gradients of one backward, and the report."""
     import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())

@@ -218,7 +218,7 @@ def logged(at_least: int = logging.INFO) -> Iterator[list[str]]:
 
 @contextmanager
 def large_from(elements: int | None) -> Iterator[None]:
-    """Tensors of so many elements travel by themselves; ``None``: as they do."""
+    """Send tensors of this number of elements separately; ``None``: the default."""
     from te_fsdp.features.hfsdp import optimizer_shards
 
     stock = optimizer_shards.LARGE

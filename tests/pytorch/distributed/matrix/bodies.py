@@ -35,7 +35,7 @@ def steps_of(recipe: str) -> int:
 
 @dataclass
 class Seen:
-    """What a training showed: tensors by name, in the order in which they arose."""
+    """Results of a training: tensors by name, in the order of their computation."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -120,7 +120,7 @@ def shard_only(recipe: str, weights: str) -> None:
 
 
 def unsplit(kind: str) -> None:
-    """Body: a module without parallel mode that is told to be sequence parallel."""
+    """Body: a module without parallel mode with sequence_parallel=True."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -172,7 +172,7 @@ def batch(hidden: int, place: str) -> tuple[torch.Tensor, torch.Tensor]:
 def _reference(
     recipe: str, weights: str, module: str, micro_batches: int
 ) -> tuple[Seen, dict[str, torch.Tensor]]:
-    """What one process with stock TE sees, and the initial parameters. Collective over the world."""
+    """Return the results of one process with stock TE, and the initial parameters. Collective over the world."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
     from te_fsdp.upstream import te as _te

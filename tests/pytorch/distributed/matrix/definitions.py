@@ -105,7 +105,7 @@ assert tuple(field.name for field in fields(Case)) == tuple(FACTORS)
 
 
 class Refusal(NamedTuple):
-    """What a combination raises.
+    """An expected error of a combination.
 
     Attributes:
         error: Class of the error.
@@ -152,7 +152,7 @@ def exists(case: Case) -> bool:
 
 
 def refusal(case: Case) -> Refusal | None:
-    """What a combination raises, `None` where it trains; in the order in which the steps of a job find out."""
+    """Return the expected error of a combination, `None` if it trains; in the order in which the calls raise."""
     quantized, split = case.weights == "quantized", MESHES[case.mesh].tp > 1
     grouped = case.module == "grouped"
     missing = case.arch == "9.0" and case.recipe in ("mxfp8", "nvfp4")
@@ -232,7 +232,7 @@ def subset() -> list[Case]:
 
 
 def refused() -> list[tuple[Case, Refusal]]:
-    """One case of every refusal for each format that meets it, the plainest one."""
+    """Return one case of every error for each format that can have it, the simplest one."""
     found: dict[tuple[Any, ...], Case] = {}
     for values in all_cases(FACTORS, lambda values: exists(Case(**values))):
         case = Case(**values)

@@ -1,4 +1,4 @@
-"""What the matrix trains: models of one module kind each, and the recipes by name."""
+"""Models of the matrix: one module kind each, and the recipes by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Which cases of a test run today: those that guard a fault always, of the others a covering part that rotates.
 
-A test asks for it with the mark `covering`; tests/pytorch/distributed/conftest.py hands its cases to `chosen`.
+A test requests it with the mark `covering`; tests/pytorch/distributed/conftest.py passes its cases to `chosen`.
 """
 
 from __future__ import annotations

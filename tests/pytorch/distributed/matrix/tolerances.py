@@ -48,7 +48,7 @@ FP32 = 1e-5
 
 
 def rounding(bits: int) -> float:
-    """Largest root mean square of the relative error of rounding to so many bits of mantissa."""
+    """Largest root mean square of the relative error of rounding to this number of mantissa bits."""
     return 2.0**-bits / math.sqrt(12)
 
 
@@ -57,7 +57,7 @@ def bounds(recipe: str, weights: str, module: str, gemms: int = 0) -> tuple[floa
     if weights == "fp32":
         return FP32, FP32
     gemms = gemms or GEMMS[module]
-    # Every operation rounds to bf16: GEMM, bias or activation, residual or norm; forward and backward alike.
+    # Every operation rounds to bf16, in forward and in backward: GEMM, bias or activation, residual or norm.
     base = 3 * 2 * rounding(_BF16) ** 2
     if recipe == "none":
         return math.sqrt(gemms * base), math.sqrt(3 * gemms * base)

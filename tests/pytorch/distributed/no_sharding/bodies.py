@@ -44,7 +44,7 @@ def cost(
         axes: mesh sizes.
         parts: what is exempt; the frozen encoder is a unit otherwise.
         microbatches: backwards in the step.
-        told: whether the loop says which one is the last.
+        told: whether the loop marks the last microbatch.
     """
     import te_fsdp
 

@@ -25,7 +25,7 @@ from no_sharding.bodies import meshes_of
 
 
 class Branches(nn.Module):
-    """Each rank takes one of two branches of the same size; nobody takes the third."""
+    """Each rank takes one of two branches of the same size; no rank takes the third."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ MIXED = {"": "optim_grads_params", "left": "no_shard", "right": "no_shard", "hea
 
 
 class Branches(nn.Module):
-    """common -> left on odd ranks, right on even ones -> head; nobody uses the fifth."""
+    """common -> left on odd ranks, right on even ones -> head; no rank uses the fifth."""
 
     def __init__(self, left: int = 6) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def order(
 
     Args:
         strategy: of all units, or by name.
-        told: two microbatches for each backward, and the loop says which one is the last.
+        told: two microbatches for each backward, and the loop marks the last one.
         left: features out of a branch; 8 makes its bucket as large as the other branch's.
         spoil: "order": the ranks do not agree on one; "late": nothing begins during backward.
 
@@ -173,7 +173,7 @@ def step(model: Chain, reference: Chain, seed: int, orders: list[list[int]] | No
     return checks.require(6)
 
 
-def beside_fsdp2() -> dict[str, Any]:
+def with_fsdp2() -> dict[str, Any]:
     """A bucket begins on one rank before FSDP2 reduces another unit, and on the other after that."""
     kept = {"": "optim_grads_params", "blocks.1": "no_shard", "blocks.3": "no_shard"}
     model, reference = chain(4, kept)

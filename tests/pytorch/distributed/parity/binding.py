@@ -31,7 +31,7 @@ def _meshes(axes: dict[str, int]) -> Any:
 
 
 def _sharded(placement: Any, axes: dict[str, int]) -> tuple[Any, ...]:
-    """What FSDP2 makes of a tensor-parallel placement: it cuts dim 0 of what each tp rank has."""
+    """Return FSDP2's sharding of a tensor-parallel placement: it shards dim 0 of each tp rank's tensor."""
     tp = axes.get("tp", 1)
     placements: tuple[Any, ...] = (Shard(0),)
     if tp > 1:

@@ -72,7 +72,7 @@ def fill(reference: torch.nn.Module, subject: torch.nn.Module, lacking: bool) ->
 
 
 def local_norm(model: torch.nn.Module, norm_type: float) -> float:
-    """What one rank alone would see."""
+    """Return the norm that one rank would compute from its own gradients."""
     parts = [p.grad for p in model.parameters() if p.grad is not None]
     flat = torch.cat([(g.to_local() if hasattr(g, "to_local") else g).flatten() for g in parts])
     return float(torch.linalg.vector_norm(flat, norm_type))
@@ -105,7 +105,7 @@ def non_finite(axes: dict[str, int]) -> None:
 
 
 def two_meshes(axes: dict[str, int], *, torch_alone: bool = False) -> None:
-    """A tensor-parallel model, and beside it a head that torch's fully_shard cut over data parallel alone.
+    """A tensor-parallel model, and a head that torch's fully_shard shards only over data parallel.
 
     Args:
         axes: mesh sizes.

@@ -179,7 +179,7 @@ def core_attention(build: Build, groups: int = HEADS) -> Subject:
         tp_size=build.tp_size,
         tp_group=build.tp_group,
         sequence_parallel=build.sequence_parallel,
-    ).to(build.device)  # TE puts the offset on the accelerator whatever device is asked for
+    ).to(build.device)  # TE puts the offset on the accelerator for any requested device
     shapes = {"q": HEADS, "k": groups, "v": groups}
     inputs = {name: Input((SEQUENCE, BATCH, heads, width), tp_dim=2) for name, heads in shapes.items()}
     return Subject(module, inputs, LAST_DIM, lambda module, q, k, v: module(q, k, v))
@@ -227,7 +227,7 @@ def attention(
 
 
 def _without_gradient(qk_norm_type: str | None, softmax_type: str) -> dict[str, str]:
-    """Softmax over keys does not change when all keys move alike: by the key bias, or the key norm's."""
+    """Softmax over keys does not change if all keys change by the same vector: by the key bias, or the key norm's."""
     if softmax_type != "vanilla":
         return {}
     return {None: {"key_bias": "query_bias"}, "LayerNorm": {"k_norm.bias": "q_norm.bias"}}.get(

@@ -121,7 +121,7 @@ class OneProcess:
 
 
 def _matrices(model: nn.Module) -> list[str]:
-    """All that Muon takes by itself, and an embedding and a head beside."""
+    """All parameters that Muon takes by default, with an embedding and a head."""
     names = ("qkv.weight", "proj.weight", "fc1_weight", "fc2_weight", "embedding.weight", "head.weight")
     found = [n for n, _ in model.named_parameters() if n.endswith(names) or n.startswith("experts.")]
     assert len(found) >= len(names)
@@ -162,7 +162,7 @@ def same_bits(
         experts: whether the model has some.
         split: of Muon.
         frozen: whether one matrix is.
-        spoil: "fused": Muon is told the opposite of `split`.
+        spoil: "fused": Muon gets the opposite of `split`.
         save: folder of a checkpoint that is written after the first step.
         load: folder of one that is read instead of a first step.
         how: further arguments of fully_shard.
@@ -264,7 +264,7 @@ def quantized(recipe: str, hidden: int) -> dict[str, Any]:
 
 
 def refused(case: str) -> None:
-    """What raises, on all ranks."""
+    """Return the expected errors on all ranks."""
     import transformer_engine.pytorch as te
 
     import te_fsdp
@@ -284,7 +284,7 @@ def refused(case: str) -> None:
 
 
 def torch_optimizers(axes: dict[str, int], only: Sequence[str] = (), **how: Any) -> dict[str, str]:
-    """What each optimizer of torch does with sharded parameters: "same bits", "to rounding", or an error's name.
+    """Return the result of each torch optimizer for sharded parameters: "same bits", "to rounding", or an error's name.
 
     The parameters' updates are compared with one process' after two steps of given gradients.
     """

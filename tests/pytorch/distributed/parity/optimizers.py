@@ -188,7 +188,7 @@ def copies(tp: int) -> dict[str, str]:
 
 
 def right_copies() -> None:
-    """Copies of a model with its optimizer, and of others' optimizers, step as ever, beside a sharded model."""
+    """Copies of a model with its optimizer, and of other optimizers, step as usual while a sharded model exists."""
     import transformer_engine.pytorch as te
 
     import te_fsdp

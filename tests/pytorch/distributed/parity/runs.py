@@ -301,7 +301,7 @@ def quiet_parameters(subject: Subject) -> dict[str, str]:
 
 
 def _sibling(name: str, suffix: str, sibling: str, module: nn.Module) -> str:
-    """A cross attention's query projection is a module beside the key-value projection."""
+    """A cross attention's query projection is a module next to the key-value projection."""
     stem = name.removesuffix(suffix)
     names = dict(module.named_parameters())
     other = stem.removesuffix("key_value.")

@@ -35,7 +35,7 @@ def _fused_adam(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Model(nn.Module):
-    """TE modules cut by tp, beside one that TE does not know."""
+    """TE modules sharded by tp, and one module outside of TE."""
 
     def __init__(self, device: Any, **tp: Any) -> None:
         super().__init__()

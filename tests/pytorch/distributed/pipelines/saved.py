@@ -16,7 +16,7 @@ from pipelines.models import HIDDEN, LAYERS, WORDS, batch, meshes_of, optimizer_
 
 
 def _built(meshes: Any, per_rank: int = 1, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    """The stages of this rank: several are dealt out in turn, as interleaved schedules want them."""
+    """Return the stages of this rank: several are assigned in turn, as interleaved schedules require."""
     pp = 1 if meshes.pp is None else meshes.pp.size()
     place = 0 if meshes.pp is None else meshes.pp.get_local_rank()
     numbers = range(place, pp * per_rank, pp)
@@ -75,7 +75,7 @@ def same(directory: str, names: list[str], **options: Any) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor holds; of a quantized one its rowwise bytes and scales."""
+    """Return the data of a tensor; for a quantized one its rowwise bytes and scales."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     parts = [
         getattr(local, name, None) for name in ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv")
@@ -114,7 +114,7 @@ def refused(directory: str, what: str) -> str:
 
 
 class _Head(nn.Module):
-    """The last stage of a model whose second half nobody holds."""
+    """Return the last stage of a model whose second half is on no rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class _Tied(nn.Module):
 
 
 def tied(directory: str) -> dict[str, str]:
-    """What two stages share: refused, named and equal, named and not equal; then loaded on both."""
+    """Parameters shared by two stages: rejected; named and equal; named and not equal; then loaded on both."""
     import te_fsdp
 
     meshes = meshes_of(2, dp=2)

@@ -65,7 +65,7 @@ def _scheduled(
     # TE computes both gradients at once: nothing is left to do for a schedule that splits backward.
     options = {"dw_builder": lambda: lambda: None} if kind == "zero bubble" else {}
     for number, part in zip(numbers, parts, strict=True):
-        # Told, torch need not run a microbatch to find out.
+        # With given shapes torch need not run a microbatch to determine them.
         entering = (
             torch.zeros(ROWS, dtype=torch.int64) if number == 0 else torch.zeros(ROWS, HIDDEN, dtype=dtype)
         )
@@ -112,7 +112,7 @@ def training(
         recipe: Of forward, and of weights that are held quantized.
         quantized: Whether they are.
         broken: A fault to bring in: ``"norm"``, ``"layer"``.
-        told: Whether torch is told the shapes between stages, or runs a microbatch to find out.
+        told: Whether torch gets the shapes between stages, or runs a microbatch to determine them.
         microbatches: Of a step.
         dtype: Of parameters.
         options: Of ``fully_shard``.
@@ -178,7 +178,7 @@ def _counts(sent: list[list[Any]]) -> dict[str, list[int]]:
 
 
 def split() -> tuple[str, str]:
-    """What a stage raises when a schedule splits its backward; afterwards it computes both gradients at once."""
+    """Return a stage's error for a schedule that splits backward; then compute both gradients at once."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     meshes = meshes_of(2)

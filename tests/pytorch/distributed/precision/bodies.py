@@ -46,7 +46,7 @@ def dtypes(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolved(options: dict[str, Any], model: torch.dtype, **schedule: Any) -> Arithmetic:
-    """What a policy means for a model of one dtype."""
+    """Return the effect of a policy on a model of one dtype."""
     options = dtypes(options)
     compute = options.get("param_dtype") or model
     grads = options.get("main_grads_dtype", FP32) or compute

@@ -1,4 +1,4 @@
-"""Bodies: bytes that a rank holds under a policy, beside the closed form and the report."""
+"""Bodies: bytes of a rank under a policy, compared with the closed form and the report."""
 
 from __future__ import annotations
 

@@ -19,11 +19,11 @@ def poisoned(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str
 
     Args:
         cases: Name -> ``policy`` (``None``: no policy), ``context`` of all microbatches but the last one (a name in
-            te_fsdp), ``value`` of the poison, ``clip`` (ask for the norm before), ``watch``.
+            te_fsdp), ``value`` of the poison, ``clip`` (compute the norm before), ``watch``.
         axes: Mesh sizes.
 
     Returns:
-        What each of two steps raised; empty for none. In between gradients are cleared.
+        The error of each of two steps; empty for none. In between gradients are cleared.
     """
     import te_fsdp
 
@@ -74,7 +74,7 @@ def _poisoned(
     return [*raised, "" if int(finite) else "the weights hold NaN"]
 
 
-#: Who brings NaN in which microbatch, step by step; no one in the third.
+#: The rank with NaN in each microbatch, step by step; none in the third.
 STEPS = [(1, 2), (0, 3), None, (1, 1), (0, 2)]
 
 
@@ -88,7 +88,7 @@ def several(cases: dict[str, dict[str, Any]], axes: dict[str, int]) -> dict[str,
         axes: Mesh sizes.
 
     Returns:
-        What each step raised; empty for none.
+        The error of each step; empty for none.
     """
     import te_fsdp
 

@@ -67,7 +67,7 @@ class Arithmetic:
         return self._outer([self._output(self._inner(half)) for half in _halves(ranks, self.replicas)])
 
     def _output(self, inner: torch.Tensor) -> torch.Tensor:
-        """What the reduction over dp_shard leaves for that over dp_replicate: rounded at once, or as it was summed."""
+        """Return dp_shard's reduced gradient as input of the reduction over dp_replicate: rounded, or as summed."""
         return inner.to(self.grads if self.fp32_sum else self.wire).to(self.grads)
 
     def _outer(self, terms: list[torch.Tensor]) -> torch.Tensor:

@@ -28,7 +28,7 @@ KIND, TOKENS, MICROBATCHES, STEPS = "mlp_swiglu", 32, 2, 2
 
 
 def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
-    """Two AdamW steps of two microbatches with quantized weights and a policy, beside one process.
+    """Two AdamW steps of two microbatches with quantized weights and a policy, compared with one process.
 
     Gradients, main weights and the bytes of the quantized weights are equal, bit for bit.
 
@@ -42,7 +42,7 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
     meshes = meshes_of(1, 1)
     model = stock(KIND, recipe, "meta") if meta else stock(KIND, recipe)
     options = te_fsdp.MixedPrecisionPolicy(**dtypes(policy))
-    te_fsdp.fully_shard(model, meshes, precision=options, transport="nccl")  # what travels is looked at
+    te_fsdp.fully_shard(model, meshes, precision=options, transport="nccl")  # the communication is recorded
     if meta:
         te_fsdp.materialize(model, seed=SEED)
     oracle = stock(KIND, recipe)

@@ -18,7 +18,7 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
         axes: Mesh sizes.
 
     Returns:
-        What was compared.
+        The number of comparisons.
     """
     import te_fsdp
 
@@ -37,7 +37,7 @@ def main_weights_of_the_optimizer(options: list[dict[str, Any]], axes: dict[str,
             model(x).square().mean().backward()
             for name, parameter in model.named_parameters():
                 gradient = parameter.grad
-                # What the outside says, and what operations on DTensors go by.
+                # The outer dtype, which determines operations on DTensors.
                 assert gradient.dtype == gradient._spec.tensor_meta.dtype == FP32, (name, gradient._spec)
                 whole[name].grad = harness.full(gradient)
             optimizer.step()

@@ -57,7 +57,7 @@ def training(
     import te_fsdp
 
     if harness.device_type() == "cpu":
-        # Memory that nobody has written is NaN then: in it a rank without rows could find the right scale by chance.
+        # Uninitialized memory is NaN then: in it a rank without rows could find the right scale by chance.
         torch.use_deterministic_algorithms(True, warn_only=True)
     meshes = te_fsdp.Meshes.build(dp_replicate=dp_replicate, tp=tp, device_type=harness.device_type())
     torch.manual_seed(bodies.SEED)
@@ -281,7 +281,7 @@ def without_shared_scale() -> None:
 
 
 def on_the_device(recipe: str) -> dict[str, Any]:
-    """The user's own ``fully_shard`` of quantized weights that lie on the device."""
+    """The user's own ``fully_shard`` of quantized weights on the device."""
     from torch.distributed.fsdp import fully_shard
 
     import te_fsdp

@@ -235,7 +235,7 @@ def _forget_weight_mesh(model: nn.Module) -> None:
 
 
 def meshes_sliced_in_a_step(mended: bool) -> int:
-    """HSDP with quantized weights: how often a settled step slices a mesh.
+    """HSDP with quantized weights: how often a later step slices a mesh.
 
     Args:
         mended: With te_fsdp; else FSDP2 alone, which does it for each weight and gather up to torch 2.12.

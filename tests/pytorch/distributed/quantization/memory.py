@@ -18,7 +18,7 @@ HIDDEN, MIDDLE = 256, 512
 BATCH = 8
 #: Of torch's CUDA allocator: every tensor takes whole blocks of this size.
 CUDA_BLOCK = 512
-#: Bytes of a module with one weight beside it. Delayed scaling: a history of 1024 amaxes and a scale, fp32, of input,
+#: Bytes of a module with one weight, without the weight. Delayed scaling: 1024 amaxes and a scale, fp32, of input,
 #: weight and output, and of two gradients. Other recipes keep nothing.
 PER_WEIGHT = {"delayed": (1024 + 1) * (3 + 2) * 4, "current": 0, "block": 0, "mxfp8": 0, "nvfp4": 0}
 #: FusedAdam's overflow flag and two scalars.
@@ -41,7 +41,7 @@ def accounted(
     hidden: int = HIDDEN,
     middle: int = MIDDLE,
 ) -> dict[str, Any]:
-    """Bytes of live tensors after initialisation and after a training step, beside those that are expected.
+    """Compare the bytes of live tensors after initialization and after a training step with the expected bytes.
 
     Args:
         recipe: Format of the weights.
@@ -82,7 +82,7 @@ def accounted(
         batch = torch.randn((2, 32, BATCH, hidden), generator=generator).bfloat16().to(harness.device())
         for _ in range(2):
             step(batch[0], batch[1])
-        model.load_state_dict(model.state_dict())  # FSDP2 makes its flat shards anew
+        model.load_state_dict(model.state_dict())  # FSDP2 creates its flat shards again
         if evaluate:
             step.evaluate(batch[0])
         del batch
@@ -133,7 +133,7 @@ def _held(model: Pair, optimizer: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _warm_up(recipe: str, hidden: int) -> None:
-    """What TE and torch allocate once per process: workspaces, constants, communication buffers."""
+    """Return the tensors that TE and torch allocate once per process: workspaces, constants, communication buffers."""
     model = pair(recipe, hidden, hidden, harness.device())
     step = bodies.Stepper(model, recipe, None, False)
     batch = torch.zeros((2, 32, BATCH, hidden), dtype=torch.bfloat16, device=harness.device())

@@ -167,7 +167,7 @@ def why_no_hybrid_linear() -> str:
 
         @staticmethod
         def __tensor_unflatten__(*given):
-            raise AssertionError("nobody calls it")
+            raise AssertionError("not called")
 
         __torch_dispatch__ = __tensor_unflatten__
 

@@ -32,7 +32,7 @@ def width_of(recipe: str, shards: int) -> int:
 
     Args:
         recipe: Recipe name.
-        shards: Parts into which FSDP2 cuts what tp leaves of a weight; there is no tp where they are four.
+        shards: Number of FSDP2's shards of a tp-local weight; four only without tp.
     """
     if recipe == "block" or "/" in recipe:  # a hybrid weight is cut as float8-block is, whatever its formats
         return 512 if shards == 4 else 256
@@ -155,7 +155,7 @@ def trainings(kind: str, recipes: Sequence[str], **options: Any) -> dict[str, in
 
 
 def same_outputs(model: nn.Module, oracle: nn.Module, recipe: str, x: torch.Tensor) -> None:
-    """What forward makes of gathered weights has the size that stock TE gives it: no scale is another one's.
+    """Check that forward's unsharded weights have stock TE's size: no scale belongs to a different weight.
 
     The weights have the same bytes (compared elsewhere), so that the least-squares gain differs from one by the
     rounding of bf16 outputs alone: 2^-9 at most for each element, far less on average over all of them; with tp also
@@ -219,7 +219,7 @@ def fine_draws() -> bool:
 
 
 def requantize(oracle: nn.Module, values: dict[str, torch.Tensor]) -> None:
-    """What one process does in a training step: scales from the amaxes so far, then one quantization of each weight."""
+    """Run one process's step: scales from the amaxes so far, then one quantization of each weight."""
     import transformer_engine_torch as tex
 
     from te_fsdp.upstream import te as _te
@@ -329,7 +329,7 @@ def same_history(
 
 
 def compare_unsharded(model: nn.Module, oracle: nn.Module) -> int:
-    """What the kernels read after FSDP2's gather: the tp-local part of the whole weight. Returns how many weights."""
+    """Check the kernels' input after FSDP2's gather, the tp-local shard of the weight; return the number of weights."""
     from torch.distributed.fsdp import FSDPModule
 
     units = [m for m in model.modules() if isinstance(m, FSDPModule)]

@@ -46,7 +46,7 @@ def prepare(recipe: str, dp_replicate: int, tp: int, *, seed: int = SEED) -> tup
 
 
 def adamw(implementation: str, recipe: str, dp_replicate: int, tp: int) -> dict[str, int]:
-    """torch's AdamW with main weights, beside the same AdamW over plain fp32 tensors and the same gradients.
+    """Compare torch's AdamW with main weights with AdamW on plain fp32 tensors and the same gradients.
 
     Returns:
         Number of buffers compared with one process' quantization, and of main weights compared with plain AdamW's.
@@ -165,7 +165,7 @@ def resumed(route: str, path: str, dp_replicate: int, tp: int) -> list[str]:
 
 
 def saved(state: Any) -> io.BytesIO:
-    """What torch.save writes of a state dict."""
+    """Return the bytes that torch.save writes for a state dict."""
     stream = io.BytesIO()
     torch.save(state, stream)
     stream.seek(0)
@@ -252,7 +252,7 @@ def delayed_state_dict(dp_replicate: int, tp: int) -> int:
         count += bool(states)
     for name, module, own, parameter in named_weights(fresh):
         same_history(checks, name, module, own, model.get_submodule(name.rpartition(".")[0]))
-        # What the optimizer and the kernels read is the loaded state itself.
+        # The optimizer and the kernels read the loaded state itself.
         index = module.param_init_meta[own].fp8_meta_index
         quantizer, live = local_of(parameter)._quantizer, module.fp8_meta["scaling_fwd"]
         assert quantizer.scale.data_ptr() == live.scale[index].data_ptr()

@@ -18,7 +18,7 @@ from torch import nn
 from quantization import models
 
 SIZE = 128
-#: Relative rms error of a GEMM of two tensors rounded to e4m3 and e5m2, see `bodies.tolerances`, with room for more.
+#: Relative rms error of a GEMM of two tensors rounded to e4m3 and e5m2, see `bodies.tolerances`, with a margin.
 QUANTIZED_GEMM = 0.15
 #: Error of a GEMM with an unrelated weight of the same size: two independent directions.
 UNRELATED = 0.5

@@ -156,7 +156,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cost(recipe: str, optimizer: str, meshes: dict[str, int], **options: Any) -> dict[str, Any]:
-    """What a settled step does (:func:`counted`), how many quantized weights there are, and transposes of shards."""
+    """Return the counts of a later step (:func:`counted`), of quantized weights, and of transposes of shards."""
     model, _, counts = trained(recipe, optimizer, meshes, True, steps=2, **options)
     transposes = [getattr(_local(p), "_transpose", None) for _, _, p in quantized_weights(model)]
     return {**counts, "weights": len(transposes), "transposes": sum(t is not None for t in transposes)}

@@ -1,4 +1,4 @@
-"""Bodies: whoever writes into a quantized weight, its scale is the whole weight's; and what copies of it hold."""
+"""Bodies: writes to quantized weights, which must keep the scale of the unsharded weight; copies of such weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WAYS = (
 
 
 def writes(recipe: str, dp_replicate: int, tp: int) -> int:
-    """Write values whose largest lies on one rank, by every way, and compare with one process.
+    """Write values whose largest element is on one rank, in every supported way, and compare with one process.
 
     Returns:
         Number of buffers compared.

@@ -53,7 +53,7 @@ def trained(
         strategy: of te_fsdp.fully_shard; "bound": set_device_mesh alone; "torch": with a tp mesh of one rank, so that
             parameters are DTensors, and then torch's fully_shard on each unit.
         axes: sizes of the mesh.
-        place: where a checkpoint lies.
+        place: position of the checkpoint.
         kind: whose checkpoint.
         twice: what is used twice.
         recipe: by name.

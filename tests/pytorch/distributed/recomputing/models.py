@@ -16,12 +16,12 @@ BLOCKS = 2
 SEQUENCE, BATCH = 16, 4
 #: Width: whole blocks of every format in the shards of two ranks; and of every format but float8-block.
 WIDE, NARROW = 256, 128
-#: Where a checkpoint lies: around each unit, around modules in it, around both units at once, one in another, or with
+#: Position of a checkpoint: around each unit, around modules in it, around both units at once, nested, or with
 #: torch's selection of what is kept; "own" is TE's LayerNormMLP(checkpoint=True).
 PLACES = ("own", "unit", "inside", "units", "nested", "selective")
-#: What is used twice in one forward: a module within a unit, or a unit.
+#: Modules used twice in one forward: a module within a unit, or a unit.
 TWICE = ("module", "unit")
-#: Whose checkpoint, and of which kind; or what is kept for backward lies on the CPU meanwhile, by torch or by TE.
+#: Library and kind of checkpoint; or activations offloaded to the CPU, by torch or by TE.
 KINDS = ("torch", "torch_reentrant", "te", "te_reentrant", "torch_offload", "te_offload")
 
 

@@ -1,4 +1,4 @@
-"""How many functions of Python a settled step calls, of whatever package, with te_fsdp, plain FSDP2 and neither."""
+"""Counts of Python function calls in a later step, of any package, with te_fsdp, plain FSDP2 and neither."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def run(model: nn.Module, inputs: torch.Tensor, loop: str) -> None:
     Args:
         model: Sharded.
         inputs: Microbatches x rows x hidden.
-        loop: ``"plain"``; ``"microbatch"`` or ``"no_sync"``: told which one is the last; ``"more"``: told that others
+        loop: ``"plain"``; ``"microbatch"`` or ``"no_sync"``: with a mark of the last one; ``"more"``: marked as if
             follow, which then do not come.
     """
     import te_fsdp

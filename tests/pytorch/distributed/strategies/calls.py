@@ -1,4 +1,4 @@
-"""How many of te_fsdp's own functions a settled step calls, and what the hooks around a step do and see."""
+"""Counts of te_fsdp's own function calls in a later step, and behavior of the hooks around a step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is combined: strategies, outer strategies, loops, meshes, optimizers. Imports neither torch nor TE."""
+"""Combinations of strategies, outer strategies, loops, meshes and optimizers. Imports neither torch nor TE."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def refused(*words: str) -> Iterator[None]:
 
 
 def missed_reduction(strategy: str, loop: str, dp_replicate: int = 1) -> dict[str, Any]:
-    """Nobody was told which microbatch is the last: norm, scaling and step refuse, until gradients are reduced."""
+    """No loop marked the last microbatch: norm, scaling and step raise until gradients are reduced."""
     import te_fsdp
 
     pair = Pair(strategy, dp_replicate)
@@ -156,7 +156,7 @@ def changed_by_hand(strategy: str, checked: bool = True) -> dict[str, Any]:
 
 
 def flags(model: nn.Module) -> list[tuple[bool, ...]]:
-    """What FSDP2 will do at the end of the next backward."""
+    """Return FSDP2's settings for the end of the next backward."""
     from te_fsdp.upstream import fsdp2_units
 
     groups = [
@@ -316,7 +316,7 @@ def _nothing_to_wait_for(model: nn.Module) -> None:
     state: Any = get_sharded_model(model)
     for root in state.roots():
         comm = _fsdp2._comm(root)
-        assert not getattr(comm, "_last_post_reduce_events", {}), "reductions that nobody waits for"
+        assert not getattr(comm, "_last_post_reduce_events", {}), "reductions without a wait"
         assert not getattr(comm, "reduce_scatter_states", [])
 
 

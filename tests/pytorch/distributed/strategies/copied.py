@@ -271,11 +271,11 @@ _PLAIN: tuple[Any, ...] = ("optim_grads_params", {}, 0)
 
 
 def deserted() -> tuple[str, float]:
-    """A forward that another rank does not make: what rank 0 is told, and after how many seconds."""
+    """A forward without a matching one on the other rank: rank 0's error, and its seconds."""
     from te_fsdp.collectives.rendezvous import DEFAULT_TIMEOUT
 
     model, _ = _build(None, DP2, "optim_grads_params", {}, 0, "copy_engine")
-    # What is looked at in a first forward alone asks the other ranks too: the gathers themselves are to give up here.
+    # First-forward checks use collectives, too: here the all-gathers themselves must time out.
     model(torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16))
     store = torch.distributed.PrefixStore("deserted", _torch.default_store())
     if torch.distributed.get_rank() != 0:

@@ -177,7 +177,7 @@ def generating() -> None:
 
 
 def moved() -> None:
-    """What te_fsdp, TE and users have noted on parameters outlives ``model.to``."""
+    """Attributes of te_fsdp, TE and users on parameters survive ``model.to``."""
     import te_fsdp
 
     policy = te_fsdp.MixedPrecisionPolicy(main_params_dtype=None, main_grads_dtype=torch.float32)
@@ -200,7 +200,7 @@ def moved() -> None:
 
 
 def failed_step() -> None:
-    """An optimizer's kernel raises while main weights stand in for parameters: the next step must begin anew."""
+    """An optimizer's kernel raises while main weights replace parameters: the next step must restart."""
     import te_fsdp
 
     models = [shard(Net(0, torch.bfloat16)) for _ in range(2)]

@@ -22,7 +22,7 @@ LOOPS = ("plain", "microbatch", "no_sync")
 def collectives(dp_replicate: int, outer: str, microbatches: int) -> dict[str, dict[str, int]]:
     """Collectives of one optimizer step, the first one aside: ``"strategy loop"`` -> kind -> calls.
 
-    Those that only move integers, on the CPU, are of a kind of their own.
+    Collectives that only send integers, on the CPU, are a separate kind.
 
     Args:
         dp_replicate: Size of the outer axis.
@@ -79,7 +79,7 @@ def gathers_without_root(microbatches: int) -> dict[str, int]:
 # --- memory
 
 
-#: Features into, within and out of the model: rows that two ranks do not divide. On GPUs large beside the blocks of 512
+#: Features of the model's input, hidden and output: rows not divisible by two. On GPUs large relative to blocks of 512
 #: bytes that the allocator deals out.
 SIZES = {"cpu": (256, 301, 99), "cuda": (2048, 2409, 793)}
 
@@ -100,7 +100,7 @@ class Wide(nn.Module):
 
 
 def memory(strategy: str) -> dict[str, tuple[int, int]]:
-    """Bytes that this rank holds beside those that are expected: between microbatches, and between steps.
+    """Compare this rank's bytes with the expected bytes: between microbatches, and between steps.
 
     On GPUs by the allocator.
     """

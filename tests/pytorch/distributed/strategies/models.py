@@ -33,7 +33,7 @@ class Model(nn.Module):
         return self.head(x)
 
     def score(self, x: torch.Tensor) -> torch.Tensor:
-        """What a library's further method does."""
+        """A further method, as a library defines it."""
         return self(x)
 
 

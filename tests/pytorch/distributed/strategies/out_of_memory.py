@@ -90,7 +90,7 @@ class Job:
 def disturbed(
     recipe: str, points: int, axes: dict[str, int], mended: bool = True, **options: Any
 ) -> dict[str, Any]:
-    """Two jobs train alike; in one, operations of a step's passes run out of memory, and the step is taken again.
+    """Compare two equal jobs; in one, operations of a step's passes run out of memory, and the step is repeated.
 
     Args:
         recipe: Of the quantized weights, or "none".

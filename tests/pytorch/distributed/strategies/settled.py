@@ -1,4 +1,4 @@
-"""What changes between two steps is seen although a settled step asks nothing again."""
+"""Changes between two steps are detected although later steps do not repeat the checks."""
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: 
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     outer = {"outer_strategy": "optim"} if axes.get("dp_replicate", 1) > 1 else {}
-    stock = main_params.put_locals_in
+    stock = main_params.install_local_tensors
     if not local:
-        main_params.put_locals_in = lambda optimizer: []
+        main_params.install_local_tensors = lambda optimizer: []
     try:
         with te.quantized_model_init(enabled=is_fp8, recipe=Float8CurrentScaling()):
             model, _ = _model(axes, **outer)
@@ -134,7 +134,7 @@ def steps_of_fused_adam(axes: dict[str, int], is_fp8: bool, local: bool, state: 
             te_fsdp.shard_optimizer(optimizer)
         losses = [_step(model, optimizer, seed=n).cpu() for n in range(5)]
     finally:
-        main_params.put_locals_in = stock
+        main_params.install_local_tensors = stock
     held = [p for group in optimizer.param_groups for p in group["params"]]
     states = {
         f"{number} {name}": _torch.local_of(value).float().cpu()

@@ -17,7 +17,7 @@ OPTIONS = {"params_dtype": torch.bfloat16, "device": "meta", "set_parallel_mode"
 
 
 def _buffers(parameter: torch.Tensor) -> list[torch.Tensor]:
-    """What holds the values of a parameter."""
+    """Return the tensors with the values of a parameter."""
     from te_fsdp.upstream import te as _te
 
     local = _torch.local_of(parameter)

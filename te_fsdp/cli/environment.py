@@ -1,4 +1,4 @@
-"""What this machine and environment are, as one record: :class:`Facts`. Looks; judges nothing, changes nothing."""
+"""Record of this machine and its Python environment (:class:`Environment`). Collecting it changes nothing."""
 
 from __future__ import annotations
 
@@ -21,76 +21,77 @@ import torch
 
 import te_fsdp
 
-#: Variables that change what runs here; everything else of the environment stays unsaid.
+#: Environment variables that affect training. Others are not shown.
 _VARIABLES = re.compile(
     r"NVTE_|NCCL_|TE_FSDP_|TORCH_NCCL_|TORCH_SYMM|TORCHINDUCTOR|PYTORCH_|CUDA_|CUDNN_|LD_LIBRARY_PATH$|OMP_NUM_THREADS$"
 )
 _PARTS = re.compile(r"transformer[-_.]engine([-_.].*)?$", re.IGNORECASE)
-#: Of Llama-3-8B, one sequence of 4096: which backend is picked depends on the shape.
+#: A layer of Llama-3-8B with one sequence of 4096 tokens. TE selects the attention backend by shape.
 _ATTENTION = {"heads": 32, "groups": 8, "head_dim": 128, "sequence": 4096}
 _LIMIT = 120
-"""Seconds that a command asked for facts may take."""
+"""Timeout in seconds of a command that collects data."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU."""
+    """A GPU of this machine."""
 
-    name: str  #: Its model
-    capability: str  #: Compute capability, "9.0" of Hopper
-    memory: int  #: Bytes
-    #: How it reaches each GPU of the machine as ``nvidia-smi topo`` says: "NV18", "PIX", "SYS", "X" itself.
+    name: str  #: Model name
+    capability: str  #: Compute capability, "9.0" for Hopper
+    memory: int  #: Memory in bytes
+    #: Link to each GPU of the machine in the notation of ``nvidia-smi topo``: "NV18", "PIX", "SYS", "X" for itself.
     links: list[str] = field(default_factory=list)
-    #: Ordinals of GPUs whose memory it can address, which copies and symmetric memory need.
+    #: Ordinals of GPUs whose memory it can access, as the copy engine transport and symmetric memory require.
     peers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The environment."""
+class Environment:
+    """This machine and its Python environment."""
 
     python: str  #: Version
-    executable: str  #: The interpreter
+    executable: str  #: Path of the interpreter
     te_fsdp: str  #: Version
     torch: str  #: Version
-    torch_cuda: str | None = None  #: CUDA version that torch was built with; ``None``: a CPU build
-    #: Why torch sees no GPU though its build could; empty if it sees some or is a CPU build.
+    torch_cuda: str | None = None  #: CUDA version of the torch build; ``None`` for a CPU build
+    #: Reason why torch sees no GPU although its build supports GPUs; empty without a problem.
     cuda_problem: str = ""
     driver: str | None = None  #: Version of the NVIDIA kernel module
-    nccl: str | None = None  #: Version that torch loads; ``None`` in a CPU build
-    cudnn: str | None = None  #: Likewise
-    cudnn_home: str | None = None  #: Folder of the cuDNN that came with torch
-    #: Other copies of cuDNN's main library that the loader could find: real paths, first found first.
+    nccl: str | None = None  #: Version loaded by torch; ``None`` in a CPU build
+    cudnn: str | None = None  #: Version loaded by torch; ``None`` in a CPU build
+    cudnn_home: str | None = None  #: Folder of the cuDNN installed with torch
+    #: Other copies of cuDNN's main library that the loader could find: real paths in search order.
     cudnn_files: list[str] = field(default_factory=list)
-    #: Parts of TransformerEngine as they are installed, "transformer_engine_cu13" -> versions found on the path.
+    #: Installed TransformerEngine distributions, such as "transformer_engine_cu13" -> versions found on the path.
     te: dict[str, list[str]] = field(default_factory=dict)
-    te_bindings: bool = False  #: Whether its compiled part for PyTorch is there
-    #: What :func:`say_te` has found, or ``{"error": ...}``.
+    te_bindings: bool = False  #: Whether its compiled package for PyTorch is installed
+    #: Output of :func:`describe_te`, or ``{"error": ...}``.
     te_says: dict[str, Any] = field(default_factory=dict)
     flash_attention: dict[str, str] = field(default_factory=dict)  #: Versions by distribution
     nvcc: str | None = None  #: Path of the compiler that builds TE's bindings
-    symmetric_memory: bool = False  #: Whether this torch has it
+    symmetric_memory: bool = False  #: Whether this torch supports it
     gpus: list[Gpu] = field(default_factory=list)  #: In torch's order
     emulation: str = ""  #: ``TE_FSDP_EMULATION``
-    variables: dict[str, str] = field(default_factory=dict)  #: Environment variables that matter here
+    variables: dict[str, str] = field(default_factory=dict)  #: Environment variables that affect training
 
     @property
     def apart(self) -> str:
-        """Ordinals of GPUs that cannot address the memory of all others."""
+        """Return the ordinals of GPUs that cannot access the memory of all others."""
         return ", ".join(str(at) for at, gpu in enumerate(self.gpus) if len(gpu.peers) < len(self.gpus) - 1)
 
 
-def gather() -> Facts:
-    """Look at this process's environment. Imports torch, starts CUDA if there is a GPU, runs TE in another process."""
+def gather() -> Environment:
+    """Collect the environment of this process. It imports torch, initializes CUDA and runs TE in a subprocess."""
     parts = _te_parts()
-    # By distribution too: TE loads its compiled module from a folder of its own, where no import finds it.
+    # TE loads its compiled module from its own folder, where an import does not find it. So check the distribution,
+    # too.
     bindings = (
         "transformer_engine_torch" in parts
-        # Not util.find_spec: it raises where the emulation's module, which has no spec, is imported already.
+        # util.find_spec raises if the emulation's module, which has no spec, is already imported.
         or importlib.machinery.PathFinder.find_spec("transformer_engine_torch") is not None
     )
     home, cudnn = _cudnn_home(), torch.backends.cudnn.version() if torch.version.cuda else None
-    return Facts(
+    return Environment(
         python=platform.python_version(),
         executable=sys.executable,
         te_fsdp=te_fsdp.__version__,
@@ -116,7 +117,7 @@ def gather() -> Facts:
 
 
 def _run(*command: str, environment: dict[str, str] | None = None) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr; code 127 if it cannot be started."""
+    """Run a command and return its exit code, stdout and stderr. The code is 127 if it cannot be started."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=_LIMIT, check=False, env=environment
@@ -127,7 +128,7 @@ def _run(*command: str, environment: dict[str, str] | None = None) -> tuple[int,
 
 
 def _te_parts() -> dict[str, list[str]]:
-    """Distributions of TransformerEngine; several versions where several folders of the path hold one."""
+    """Return TransformerEngine's distributions, with one version per folder of the path that contains it."""
     found: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
@@ -139,19 +140,19 @@ def _te_parts() -> dict[str, list[str]]:
 
 
 def _te_says(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
-    """TE's own words, from a process of its own; under emulation where the bindings are not there."""
+    """Run :func:`describe_te` in a subprocess, under emulation if the bindings are not installed."""
     if "transformer_engine" not in parts:
         return {"error": "not installed"}
     environment = dict(os.environ)
     if not bindings:
         environment["TE_FSDP_EMULATION"] = environment.get("TE_FSDP_EMULATION") or "10.0"
-    code, out, errors = _run(sys.executable, "-m", "te_fsdp.cli.env_facts", environment=environment)
+    code, out, errors = _run(sys.executable, "-m", "te_fsdp.cli.environment", environment=environment)
     lines = [line for line in out.splitlines() if line.startswith("{")]
     if code == 0 and lines:
         return json.loads(lines[-1])
-    told = [line for line in errors.splitlines() if line.strip()]
+    messages = [line for line in errors.splitlines() if line.strip()]
     ended = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
-    return {"error": told[-1].strip() if told else ended}
+    return {"error": messages[-1].strip() if messages else ended}
 
 
 def _flash_attention() -> dict[str, str]:
@@ -170,12 +171,12 @@ def _nvcc() -> str | None:
 
 
 def _driver() -> str | None:
-    # /proc lacks the file in some containers, where the command still tells it.
+    # Some containers lack the file, but nvidia-smi still reports the version.
     with contextlib.suppress(OSError):
         if found := re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text()):
             return found[1]
-    _, told, _ = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return told.split()[0] if told.strip() else None
+    _, output, _ = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return output.split()[0] if output.strip() else None
 
 
 def _cuda_problem() -> str:
@@ -185,13 +186,13 @@ def _cuda_problem() -> str:
         return "CUDA_VISIBLE_DEVICES hides all GPUs"
     try:
         torch.cuda.init()
-    except Exception as error:  # torch raises RuntimeError and AssertionError, and others since
+    except Exception as error:  # torch raises RuntimeError, AssertionError and further types
         return (str(error).splitlines() or ["unknown"])[0]
     return ""
 
 
 def _nccl() -> str | None:
-    with contextlib.suppress(Exception):  # a build without NCCL has no such function, or one that raises
+    with contextlib.suppress(Exception):  # a build without NCCL lacks the function, or it raises
         return ".".join(map(str, torch.cuda.nccl.version()))
     return None
 
@@ -205,7 +206,7 @@ def _cudnn_home() -> str | None:
 
 
 def _cudnn_files(home: str | None) -> list[str]:
-    """Copies of libcudnn.so beside torch's, in the order in which the loader looks: LD_LIBRARY_PATH, then its cache."""
+    """Return the paths of libcudnn.so outside of torch, in the loader's order: LD_LIBRARY_PATH, then its cache."""
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     found = [str(path) for folder in folders for path in sorted(Path(folder).glob("libcudnn.so.*"))]
     _, cache, _ = _run("ldconfig", "-p")
@@ -229,19 +230,18 @@ def _gpus() -> list[Gpu]:
 
 
 def _links() -> list[list[str]]:
-    """Rows of ``nvidia-smi topo -m``, the columns of GPUs alone."""
+    """Return the rows of ``nvidia-smi topo -m``, reduced to the columns of GPUs."""
     _, out, _ = _run("nvidia-smi", "topo", "-m")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in out.splitlines()]
-    # The heading begins with GPU0 as well; only a row has an X, for the GPU itself.
+    # The heading starts with GPU0 as well. Only rows contain an X, the entry of the GPU itself.
     rows = [line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]
     return [row[1 : 1 + len(rows)] for row in rows]
 
 
-def say_te() -> int:
-    """Import TE (emulated where ``TE_FSDP_EMULATION`` says so), print what it can do as one JSON line.
+def describe_te() -> int:
+    """Import TE (emulated if ``TE_FSDP_EMULATION`` is set) and print its capabilities as one line of JSON.
 
-    In a process of its own (``python -m te_fsdp.cli.env_facts``): mixed libraries do not only raise, they abort the
-    process that imports them.
+    It runs in a subprocess (``python -m te_fsdp.cli.environment``). Mixed libraries can abort the importing process.
     """
     import te_fsdp.emulation
 
@@ -270,9 +270,9 @@ def _attention() -> dict[str, Any]:
 
     try:
         return {**_te_modules.attention_backend_for(**_ATTENTION), "shape": _ATTENTION}
-    except Exception as error:  # TE asks the device for what an emulation or another version may lack
+    except Exception as error:  # TE may query device features that an emulation or a different version lacks
         return {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"], "shape": _ATTENTION}
 
 
 if __name__ == "__main__":
-    sys.exit(say_te())
+    sys.exit(describe_te())
