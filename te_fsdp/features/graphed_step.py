@@ -182,7 +182,7 @@ class GraphedStep:
             return self._eager(args, kwargs)
         leaves, structure = _torch.flatten((args, kwargs))
         with self._recorder.on_own_stream():
-            return self._eager_step(leaves, structure)
+            return self._aside(leaves, structure)
 
     def forget(self) -> None:
         """Drop all recordings. The next call runs eagerly and the one after it records again. Local operation.
@@ -315,7 +315,7 @@ class GraphedStep:
         """Record the first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
         args, kwargs = inputs.arguments()
         zero_grad(self._model)
-        self._settle()
+        self._clear_events()
         report = self._state.components.get(NanReport)
         if report is not None:
             report.forget()

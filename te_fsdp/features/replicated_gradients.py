@@ -180,7 +180,7 @@ class ReplicatedGradients(Component):
         Collective over all ranks with this model: one all-reduce of one integer, on the CPU.
         """
         if self._words is not None:
-            self._gave_up = self.was_aborted()
+            self._gave_up = self.settle()
             word = torch.tensor(gave_up, dtype=torch.int32)
             work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
             self._said = work, word

@@ -294,7 +294,7 @@ class MeshModule(torch.nn.Module):
             _check_assignment(self, binding, name, param if name in self._parameters else None)
         super().register_parameter(name, param, **kwargs)
 
-    def _take_over(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
+    def _on_replace(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """Prepare the replacement of an own parameter by a new ``value``."""
         _check_assignment(self, binding, name, value)
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())

@@ -91,7 +91,7 @@ def test_plain_dcp_directories_that_are_refused(pool, tmp_path):
     results = pool.run(foreign.refuse_plain_dcp, 4, case=case, axes=DP2_TP2, **where)
     assert all(found == results[0] for found in results)
     words = {
-        "ours": "lost its manifest is not whole",
+        "ours": "lost its manifest is not complete",
         "torn": ".distcp: expected ",
         "missing": ".distcp is missing",
         "changed": "its contents have changed (CRC-32)",
