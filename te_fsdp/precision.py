@@ -42,10 +42,9 @@ class MixedPrecisionPolicy:
     Attributes:
         main_params_dtype: Dtype of the sharded parameters. ``torch.float32`` for a bf16 model: parameters become fp32
             main weights, which start with the bf16 values, or with unrounded fp32 values if the model is on meta.
-            ``None``: the model's own dtype without an extra copy. The optimizer then updates the compute
-                weights. Frozen
-            parameters keep their dtype. Quantized weights have fp32 main weights in the optimizer and only accept
-            ``torch.float32``, unless they are frozen.
+            ``None``: the model's own dtype without an extra copy. The optimizer then updates the compute weights.
+            Frozen parameters keep their dtype. Quantized weights have fp32 main weights in the optimizer and only
+            accept ``torch.float32``, unless they are frozen.
         main_grads_dtype: Dtype of gradient accumulation over microbatches (reduced or unreduced) and of
             ``parameter.grad``. ``None``: the compute dtype of the parameter.
         grad_comm_dtype: Dtype in which gradients are sent. ``None``: ``main_grads_dtype``.

@@ -69,9 +69,8 @@ def clip_grad_norm_(
         error_if_nonfinite: Raise on all ranks if the norm is NaN or infinite. Otherwise gradients are scaled by the
             nonfinite factor, as in torch.
         pp_mesh: 1-D mesh of the pipeline stages to include. ``True``: :attr:`Meshes.pp` of the parameters' model.
-            ``False``: this stage only. Pass several stages on one rank in one call. Parameters shared by stages
-                (a tied
-            embedding) count once per stage.
+            ``False``: this stage only. Pass several stages on one rank in one call. Parameters shared by stages (a
+            tied embedding) count once per stage.
 
     Returns:
         Norm before clipping: fp32 scalar, identical on all ranks, on the gradients' device.

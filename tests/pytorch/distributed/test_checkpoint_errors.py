@@ -120,7 +120,10 @@ def test_an_optimizer_built_before_sharding(pool, tmp_path, only_rank):
         ("truncated", ["damaged checkpoint: __0_0.distcp: expected ", " bytes, got ", "Nothing was loaded"]),
         ("missing file", ["damaged checkpoint: __0_0.distcp is missing"]),
         ("manifest", ["te_fsdp.json: unreadable manifest (JSONDecodeError"]),
-        ("no manifest", ["te_fsdp.json is missing next to its .metadata", "lost its manifest is not complete"]),
+        (
+            "no manifest",
+            ["te_fsdp.json is missing next to its .metadata", "lost its manifest is not complete"],
+        ),
     ],
 )
 def test_no_whole_checkpoint(pool, tmp_path, kind, words):
