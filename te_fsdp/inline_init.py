@@ -118,7 +118,7 @@ def _in_place_calls(cls: type) -> set[str]:
     names = set()
     for base in cls.__mro__:
         constructor = vars(base).get("__init__")
-        if isinstance(constructor, FunctionType) and base.__module__.partition(".")[0] not in STOCK:
+        if isinstance(constructor, FunctionType) and str(base.__module__).partition(".")[0] not in STOCK:
             names |= {name for code in _reached(cls, constructor, set()) for name in code.co_names}
     calls = {name for name in names if _writes_in_place(name)}
     return calls | ({"data"} & names) if calls else set()
@@ -145,6 +145,8 @@ def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> I
         pending += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
         for name in code.co_names if depth < _DEPTH else ():
             called = getattr(cls, name, None) or function.__globals__.get(name)
-            is_own = isinstance(called, FunctionType) and called.__module__.partition(".")[0] not in STOCK
+            is_own = (
+                isinstance(called, FunctionType) and str(called.__module__).partition(".")[0] not in STOCK
+            )
             if is_own and name not in ("reset_parameters", "_reset_parameters"):
                 yield from _reached(cls, called, seen, depth + 1)

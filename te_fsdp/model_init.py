@@ -147,7 +147,7 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
     refused = []
     for word in METHODS:
         owner = next((cls for cls in type(module).__mro__ if word in vars(cls)), None)
-        if owner is None or owner.__module__.partition(".")[0] in STOCK:
+        if owner is None or str(owner.__module__).partition(".")[0] in STOCK:
             continue
         method = getattr(module, word)
         required = [

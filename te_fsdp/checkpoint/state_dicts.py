@@ -85,7 +85,7 @@ def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None =
         metadata = read_metadata(path)
         if is_ours(getattr(metadata.storage_meta, "save_id", None)):
             raise CheckpointError(
-                f"{path}: {FILE_NAME} is missing beside its {DCP_METADATA}",
+                f"{path}: {FILE_NAME} is missing next to its {DCP_METADATA}",
                 expected="a whole checkpoint of te_fsdp, or a directory of plain torch.distributed.checkpoint",
                 got="what te_fsdp.checkpoint.save wrote, without its manifest",
                 fix="take an earlier checkpoint or copy this one again",

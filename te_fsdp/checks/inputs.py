@@ -414,7 +414,7 @@ def _check_equal(
     mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
-        mine["the random state that dropout draws from"] = mesh.device_type, int(checksum(state))
+        mine["the random state of dropout"] = mesh.device_type, int(checksum(state))
     found, values = _differing(gather(mine | _seen(tensors), mesh), "tp")
     exact = [text for name, text in values if name not in tensors or not _is_floating(tensors[name])]
     if found or exact:

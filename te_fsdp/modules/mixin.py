@@ -58,6 +58,7 @@ from te_fsdp.upstream import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class _ToLocal(torch.autograd.Function):
@@ -192,7 +193,7 @@ def local_parameters(
 @functools.cache
 def _is_foreign(cls: type) -> bool:
     """Return whether no base class of a module is TE's, so that torch functions read its parameters."""
-    return not any(base.__module__.partition(".")[0] == "transformer_engine" for base in cls.__mro__)
+    return not any(str(base.__module__).partition(".")[0] == "transformer_engine" for base in cls.__mro__)
 
 
 def replace_returned_parameters(
@@ -229,6 +230,18 @@ def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> No
 
 class MeshModule(torch.nn.Module):
     """Mixin of every bound module. It precedes TE's class in the method resolution order."""
+
+    if TYPE_CHECKING:  # ``bind_device_mesh.py``, which makes the classes, adds the method
+
+        def set_device_mesh(
+            self,
+            tp_mesh: DeviceMesh | None = None,
+            weight_mesh: DeviceMesh | None = None,
+            *,
+            ep_mesh: DeviceMesh | None = None,
+            expert_weight_mesh: DeviceMesh | None = None,
+        ) -> None:
+            """Bind the module to meshes: :func:`te_fsdp.set_device_mesh`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run TE's forward on local tensors."""

@@ -194,7 +194,7 @@ def _check_same(label: str, binding: ModuleBinding, meshes: ModuleMeshes) -> Non
     is_left_out = meshes.weight_mesh is None or (known.weight_mesh is None and not binding.fsdp.is_managed)
     if same and (known.weight_mesh == meshes.weight_mesh or is_left_out):
         return
-    what, fix = "with other meshes than before", "bind a model once; build a new one for a new mesh"
+    what, fix = "with different meshes than before", "bind a model once; build a new model for a new mesh"
     if binding.fsdp.is_managed:
         what, fix = "after fully_shard", "call set_device_mesh before fully_shard"
     raise OrderError(

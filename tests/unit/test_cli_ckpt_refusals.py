@@ -174,7 +174,7 @@ def test_unfinished_and_foreign_places(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "lost/te_fsdp.json").unlink()  # what is left is read by plain DCP, under other names
     for words in (["inspect"], ["convert", tmp_path / "x.pt"], ["diff", path], ["export", tmp_path / "x.pt"]):
         told = refuse(capsys, words[0], tmp_path / "lost", *words[1:])
-        assert "lost: te_fsdp.json is missing next to its .metadata" in told
+        assert "lost: te_fsdp.json is missing" in told
     (tmp_path / "empty").mkdir()
     assert "no such checkpoint" in refuse(capsys, "inspect", tmp_path / "empty")
     assert "nothing there" in refuse(capsys, "inspect", tmp_path / "none")

@@ -138,7 +138,8 @@ def test_hfsdp(pool, recipe, weights, experts):
     for line in first["warned"]:
         assert "mixture.up.weight" in line and "mixture.down.weight" in line
         assert (
-            "one tensor of all experts" in line and "Fix: GroupedLinear(single_grouped_weight=False)" in line
+            "one tensor of all experts" in line
+            and "Fix: use GroupedLinear(single_grouped_weight=False)" in line
         )
 
 

@@ -323,7 +323,7 @@ def test_torch_checkpoints(pool, tmp_path, case):
         ("clip unsharded", "OrderError", "te_fsdp.shard_optimizer(optimizer)"),
         ("two optimizers", "OrderError", "AdamW.step()"),
         ("closure", "OrderError", "step(closure)"),
-        ("backward after clip", "OrderError", "changed since they were averaged"),
+        ("backward after clip", "OrderError", "changed after they were averaged"),
         ("too late", "OrderError", "after its first step"),
         ("other order", "MeshError", "the same parameters in the same order"),
     ],

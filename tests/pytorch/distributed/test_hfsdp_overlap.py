@@ -196,7 +196,7 @@ def test_gradients_that_change(pool, how):
 @pytest.mark.ranks(2)
 def test_backward_after_a_norm(pool):
     for error in pool.run_expect_error(early.after_clip, 2):
-        assert error.type_name == "OrderError" and "changed since they were averaged" in error.message
+        assert error.type_name == "OrderError" and "changed after they were averaged" in error.message
 
 
 @pytest.mark.ranks(2)

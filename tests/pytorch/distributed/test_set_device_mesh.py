@@ -211,7 +211,7 @@ ERRORS = {
         "OrderError",
         "up: forward with 'weight' on mesh axes ('dp_shard',): expected the unsharded parameter, got a "
         "shard of it",
-        "Fix: call the module that was sharded",
+        "Fix: call the sharded module itself",
     ),
 }
 

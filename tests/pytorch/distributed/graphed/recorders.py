@@ -60,7 +60,7 @@ class AgainRecorder:
     def __init__(self, model: nn.Module, failing: int = -1) -> None:
         self._model, self.failing, self.recorded, self.underway = model, failing, 0, False
 
-    def aside(self) -> Any:
+    def on_own_stream(self) -> Any:
         """Nothing: there are no streams."""
         return contextlib.nullcontext()
 

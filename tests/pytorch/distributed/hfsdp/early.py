@@ -346,7 +346,7 @@ def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]
     with logged() as seen:
         found = [pair.both(seed, told=ranks[dist.get_rank()]) for seed, ranks in enumerate(told)]
     pair.checks.require(6 * len(told))
-    assert len([line for line in seen if "in the first step, so averages" in line]) == lines, seen
+    assert len([line for line in seen if "in the first step: so averages" in line]) == lines, seen
     return found
 
 
