@@ -298,9 +298,9 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
                 looks.left += 1
                 raise InputError(
                     f"{binding.name or type(module).__name__}: inputs of a sequence-parallel module",
-                    expected="another part of the tokens on each rank of a tp group",
+                    expected="a different part of the tokens on each rank of a tp group",
                     got=f"{one[0]}, the same on tp ranks {first} and {second}",
-                    why="The module concatenates the parts of all ranks: each token would be there several times",
+                    why="The module concatenates the parts of all ranks: each token would occur several times",
                     fix="shard the sequence along its first dim: "
                     "x.chunk(meshes.tp.size())[meshes.tp.get_local_rank()]; or build TE modules without "
                     "sequence_parallel. Where parts must be the same, pass checks='setup' (before: "

@@ -78,7 +78,7 @@ def test_reasons(pool):
         )
         assert found["gradients fail"] == [failed, "", 0, 1]
         assert found["update fails"] == ["", failed, 1, 1]
-        assert found["hook"][1].startswith("AdamW has a hook that a recording would not call")
+        assert found["hook"][1].startswith("AdamW has a hook that a replay would not call")
         assert found["shapes"] == [
             "inputs of more than 4 kinds (shapes, dtypes, or non-tensor values)",
             4,

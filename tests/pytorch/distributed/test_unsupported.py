@@ -40,7 +40,7 @@ ERRORS = {
         "clip_grad_norm_: parameters: expected a model, or its parameters",
     ),
     "meshes_in_place_of_an_axis": ("MeshError", "tp_mesh: expected a 1-D DeviceMesh or None, got Meshes"),
-    "a_full_momentum": ("CheckpointError", "SGD.step: momentum_buffer of weight: expected this rank's part"),
+    "a_full_momentum": ("CheckpointError", "SGD.step: momentum_buffer of weight: expected this rank's shard"),
     "a_gradient_penalty": ("OrderError", "backward with create_graph=True through sharded weights"),
     "a_gradient_penalty_of_kept_weights": (
         "OrderError",
