@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,21 @@ class PeakMemory(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is torch.Tensor}
-        self.living = {key: one for key, one in self.living.items() if not one[0].expired()}
+        self._forget_ended()
         for tensor in tree_leaves(out):
             if type(tensor) is torch.Tensor and (storage := tensor.untyped_storage())._cdata not in given:
                 self.living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, sum(size for _, size in self.living.values()))
+        if self._bytes() > self.peak:
+            time.sleep(0.02)  # gloo's thread lets go of a message shortly after its collective has ended
+            self._forget_ended()
+            self.peak = max(self.peak, self._bytes())
         return out
+
+    def _forget_ended(self) -> None:
+        self.living = {key: one for key, one in self.living.items() if not one[0].expired()}
+
+    def _bytes(self) -> int:
+        return sum(size for _, size in self.living.values())
 
 
 def trained(folder: str, case: dict[str, Any], steps: int = 1) -> tuple[Any, Any, Any]:
