@@ -43,11 +43,6 @@ def _no_library(module: types.ModuleType) -> None:
     module.load_framework_extension = lambda framework: None  # type: ignore[attr-defined]
 
 
-def _empty_on_cpu(module: types.ModuleType) -> None:
-    empty = functools.lru_cache(maxsize=None)(lambda: torch.Tensor())
-    module._empty_tensor = empty  # type: ignore[attr-defined]
-
-
 def _tensors_on_cpu(module: types.ModuleType) -> None:
     stock = module.QuantizedTensor.__new__  # type: ignore[attr-defined]
 
@@ -160,7 +155,20 @@ def _fused_over_cp(module: types.ModuleType) -> None:
     module.get_attention_backend = get_attention_backend  # type: ignore[attr-defined]
 
 
+def _attention_ops_on_cpu(module: types.ModuleType) -> None:
+    for name in ("copy_to_kv_cache", "convert_bshd_to_thd", "convert_thd_to_bshd"):
+        operator = getattr(module, name)
+        operator.register_kernel("cpu")(operator._init_fn)
+
+
 PATCHES: list[Patch] = [
+    Patch(
+        "transformer_engine.pytorch.attention.custom_ops",
+        ("copy_to_kv_cache", "convert_bshd_to_thd", "convert_thd_to_bshd"),
+        ((2, 19), (3, 0)),
+        "pytorch/attention/custom_ops.py:18 registers operators for CUDA alone",
+        _attention_ops_on_cpu,
+    ),
     Patch(
         "transformer_engine.pytorch.attention.dot_product_attention.utils",
         ("get_attention_backend",),
@@ -188,13 +196,6 @@ PATCHES: list[Patch] = [
         _ALL,
         "pytorch/__init__.py:18, common/__init__.py:173 load the compiled extension; it is there already",
         _no_library,
-    ),
-    Patch(
-        "transformer_engine.pytorch.utils",
-        ("_empty_tensor",),
-        _ALL,
-        "pytorch/utils.py:125 calls torch.Tensor().cuda()",
-        _empty_on_cpu,
     ),
     Patch(
         "transformer_engine.pytorch.quantized_tensor",
@@ -314,6 +315,7 @@ _CACHED = type(functools.lru_cache(maxsize=None)(lambda: None))
 
 _STOCK_IS_CUDA = torch._C.TensorBase.is_cuda
 _STOCK_TO = torch._C.TensorBase.to
+_STOCK_CUDA = torch._C.TensorBase.cuda
 
 
 def _is_cuda(self: torch.Tensor) -> bool:
@@ -337,12 +339,20 @@ def _to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return _STOCK_TO(self, *args, **kwargs)
 
 
+def _cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if is_te_frame(sys._getframe(1).f_globals.get("__name__")):
+        return self
+    return _STOCK_CUDA(self, *args, **kwargs)
+
+
+_cuda.__name__ = _cuda.__qualname__ = "cuda"
+_cuda.__doc__ = _STOCK_CUDA.__doc__
 _to.__name__ = _to.__qualname__ = "to"
 _to.__doc__ = _STOCK_TO.__doc__
 
 
 def patch_torch() -> None:
-    """Patch two tensor methods that cannot be scoped to a module. Both check their caller.
+    """Patch tensor methods that cannot be scoped to a module. All check their caller.
 
     ``Tensor.is_cuda``: ``pytorch/module/base.py:1605`` refuses inputs without it, and the ``data`` setters of
     the tensor classes (``pytorch/tensor/float8_tensor.py:1142``, ``mxfp8_tensor.py:826``,
@@ -352,7 +362,10 @@ def patch_torch() -> None:
     ``Tensor.to``: ``pytorch/module/layernorm_mlp.py:2133`` and
     ``pytorch/attention/dot_product_attention/utils.py:1964,2188,2223,2292`` move tensors to "cuda". The CPU for a
     caller inside TransformerEngine, the stock method (and its error) for other callers.
+
+    ``Tensor.cuda``: ``pytorch/utils.py:125`` and ``debug/features/utils/stats_buffer.py:44,51``. The same.
     """
+    torch.Tensor.cuda = _cuda  # type: ignore[assignment]
     torch.Tensor.is_cuda = property(_is_cuda, doc="Is True if the tensor is stored on the GPU.")  # type: ignore[assignment]
     torch.Tensor.to = _to  # type: ignore[assignment]
 

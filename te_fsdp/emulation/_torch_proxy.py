@@ -32,6 +32,7 @@ _FACTORIES = (
     "tensor",
     "as_tensor",
     "arange",
+    "range",
     "rand",
     "randn",
     "randint",

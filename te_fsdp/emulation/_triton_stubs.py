@@ -3,7 +3,7 @@
 Whole packages are replaced because their modules import ``triton`` at the top (``pytorch/triton/*.py``), while
 TransformerEngine imports them unconditionally (2.20.2: ``pytorch/distributed.py:33``, ``pytorch/permutation.py:10``,
 ``pytorch/cross_entropy.py:12``, ``pytorch/module/grouped_linear.py:67``, ``pytorch/ops/basic/grouped_linear.py:62``).
-The two small kernels that the supported modules reach are written in torch; any other raises by name.
+Kernels that are written in PyTorch are called; any other raises by name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from te_fsdp.emulation import _triton_cross_entropy, _triton_permutation
 
 _PACKAGES = ("transformer_engine.pytorch.triton", "transformer_engine.common.triton")
 
@@ -45,6 +47,11 @@ def compute_grouped_dbias(
 _WRITTEN: dict[str, Callable[..., Any]] = {
     "pad_columnwise_scale_inv": pad_columnwise_scale_inv,
     "compute_grouped_dbias": compute_grouped_dbias,
+    **{
+        name: getattr(module, name)
+        for module in (_triton_cross_entropy, _triton_permutation)
+        for name in module.__all__
+    },
 }
 
 

@@ -29,6 +29,9 @@ _SOURCES = (
     "recipe",
     "multi_tensor",
     "misc",
+    "packed",
+    "permutation",
+    "router",
 )
 #: Names that TransformerEngine reads with a default, so that they may be missing.
 _OPTIONAL = ("flash_attention", "get_attention_backend")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,18 +69,28 @@ def _rope(
 ) -> torch.Tensor:
     """Rotate the first ``freqs.shape[-1]`` channels of each head by its position; copy the others.
 
-    ``cp`` is size and rank of context parallelism: of 2 x size equal parts of the sequence the input has the rank-th
-    from the front and the rank-th from the back.
+    ``cp`` is size and rank of context parallelism: of 2 x size equal parts of each sequence the input has the rank-th
+    from the front and the rank-th from the back. ``cu_seqlens`` bounds the packed sequences of (tokens, heads,
+    channels), over all ranks of context parallelism; what follows the last is zero.
     """
+    if int(qkv_format) == int(NVTE_QKV_Format.NVTE_THD):
+        assert cu_seqlens is not None, "packed sequences have bounds"
+        bounds = (cu_seqlens.long() // cp[0]).tolist()
+        output = torch.zeros_like(input)
+        for number, (start, end) in enumerate(itertools.pairwise(bounds)):
+            first = None if start_positions is None else start_positions[number]
+            one, format = input[start:end, None], NVTE_QKV_Format.NVTE_SBHD
+            output[start:end] = _rope(one, freqs, first, format, interleaved, None, cp, back)[:, 0]
+        return output
     sequence_first = int(qkv_format) == int(NVTE_QKV_Format.NVTE_SBHD)
     if not sequence_first and int(qkv_format) != int(NVTE_QKV_Format.NVTE_BSHD):
         raise NotImplementedError(
             f"fused rotary embedding of format {qkv_format!r} is not emulated on the CPU"
         )
-    if cu_seqlens is not None:
-        raise NotImplementedError("fused rotary embedding of packed sequences is not emulated on the CPU")
     x = input if sequence_first else input.transpose(0, 1)
     length, batch, channels = x.shape[0], x.shape[1], freqs.shape[-1]
+    if not length:
+        return input.clone()
     angles = freqs.float().reshape(freqs.shape[0], channels)
     size, rank = cp
     positions = torch.arange(length)
@@ -102,7 +113,10 @@ def _rope(
     else:
         rotated = head * angles.cos() + _rotate(head, interleaved, False) * angles.sin()
     result = torch.cat((rotated.to(input.dtype), x[..., channels:]), dim=-1)
-    return (result if sequence_first else result.transpose(0, 1)).contiguous()
+    # A copy has the strides of a new tensor also where a dimension has size 1: TransformerEngine reads them.
+    return torch.empty(input.shape, dtype=input.dtype).copy_(
+        result if sequence_first else result.transpose(0, 1)
+    )
 
 
 def fused_rope_forward(

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from te_fsdp.emulation._patches import te_version
 from tests.unit.commands import run_ranks
 from tests.unit.emulation import reference as ref, two_processes
 
@@ -36,6 +37,20 @@ def test_tensor_parallel_is_the_single_process_layer(results, arch, name, sequen
         bound = math.sqrt(2) * 2 * math.hypot(0.1 * math.sqrt(2), ref.E4M3_EPS / math.sqrt(3))
     for rank in results:
         assert rank["tp", arch, name, sequence_parallel] <= bound
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("reduced", [False, True])
+def test_cross_entropy_over_a_sharded_vocabulary(results, dtype, smoothing, reduced):
+    """Loss and gradient are torch's of all logits; the loss of one shard by itself is another."""
+    for rank in results:
+        loss, gradient, alone = rank["loss", dtype, smoothing, reduced]
+        # the gradient is rounded once to the dtype of the logits
+        assert gradient <= (2**-8 if dtype == torch.bfloat16 else 32 * ref.FP32_UNIT)
+        # TransformerEngine 2.18 smooths each rank's loss over its own logits.
+        assert loss <= 16 * ref.FP32_UNIT or (smoothing and te_version() < (2, 19))
+        assert alone > 1e-4
 
 
 @pytest.mark.parametrize("arch,name,primary", cases(two_processes.SHARDED))

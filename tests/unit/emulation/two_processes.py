@@ -172,6 +172,29 @@ def checkpoint(te, name, mesh, folder):
     return before, difference()
 
 
+def cross_entropy(te, dtype, smoothing, reduced, rank):
+    """Distances of loss and gradient from torch's of all logits, and of the loss of this shard by itself."""
+    from tests.unit.emulation import reference as ref
+
+    generator = torch.Generator().manual_seed(1)
+    logits = (3 * torch.randn(2, 5, 24, generator=generator)).to(dtype)
+    target = torch.randint(0, 24, (2, 5), generator=generator)
+    target[0, 1] = -100
+    whole = logits.double().requires_grad_()
+    options = {"label_smoothing": smoothing, "reduction": "mean" if reduced else "none"}
+    expected = torch.nn.functional.cross_entropy(whole.flatten(0, 1), target.flatten(), **options)
+    expected.sum().backward()
+    local = logits.chunk(2, dim=-1)[rank].contiguous().requires_grad_()
+    loss = te.parallel_cross_entropy(local, target, smoothing, reduced, dist.group.WORLD)
+    loss.sum().backward()
+    alone = te.parallel_cross_entropy(local.detach(), target % 12, smoothing, reduced)
+    return (
+        ref.distance(loss.flatten(), expected.detach().flatten()),
+        ref.distance(local.grad, whole.grad.chunk(2, dim=-1)[rank]),
+        ref.distance(alone.flatten(), expected.detach().flatten()),
+    )
+
+
 def work(rank, folder):
     """Entry point of a process."""
     torch.set_num_threads(1)
@@ -182,6 +205,12 @@ def work(rank, folder):
     import transformer_engine.pytorch as te
 
     mesh, results = init_device_mesh("cpu", (2,)), {}
+    for dtype in (torch.float32, torch.bfloat16):
+        for smoothing in (0.0, 0.2):
+            for reduced in (False, True):
+                results["loss", dtype, smoothing, reduced] = cross_entropy(
+                    te, dtype, smoothing, reduced, rank
+                )
     for arch in ("9.0", "10.0"):
         emulation.switch_arch(arch)
         for name in RECIPES[arch]:

@@ -1,0 +1,159 @@
+"""Packed sequences and the cache of keys and values: each sequence by itself, and all at once, is the reference."""
+
+import math
+
+import pytest
+import torch
+
+from tests.unit.emulation import reference as ref
+
+LENGTHS = [5, 1, 7]
+BOUNDS = torch.tensor([0, 5, 6, 13], dtype=torch.int32)
+
+
+def _packed(causal):
+    return {
+        "cu_seqlens_q": BOUNDS,
+        "cu_seqlens_kv": BOUNDS,
+        "max_seqlen_q": 7,
+        "max_seqlen_kv": 7,
+        "attn_mask_type": "padding_causal" if causal else "padding",
+    }
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_packed_sequences(te, causal):
+    """Output and gradients are those of each sequence by itself; over the bounds nothing is attended to."""
+    packed = te.DotProductAttention(4, 16, qkv_format="thd", attention_dropout=0.0)
+    alone = te.DotProductAttention(4, 16, qkv_format="bshd", attention_dropout=0.0)
+    inputs = [torch.randn(13, 4, 16, requires_grad=True) for _ in range(3)]
+    copies = [one.detach().clone().requires_grad_() for one in inputs]
+    found = packed(*inputs, **_packed(causal))
+    mask = "causal" if causal else "no_mask"
+    parts = zip(*(one.split(LENGTHS) for one in copies), strict=True)
+    expected = torch.cat(
+        [alone(*(one[None].clone() for one in part), attn_mask_type=mask)[0] for part in parts]
+    )
+    assert ref.distance(found, expected) <= 16 * ref.FP32_UNIT
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, other in zip(inputs, copies, strict=True):
+        assert ref.distance(mine.grad, other.grad) <= 32 * ref.FP32_UNIT
+    whole = alone(*(one[None].clone() for one in copies), attn_mask_type=mask)[0]
+    assert ref.distance(whole, expected) > 0.1
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_embedding_of_packed_sequences(te, interleaved):
+    """Positions start at each sequence, or where ``start_positions`` says; gradients are those of the parts."""
+    from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding, apply_rotary_pos_emb
+
+    angles = RotaryPositionEmbedding(16, interleaved=interleaved)(32)
+    tokens = torch.randn(13, 4, 16, requires_grad=True)
+    copy = tokens.detach().clone().requires_grad_()
+    starts = torch.tensor([3, 0, 9], dtype=torch.int32)
+
+    def apply(tensor, format, **options):
+        return apply_rotary_pos_emb(
+            tensor, angles, tensor_format=format, interleaved=interleaved, fused=True, **options
+        )
+
+    found = apply(tokens, "thd", cu_seqlens=BOUNDS, start_positions=starts)
+    expected = torch.cat(
+        [
+            apply(part[None], "bshd", start_positions=starts[i : i + 1])[0]
+            for i, part in enumerate(copy.split(LENGTHS))
+        ]
+    )
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, apply(tokens, "thd", cu_seqlens=BOUNDS))
+    weights = torch.randn_like(found)
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert torch.equal(tokens.grad, copy.grad)
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_layer_on_packed_sequences(te, quantized):
+    """A TransformerLayer of the public Llama recipe: packed sequences equal sequences by themselves."""
+    from transformer_engine.common.recipe import Float8CurrentScaling
+    from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+
+    options = {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "fuse_qkv_params": True,
+        "normalization": "RMSNorm",
+        "activation": "swiglu",
+        "num_gqa_groups": 2,
+        "bias": False,
+        "init_method": lambda weight: torch.nn.init.normal_(weight, std=0.2),
+        "output_layer_init_method": lambda weight: torch.nn.init.normal_(weight, std=0.2),
+        "params_dtype": torch.float32,
+        "device": "cpu",
+    }
+    packed = te.TransformerLayer(
+        64, 128, 4, attn_input_format="thd", self_attn_mask_type="padding_causal", **options
+    )
+    alone = te.TransformerLayer(64, 128, 4, attn_input_format="bshd", self_attn_mask_type="causal", **options)
+    alone.load_state_dict(packed.state_dict())
+    angles = RotaryPositionEmbedding(16)(64)
+    lengths = [16, 48]
+    bounds = torch.tensor([0, 16, 64], dtype=torch.int32)
+    tokens = torch.randn(64, 64)
+    with te.autocast(enabled=quantized, recipe=Float8CurrentScaling()):
+        found = packed(
+            tokens, rotary_pos_emb=angles, cu_seqlens_q=bounds, cu_seqlens_kv=bounds, max_seqlen_q=48, max_seqlen_kv=48
+        )  # fmt: skip
+        expected = torch.cat(
+            [alone(one[None].clone(), rotary_pos_emb=angles)[0] for one in tokens.split(lengths)]
+        )
+        whole = alone(tokens[None], rotary_pos_emb=angles)[0]
+    # one scale for all packed tokens, one for each sequence: four chained products round their inputs on two grids
+    bound = 2 * math.sqrt(2) * ref.stage(ref.E4M3_EPS, ref.E4M3_EPS) if quantized else 64 * ref.FP32_UNIT
+    assert ref.distance(found - tokens, expected - tokens) <= bound
+    assert ref.distance(whole - tokens, expected - tokens) > 0.25
+    found.square().sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in packed.parameters())
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_generation_with_a_cache(te, paged):
+    """Token by token, with sequences that end and begin, logits equal those of the whole sequence at once."""
+    from collections import OrderedDict
+
+    from transformer_engine.pytorch import InferenceParams
+
+    attention = te.DotProductAttention(2, 16, qkv_format="bshd", attention_dropout=0.0, layer_number=1).eval()
+    alone = te.DotProductAttention(2, 16, qkv_format="bshd", attention_dropout=0.0, layer_number=1).eval()
+    pages = {"is_paged": True, "total_num_pages": 12, "page_size": 4} if paged else {"is_paged": False}
+    cache = InferenceParams(
+        3, 16, num_heads_kv=2, head_dim_k=16, dtype=torch.bfloat16, max_ctx_len=4, qkv_format="bshd", **pages
+    )
+    cache.allocate_memory(1)
+    data = {name: torch.randn(3, 16, 2, 16).bfloat16() for name in range(4)}
+    lengths: dict[int, int] = {}
+    schedule = [{0: 4, 1: 4, 2: 4}, {0: 1, 1: 1, 2: 1}, {0: 1, 2: 1}, {0: 1, 2: 1, 3: 4}]
+    for step in schedule:
+        cache.pre_step(OrderedDict(step))
+        for name in set(lengths) - set(step):
+            del lengths[name]
+        width = max(step.values())
+        rows = torch.zeros(3, len(step), width, 2, 16).bfloat16()
+        for at, (name, new) in enumerate(step.items()):
+            start = lengths.get(name, 0)
+            rows[:, at, :new] = data[name][:, start : start + new]
+            lengths[name] = start + new
+        news = torch.tensor([0, *step.values()]).cumsum(0).int()
+        with torch.no_grad():
+            found = attention(
+                *rows, inference_params=cache, attn_mask_type="padding_causal", cu_seqlens_q=news, max_seqlen_q=width
+            )  # fmt: skip
+            for at, (name, new) in enumerate(step.items()):
+                whole = [one[None, : lengths[name]].clone() for one in data[name]]
+                expected = alone(*whole, attn_mask_type="causal")[0, -new:]
+                assert ref.distance(found.view(len(step), width, -1)[at, :new], expected) <= 2**-7, (
+                    step,
+                    name,
+                )
