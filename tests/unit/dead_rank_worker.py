@@ -1,6 +1,6 @@
 """Ranks of which one ends, or is late, before a collective call; a script, run by test_dead_ranks.
 
-    python dead_rank_worker.py DIRECTORY PORT KIND VICTIM
+    python dead_rank_worker.py DIRECTORY KIND VICTIM
 
 Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. One
 line of JSON for each rank contains its error and the number of seconds.
@@ -20,16 +20,20 @@ import torch.distributed as dist
 RANKS, LATE = 3, 7.0
 
 
-def main(directory: str, port: str, kind: str, victim: int, rank: int) -> None:
+def store_of(rank: int, pipe: tuple[int, int]) -> dist.TCPStore:
+    """Return the store that rank 0 keeps. The system chooses its port, so that no other process can have it."""
+    reader, writer = pipe
+    if rank:
+        return dist.TCPStore("127.0.0.1", int(os.read(reader, 8)))
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writer, f"{store.port:8}".encode() * (RANKS - 1))
+    return store
+
+
+def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int]) -> None:
     from te_fsdp import checkpoint
 
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "RANK": str(rank),
-        "WORLD_SIZE": str(RANKS),
-    }
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=store_of(rank, pipe), rank=rank, world_size=RANKS)
     model = torch.nn.Linear(2, 2)
     torch.nn.init.ones_(model.weight)
     torch.nn.init.ones_(model.bias)
@@ -61,12 +65,12 @@ def main(directory: str, port: str, kind: str, victim: int, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    where, number, how, who = sys.argv[1:]
-    children = []
+    where, how, who = sys.argv[1:]
+    children, port = [], os.pipe()
     for one in range(RANKS):
         pid = os.fork()
         if pid == 0:
-            main(where, number, how, int(who), one)
+            main(where, how, int(who), one, port)
         children.append(pid)
     for pid in children:
         os.waitpid(pid, 0)

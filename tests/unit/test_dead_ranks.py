@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ LIMIT = 15.0
 
 
 def ran(tmp_path: Path, python: str, kind: str, victim: int) -> list[dict[str, Any]]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [python, str(WORKER), str(tmp_path), str(port), kind, str(victim)]
+    command = [python, str(WORKER), str(tmp_path), kind, str(victim)]
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
