@@ -26,12 +26,7 @@ from te_fsdp.check_points import CheckPoints, check_points
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, PlacementError, require_flags
-from te_fsdp.initialize import (
-    find_equal_shards,
-    has_device_parameters,
-    initialize_te_parameters,
-    refuse_equal_shards,
-)
+from te_fsdp.initialize import initialize_te_parameters
 from te_fsdp.inline_init import record_writes
 from te_fsdp.lifecycle import (
     StepFunctions,
@@ -249,7 +244,8 @@ def set_device_mesh(
     with together, track_replaced_parameters(model, "set_device_mesh"):
         with raised_on_all_ranks(mesh, "set_device_mesh"):
             planned = plan_modules(model, *meshings, experts)
-        _check_shards_differ(planned, tp_mesh, ep_mesh)
+        for check in check_points().binding:
+            check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
     _watch_bound(model, tp_mesh if check_inputs else None)
 
@@ -272,18 +268,6 @@ def remove_bound_checks(model: nn.Module) -> None:
         points: CheckPoints | None = module.__dict__.pop(_BOUND_CHECKS, None)
         for check in points.bound if points is not None else ():
             check(module, None)
-
-
-def _check_shards_differ(
-    planned: Collection[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
-) -> None:
-    """Raise InitError if shards are equal on ranks where they must differ.
-
-    Collective over both meshes on the device.
-    """
-    if has_device_parameters(planned):
-        with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
-            refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
 
 
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:

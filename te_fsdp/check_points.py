@@ -40,7 +40,9 @@ class When(enum.Enum):
     """Lowest level at which a check runs, and the point: a field of :class:`CheckPoints`."""
 
     PLAN = "setup", "plan"
+    DRAW = "setup", "draw"
     RENEWED = "setup", "renewed"
+    BINDING = "setup", "binding"
     SHARDED = "first_steps", "sharded"
     BOUND = "first_steps", "bound"
     BATCH = "first_steps", "batch"
@@ -75,7 +77,9 @@ class CheckPoints:
     level: str = "off"
     plan: Functions = ()  #: ``(plan)`` before ``fully_shard`` changes anything
     sharded: Functions = ()  #: ``(state)`` when the model is sharded, before its own hooks of forward
+    draw: Functions = ()  #: ``(mesh, label, device)`` before initial values are drawn on all ranks of a mesh
     renewed: Functions = ()  #: ``(parameters, meshes)`` when unsharded parameters were materialized or converted
+    binding: Functions = ()  #: ``(planned, tp_mesh, ep_mesh)`` before ``set_device_mesh`` changes anything
     bound: Functions = ()  #: ``(model, tp_mesh)`` at the end of ``set_device_mesh``; ``tp_mesh=None`` removes checks
     batch: Functions = ()  #: ``(batch, meshes)`` before ``context_parallel_shard`` shards a batch
     initialized: Functions = ()  #: ``(state)`` before the first forward after parameters were on meta

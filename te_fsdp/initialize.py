@@ -1,4 +1,4 @@
-"""Initialization of sharded parameters, with the check for equal shards.
+"""Initialization of sharded parameters.
 
 Each rank draws the unsharded original tensor from the default generator, one parameter at a time, and keeps its own
 boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one process with that
@@ -12,16 +12,14 @@ because any initialization can produce them.
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.collectives.agreement import are_equal, bits_of, digest, gather, row_checksums
-from te_fsdp.collectives.rendezvous import collective_call, is_simulated
-from te_fsdp.errors import InitError, OrderError, shorten
+from te_fsdp.collectives.agreement import bits_of, row_checksums
+from te_fsdp.errors import InitError, OrderError
 from te_fsdp.inline_init import count_rewrites
 from te_fsdp.layout import expert_index
 from te_fsdp.mesh import default_device_type, device_of
@@ -32,6 +30,7 @@ from te_fsdp.records import (
     ModuleBinding,
     ShardInfo,
     binding_of,
+    checks_of,
     copy_param_attrs,
     name_of,
     plan_of,
@@ -45,8 +44,6 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
-
-    from te_fsdp.module_plan import ModulePlan
 
 # TE raises if it finds these attributes on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
@@ -194,23 +191,10 @@ def target_device(tensor: torch.Tensor) -> torch.device:
     return device_of(tensor.device_mesh.device_type if isinstance(tensor, DTensor) else default_device_type())
 
 
-def check_random_state(mesh: DeviceMesh, label: str, device: torch.device) -> None:
-    """Check that all ranks of ``mesh`` have the same random state on ``device``; raise InitError otherwise.
-
-    Collective over ``mesh`` (one max all-reduce of two integers per axis). All ranks raise.
-    """
-    on_cpu = device.type == "cpu"
-    state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
-    with collective_call(f"reset_parameters ({label})", mesh):
-        same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
-    if not same:
-        raise InitError(
-            f"{label}: initialization with different random states",
-            expected="equal states on all ranks of the mesh",
-            got="differing states",
-            why="Shards of different initializations, or differing replicas, would silently train incorrectly",
-            fix="call torch.manual_seed with one seed on all ranks first, or pass seed= to te_fsdp.materialize",
-        )
+def check_random_state(parameter: torch.Tensor, mesh: DeviceMesh, label: str) -> None:
+    """Run the checks of the "draw" point on all ranks of ``mesh``. Collective as these checks are."""
+    for check in checks_of(parameter).draw:
+        check(mesh, label, target_device(parameter))
 
 
 def _check_module_random_state(module: nn.Module) -> None:
@@ -221,10 +205,10 @@ def _check_module_random_state(module: nn.Module) -> None:
     binding, label = binding_of(module), name_of(module)
     own = {name: p for name, p in module._parameters.items() if p is not None}
     if binding is not None and binding.ep.mesh is not None:
-        check_random_state(binding.ep.mesh, label, target_device(next(iter(own.values()))))
+        check_random_state(next(iter(own.values())), binding.ep.mesh, label)
     for name, parameter in own.items():
         if isinstance(parameter, DTensor):
-            check_random_state(parameter.device_mesh, f"{label} ({name})", target_device(parameter))
+            check_random_state(parameter, parameter.device_mesh, f"{label} ({name})")
             return
 
 
@@ -317,101 +301,6 @@ def has_sentinel(tensor: torch.Tensor) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     return tensor.dtype.is_signed and bool((tensor == _sentinel_value(tensor.dtype)).all())
-
-
-# ------------------------------------------------------------------------------------------- equal parts of a weight
-
-
-def has_device_parameters(planned: Iterable[ModulePlan]) -> bool:
-    """Return whether unbound modules have parameters on the device. Local operation."""
-    return any(
-        parameter is not None and not parameter.is_meta
-        for item in planned
-        if binding_of(item.module) is None
-        for parameter in item.module._parameters.values()
-    )
-
-
-def find_equal_shards(
-    planned: Iterable[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
-) -> list[str]:
-    """Return parameters with equal shards on two ranks where they should differ, with the ranks. Changes nothing.
-
-    It checks parameters sharded over ``tp``, and parameters of experts over ``ep``. Collective over these meshes: one
-    object all-gather of a checksum per parameter. All ranks return the same. Parameters on meta and of bound modules
-    are skipped.
-    """
-    if dist.is_initialized() and is_simulated():
-        return []
-    held = [
-        (f"{item.name}.{name}" if item.name else name, item, item.rules.get(name), _torch.local_of(parameter))
-        for item in planned
-        if binding_of(item.module) is None
-        for name, parameter in item.module._parameters.items()
-        if parameter is not None and not parameter.is_meta and not getattr(parameter, MEANT, False)
-    ]
-    found = []
-    if tp_mesh is not None and tp_mesh.size() > 1:
-        cut = {label: t for label, _, rule, t in held if rule is not None and rule.shard_dim is not None}
-        found += _names_equal_on_two_ranks(tp_mesh, "tp", _drawn(cut))
-    if ep_mesh is not None and ep_mesh.size() > 1:
-        experts = {label: t for label, item, _, t in held if _is_expert(item, label)}  # by local index
-        found += _names_equal_on_two_ranks(ep_mesh, "ep", _drawn(experts, copies=True))
-    return found
-
-
-def _is_expert(item: ModulePlan, label: str) -> bool:
-    own = item.distributed.get(label.rpartition(".")[2])
-    return item.experts is not None if own is None else own.is_expert
-
-
-def refuse_equal_shards(found: list[str]) -> None:
-    """Raise InitError if there are equal shards. The error names the parameters and possible fixes."""
-    if not found:
-        return
-    raise InitError(
-        f"{shorten(found, 3, '; ')}: equal values on ranks that must have different shards",
-        expected="different values on ranks with different rows, columns or experts",
-        got="equal values, as drawn with equal seeds",
-        why="Training would keep them equal, so the model would have the capacity of one rank's shard",
-        fix='build the model with device="meta" and call te_fsdp.materialize, which draws the weights of one '
-        "process; or build TE modules with TransformerEngine's RNG tracker (get_rng_state_tracker=), or with "
-        "different seeds on these ranks, but equal seeds for replicated parameters; or load values first. "
-        f"If equal shards are intended, set parameter.{MEANT} = True",
-    )
-
-
-def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, int]:
-    """Return label -> checksum of tensors whose values are not all equal.
-
-    With ``copies``, kinds with several equal tensors on this rank are skipped: experts initialized as copies of one
-    layer.
-    """
-    if not held:
-        return {}
-    sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched in one transfer
-    constant = torch.stack([is_constant(tensor) for tensor in held.values()]).tolist()
-    kinds = [label.rstrip("0123456789") for label in held]
-    by_kind: dict[str, list[int]] = {}
-    for kind, value in zip(kinds, sums, strict=True):
-        by_kind.setdefault(kind, []).append(value)
-    meant = {kind for kind, values in by_kind.items() if copies and len(values) > 1 and len(set(values)) == 1}
-    return {
-        label: value
-        for label, kind, value, same in zip(held, kinds, sums, constant, strict=True)
-        if not same and kind not in meant
-    }
-
-
-def _names_equal_on_two_ranks(mesh: DeviceMesh, axis: str, mine: dict[str, int]) -> list[str]:
-    """Return the names whose shards are identical on two ranks of a 1-D mesh."""
-    everyone = gather(mine, mesh)
-    found: dict[str, str] = {}
-    for (one, first), (other, second) in combinations(enumerate(everyone), 2):
-        for label, value in first.items():
-            if second.get(label) == value:
-                found.setdefault(label, f"{label} ({axis} ranks {one} and {other})")
-    return list(found.values())
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Initializer:
         for parameter in self.module.parameters():
             if isinstance(parameter, DTensor):
                 label = f"{self.name or type(self.module).__name__}: its own initialization"
-                check_random_state(parameter.device_mesh, label, target_device(parameter))
+                check_random_state(parameter, parameter.device_mesh, label)
                 break
         pending = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
         mode = _Unsharded(self.name, self.module, pending)

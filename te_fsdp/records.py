@@ -28,6 +28,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import coordinates_of
+from te_fsdp.check_points import CheckPoints, check_points
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, chunk_boxes, shard_boxes
 from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd, torch_dtensor as _torch
@@ -126,6 +127,13 @@ def plan_of(parameter: torch.Tensor) -> ParameterPlan | None:
     """What ``fully_shard`` has settled about a parameter; ``None`` for any other. Local operation."""
     facts = parameter.__dict__.get(KEY)
     return facts.plan if facts else None
+
+
+def checks_of(parameter: torch.Tensor) -> CheckPoints:
+    """Return the checks of the sharded model of a parameter, or those of the default level. Local operation."""
+    record = get_record(parameter)
+    state = record.state() if record is not None and record.state is not None else None
+    return check_points() if state is None else state.checks
 
 
 def label_of(parameter: torch.Tensor, kind: str = "a parameter") -> str:

@@ -1,7 +1,7 @@
 """Checks that compare ranks or refuse a use that would train wrong: the table of all, and the runner.
 
 The core calls the functions of a level at its points (:mod:`te_fsdp.check_points`). A new check is a function in this
-package and a row of :data:`CHECKS`. docs/checks.md prints the table.
+package and a row of :data:`CHECKS`. docs/checks.md prints the table, and what each level costs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from te_fsdp.check_points import LEVELS, CheckPoints, When
-from te_fsdp.checks import backward, forward, gradients, inputs, model, optimizer, pipeline, weights
+from te_fsdp.checks import (
+    backward,
+    forward,
+    gradients,
+    initial_values,
+    inputs,
+    model,
+    optimizer,
+    pipeline,
+    weights,
+)
 from te_fsdp.errors import (
     GradientError,
     InitError,
@@ -43,6 +53,7 @@ CHECKS: tuple[Check, ...] = (
     # fully_shard
     Check("models and arguments", When.PLAN, "model", model.compare_models, MeshError),
     Check("initial values", When.PLAN, "model", model.compare_initial_values, InitError),
+    Check("random states", When.DRAW, "model", initial_values.compare_random_states, InitError),
     Check("values of unsharded parameters", When.RENEWED, "model", model.compare_renewed_values, InitError),
     Check("copies, removed weights, second derivatives", When.SHARDED, "", model.watch_model, OrderError),
     Check("inputs", When.SHARDED, "tp, cp", inputs.watch_model_inputs, InputError),
@@ -51,6 +62,7 @@ CHECKS: tuple[Check, ...] = (
     Check("split backward", When.SHARDED, "", pipeline.refuse_split_backward, OrderError),
     Check("writes in forward", When.SHARDED, "", model.refuse_writes_in_forward, OrderError),
     # set_device_mesh and context_parallel_shard
+    Check("shards of a bound model", When.BINDING, "tp, ep", initial_values.compare_shards, InitError),
     Check("inputs of a bound model", When.BOUND, "tp", inputs.watch_bound_inputs, InputError),
     Check(
         "gradients of a bound model", When.BOUND, "tp", gradients.compare_gradients_of_bound, GradientError

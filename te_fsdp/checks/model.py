@@ -19,15 +19,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.forward import refuse_second_derivatives
+from te_fsdp.checks.initial_values import find_equal_shards, has_device_parameters, refuse_equal_shards
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
-from te_fsdp.initialize import (
-    check_initialised,
-    checksum,
-    find_equal_shards,
-    has_device_parameters,
-    refuse_equal_shards,
-)
+from te_fsdp.initialize import check_initialised, checksum
 from te_fsdp.records import iter_param_owners
 from te_fsdp.sharded_model import is_assigned, record_unsharded_params, refuse_assigned, refuse_hooks
 from te_fsdp.upstream import (

@@ -5,6 +5,9 @@ The negative control of every mistake is the level below, at which the same prog
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 from strategies import check_levels
@@ -12,6 +15,7 @@ from strategies import check_levels
 from te_fsdp.check_points import LEVELS
 from te_fsdp.checks import CHECKS
 
+ROOT = Path(__file__).resolve().parents[3]
 MESHES = {"dp": {"dp_shard": 2}, "tp": {"dp_shard": 1, "tp": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 1}}
 #: Mistake -> lowest level that finds it, and the error.
 FOUND = {
@@ -95,6 +99,21 @@ def test_check_inputs_keeps_the_others(pool):
     """Unlike level "setup", `check_inputs=False` finds mistakes that are not about inputs and gradients."""
     expected = {"inputs": "", "edited weights": "OrderError"}
     assert pool.run(check_levels.found_without_inputs, 2) == [expected] * 2
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_the_page_has_the_costs(pool):
+    """Collectives and bytes exactly. Calls within a tenth, because versions of torch and TE differ in a few."""
+    spec = importlib.util.spec_from_file_location("check_costs", ROOT / "scripts" / "check_costs.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written, measured = script.rows(script.PAGE.read_text()), script.rows(pool.run(check_levels.costs, 2)[0])
+    assert [row[:2] for row in written] == [row[:2] for row in measured]
+    for page, now in zip(written, measured, strict=True):
+        for column, (one, other) in enumerate(zip(page[2:], now[2:], strict=True)):
+            one, other = (int(number.replace(",", "")) for number in (one, other))
+            assert abs(one - other) <= (0.1 * other if column in (0, 3) else 0), (page, now)
 
 
 def test_rows_of_the_table():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -15,6 +17,7 @@ import torch
 import te_fsdp
 from te_fsdp.collectives import rendezvous
 
+ROOT = Path(__file__).resolve().parents[4]
 #: Options of a model without random numbers.
 OPTIONS = {
     "hidden_dropout": 0.0,
@@ -238,3 +241,12 @@ def alias(check_inputs: bool) -> dict[str, Any]:
     except te_fsdp.TeFsdpError as problem:
         error = type(problem).__name__
     return {"warnings": [text for text in texts if "check_inputs" in text], "error": error}
+
+
+def costs() -> str:
+    """The table of docs/checks.md, measured now."""
+    spec = importlib.util.spec_from_file_location("check_costs", ROOT / "scripts" / "check_costs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.measure_all()
