@@ -8,6 +8,7 @@ fourth step of two TransformerLayers on two emulated ranks. `--write` updates th
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -94,6 +95,7 @@ def measure(axes: dict[str, int], checks: str) -> tuple[Cost, Cost]:
 
     import te_fsdp
 
+    gc.collect()  # The first step searches all living models for a parameter's owners, also uncollected ones.
     meshes = te_fsdp.Meshes.build(**axes)
     options = {
         "hidden_dropout": 0.0,
