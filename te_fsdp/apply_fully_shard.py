@@ -129,7 +129,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
         stash = stash_quantized(model)
         if precision is not None:
             precision.widen(model)
-        # Weights that FSDP2 shards along another dim than the first.
+        # Weights that FSDP2 shards along a dim other than the first.
         dims = {
             id(m.module._parameters[name]): dim for m in plan.modules for name, dim in m.cuts.items() if dim
         }
@@ -147,7 +147,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
                 options["mp_policy"] = precision.fsdp2_policy(name)
             fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
         if plan.meshes.pp is not None and "" in plan.whole:
-            # A pipeline's stage says which microbatch is the last one to modules of FSDP2's alone: a unit of nothing.
+            # A pipeline stage marks the last microbatch on FSDP2 modules only, so make the model an empty unit.
             fsdp2_fully_shard(
                 model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters())
             )

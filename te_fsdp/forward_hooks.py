@@ -63,17 +63,15 @@ def _check_initialized(state: ShardedModel) -> None:
 
 
 def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
-    """Before a forward of the model, or a method that gathers as forward does."""
+    """Prepare a forward of the model, or a method that gathers as forward does."""
     if state.checked.on_meta:
         _check_initialized(state)
     if not _torch.in_backward() and not state.computed.methods:
         recover_from_exception(state)
-        has_failed_backward(
-            state
-        )  # gradients that were cleared since are forgotten before there are new ones
+        has_failed_backward(state)  # forget cleared gradients before new ones exist
         for settle in state.components.settle:
             if settle():
-                # Now, not at the step: this rank's reductions would match those of another microbatch.
+                # Raise now, not in the step: this rank's reductions would match those of a different microbatch.
                 state.sync.failed = True
                 raise_if_backward_failed(state, "forward")
         for root in state.roots() if state.sync.unfinished else ():
@@ -90,8 +88,8 @@ def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
 def _is_marked(state: ShardedModel) -> bool:
     """Return whether the parameters still have the model's state. Initialization and loading replace them.
 
-    Checks one parameter of each unit, because these replace all. The reduction of their gradients marks parameters that
-    FSDP2 does not manage.
+    Checks one parameter of each unit, because these replace all. The reduction of their gradients marks parameters
+    that FSDP2 does not manage.
     """
     for unit in state.modules.values():
         first = _fsdp2.first_sharded_parameter(unit)
@@ -101,7 +99,7 @@ def _is_marked(state: ShardedModel) -> bool:
 
 
 def _before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> None:
-    """Before FSDP2 gathers a unit for its forward."""
+    """Prepare a unit before FSDP2 gathers it for its forward."""
     if state.checked.on_meta:
         _check_initialized(state)
     if name in state.unsharded.aside:
@@ -115,7 +113,7 @@ def _before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> 
 
 
 def _choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: Any) -> None:
-    """Let FSDP2 take the outermost unit around ``unit`` for its root, before its first forward. Local operation."""
+    """Make the outermost unit around ``unit`` FSDP2's root, before its first forward. Local operation."""
     while handle:
         handle.pop().remove()
     if _fsdp2_outputs.is_bound_to_root(unit):
@@ -129,7 +127,7 @@ def _choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: 
 
 
 def _after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-    """Let FSDP2 gather a unit in the backward of all tensors that it returns, in objects of any class."""
+    """Make FSDP2 gather a unit in the backward of all tensors in its output, in objects of any class."""
     if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.in_backward():
         return
     opaque = _fsdp2_outputs.opaque_in(output)
@@ -143,7 +141,7 @@ def _after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, outp
 
 
 def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
-    """Gathered parameters that are kept are those that ``model.parameters()`` gives: let them be recognised."""
+    """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed."""
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
         if kept and name not in state.unsharded.known and _fsdp2.is_unit_unsharded(unit):
@@ -160,12 +158,12 @@ def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: An
 
 
 def register_forward_method(module: nn.Module, method: str) -> None:
-    """Let a method of a unit gather the unit's weights as ``forward`` does, for example ``generate`` or ``encode``.
+    """Make a method of a unit all-gather its weights as ``forward`` does, for example ``generate`` or ``encode``.
 
-    FSDP2 gathers in the hooks of ``forward``; a method that is called on its own sees shards and fails. Local
-    operation; the method itself becomes collective, as ``forward`` is. Nothing is gathered for modules that are not
-    sharded (:func:`te_fsdp.fsdp_no_shard`), whose weights are always whole; if the whole model is one, its gradients
-    are watched.
+    FSDP2 all-gathers in hooks of ``forward``. Other methods called directly would get shards and fail. This call is
+    local; the method becomes collective over ``dp_shard``, like ``forward``. Modules that are not sharded
+    (:func:`te_fsdp.fsdp_no_shard`) need no all-gather; if the whole model is such a module, only its gradients are
+    handled.
 
     Args:
         module: A unit of a model after :func:`te_fsdp.fully_shard`, or its root.
@@ -175,7 +173,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         OrderError: The module is not a unit.
         PlacementError: It has no such method.
 
-    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which does nothing for other modules.
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which has no effect for other modules.
     """
     if not callable(getattr(module, method, None)):
         raise PlacementError(
@@ -201,7 +199,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
 
 def _wrap_method(unit: nn.Module, method: str) -> None:
-    """Look after the weights and gradients of a unit, or of the model, around one more method, as around forward."""
+    """Handle weights and gradients around one more method of a unit, or of the model, as around forward."""
     found = next(map(sharded_model_of, map(shard_of, unit.parameters())), None)
     if found is None:
         return  # torch's own fully_shard has sharded it

@@ -1,17 +1,17 @@
-"""When gradients are reduced and weights gathered, by hand too; what loops do with all gradients: wait, scale, forget.
+"""Control of gradient reductions and weight all-gathers, and operations on all gradients: wait, scale, clear.
 
-A gradient is complete when ``.grad`` of the sharded parameter holds the mean over all ranks and microbatches so far.
-Until then FSDP2 (or ``no_shard_reduce``) holds what waits apart from ``.grad``.
+A gradient is complete when ``.grad`` of the sharded parameter is the mean over all ranks and microbatches so far.
+Until then FSDP2 (or ``no_shard_reduce``) stores unreduced gradients outside of ``.grad``.
 
-Loops that can tell say which microbatch is the last one:
+A training loop can mark the last microbatch:
 
-    plain loop      each backward counts as the last one of its step: right for every strategy
-    microbatch      is_last=False: others follow; costs the least that the strategy can do
-    no_sync, sync   no reduction at all, reduction in each backward, whatever the strategy
-    start_grad_reduce, start_param_gather: reduce and gather at places of one's own
+    plain loop      each backward counts as the last one of its step: correct for every strategy
+    microbatch      is_last=False: others follow; as little communication as the strategy permits
+    no_sync, sync   no reduction at all, or a reduction in each backward, for every strategy
+    start_grad_reduce, start_param_gather: explicit reductions and all-gathers
 
-Contexts put back what was set before them, also when they end by an exception. ``model`` is always the one that
-:func:`te_fsdp.fully_shard` was called on; any other raises :class:`OrderError`.
+Contexts restore the previous setting, also after an exception. ``model`` is always the argument of
+:func:`te_fsdp.fully_shard`; other modules raise :class:`OrderError`.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ if TYPE_CHECKING:
 
 
 def start_grad_reduce(model: nn.Module) -> None:
-    """Start the reduction of all gradients that wait for it, outside of backward.
+    """Start the reduction of all unreduced gradients, outside of backward.
 
-    For loops that reduce at a place of their own: run all backwards in :func:`no_sync`, or with
-    :func:`set_auto_sync` off. Gradients are complete after :func:`finish_grad_reduce`. Does nothing where nothing
-    waits. FSDP2 has no public call for it: uses its private one, on each supported torch version.
+    Use it for an explicit reduction: run all backwards in :func:`no_sync`, or with :func:`set_auto_sync` off.
+    Gradients are complete after :func:`finish_grad_reduce`. Without unreduced gradients it has no effect. FSDP2 has no
+    public function for it. te_fsdp calls a private one, which each supported torch version has.
 
-    Collective over data parallel: a reduce-scatter for each unit (and an all-reduce with HSDP), one all-reduce per
+    Collective over data parallel: a reduce-scatter per unit (and an all-reduce with HSDP), and one all-reduce per
     dtype for ``no_shard`` parameters. Call it on all ranks.
 
     Raises:
-        OrderError: A call from inside of backward; gradients of a failed backward.
+        OrderError: The call is made during backward, or a backward has failed.
     """
     state = require_sharded_model(model, "start_grad_reduce")
     refuse_in_backward("start_grad_reduce")
@@ -70,23 +70,23 @@ def start_grad_reduce(model: nn.Module) -> None:
 
 
 def finish_grad_reduce(model: nn.Module) -> None:
-    """Complete all gradients: starts what :func:`start_grad_reduce` has not started, and waits on the device.
+    """Complete all gradients: start the remaining reductions of :func:`start_grad_reduce`, and wait for all of them.
 
-    Collective over data parallel if gradients wait for their reduction. Weights that were kept stay gathered until the
-    optimizer's step.
+    The wait is on the device. Collective over data parallel if there are unreduced gradients. Weights that were kept
+    stay unsharded until the optimizer's step.
 
-    With HFSDP (``outer_strategy="optim"``) gradients are averaged over ``dp_replicate`` by the optimizer's step, each
-    rank getting the rows that it updates; ``.grad`` refuses to be read.
+    With HFSDP (``outer_strategy="optim"``) the optimizer's step averages gradients over ``dp_replicate``, and each
+    rank gets the rows that it updates. Before that, reads of ``.grad`` raise.
 
     Raises:
-        OrderError: As :func:`start_grad_reduce`.
+        OrderError: As in :func:`start_grad_reduce`.
     """
     start_grad_reduce(model)
     wait_for_reductions(require_sharded_model(model, "finish_grad_reduce"))
 
 
 def wait_for_reductions(state: ShardedModel) -> None:
-    """Let the current stream wait for all reductions under way; costs nothing if none is. Local operation."""
+    """Make the current stream wait for all started reductions; without any it has no cost. Local operation."""
     if state.sync.unfinished:
         for root in state.roots():
             _fsdp2.wait_for_reductions(root)
@@ -94,7 +94,7 @@ def wait_for_reductions(state: ShardedModel) -> None:
 
 
 def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor] | None = None) -> None:
-    """Wait for reductions under way; :class:`OrderError` if a gradient, or one of ``only``, still waits. Local."""
+    """Wait for started reductions; raise OrderError if a gradient, or one of ``only``, is still unreduced. Local."""
     wait_for_reductions(state)
     raise_if_backward_failed(state, where)
     pending = state.pending()
@@ -115,9 +115,9 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
 
 
 def refuse_pending_gradients(model: nn.Module) -> None:
-    """Raise OrderError between two microbatches of a step: a save would leave their gradients out. Local operation.
+    """Raise OrderError between two microbatches of a step, because a save would omit their gradients.
 
-    These are gradients that wait for their reduction, of units of torch's own ``fully_shard`` as well. Strategies that
+    Local operation. Unreduced gradients are found, also in units of torch's own ``fully_shard``. Strategies that
     reduce in each microbatch have them in ``.grad``.
     """
     pending: dict[int, str] = {}
@@ -151,11 +151,11 @@ def refuse_pending_gradients(model: nn.Module) -> None:
 
 
 def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
-    """:class:`OrderError` if a backward or a step has failed since gradients were last cleared, here or elsewhere."""
+    """Raise OrderError if a backward or a step has failed, on any rank, since gradients were last cleared."""
     for settle in state.components.settle:
         state.sync.failed |= settle()
     if state.sync.dropped and all(p.grad is None for p in state.parameters().values()):
-        state.sync.dropped = False  # there is nothing that could lack what was dropped
+        state.sync.dropped = False  # no gradient is left that could lack the dropped ones
     if not has_failed_backward(state):
         return
     raise OrderError(
@@ -167,7 +167,7 @@ def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
 
 
 def has_failed_backward(state: ShardedModel) -> bool:
-    """Whether there are gradients of a backward or a step that has failed; not after they were cleared."""
+    """Return whether there are gradients of a failed backward or step; False after they were cleared."""
     if (
         state.sync.failed
         and not state.sync.dropped
@@ -180,9 +180,12 @@ def has_failed_backward(state: ShardedModel) -> bool:
 def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     """Clear all gradients, including unreduced ones. Local operation.
 
-    ``model.zero_grad()`` does the same. ``optimizer.zero_grad()``, ``zero_grad()`` of another module, and ``.grad =
-    None`` clear the gradients of their parameters. They do not always suffice after an exception between microbatches.
-    Without ``set_to_none`` reduced gradients are filled with zeros. Inside backward it raises :class:`OrderError`.
+    ``model.zero_grad()`` does the same. ``optimizer.zero_grad()``, ``zero_grad()`` of a submodule, and ``.grad =
+    None`` clear the gradients of their parameters. After an exception between microbatches they are not always
+    sufficient. With ``set_to_none=False`` reduced gradients are filled with zeros.
+
+    Raises:
+        OrderError: The call is made during backward.
     """
     require_flags("zero_grad", set_to_none=set_to_none)
     state = require_sharded_model(model, "zero_grad")
@@ -215,14 +218,14 @@ def drop_unreduced_gradients(state: ShardedModel) -> None:
 
 
 def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Context of one microbatch's forward and backward: whether it is the last one before the optimizer step.
+    """Return a context for one microbatch's forward and backward; ``is_last``: whether the optimizer's step follows.
 
-    In all but the last one, gradients are reduced only where the strategy cuts gradients (``optim_grads`` and
-    ``optim_grads_params``), and not over ``dp_replicate``; weights stay gathered where it keeps them (all strategies
-    but ``optim_grads_params``). Until the last one, ``model.parameters()`` may then be the gathered parameters, and
-    ``.grad`` incomplete: clip, scale and read gradients after it. In the last one HFSDP (``outer_strategy="optim"``)
-    begins to average gradients over ``dp_replicate`` while backward runs, if that of the first step was told as well.
-    Local operation; ``is_last`` is the same on all ranks, also on those that have no data for it.
+    In all but the last microbatch, gradients are reduced only if the strategy shards gradients (``optim_grads`` and
+    ``optim_grads_params``), and not over ``dp_replicate``. Weights stay unsharded if the strategy keeps them (all
+    strategies except ``optim_grads_params``). So before the last microbatch, ``model.parameters()`` may return
+    unsharded parameters, and ``.grad`` is incomplete: clip, scale and read gradients after it. In the last one HFSDP
+    (``outer_strategy="optim"``) starts to average gradients over ``dp_replicate`` during backward, if the first step's
+    was marked as well. Local operation. ``is_last`` is the same on all ranks, also on ranks without data.
     """
     require_flags("microbatch", is_last=is_last)
     mode = SyncMode.LAST if is_last else SyncMode.ACCUMULATE
@@ -230,25 +233,26 @@ def microbatch(model: nn.Module, *, is_last: bool) -> contextlib.AbstractContext
 
 
 def no_sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Context in which backward reduces no gradients, whatever the strategy: they add up whole on each rank.
+    """Return a context in which backward reduces no gradients: they accumulate unsharded on each rank.
 
-    Saves communication and costs memory: one whole gradient for each parameter. The first backward outside of it (or
-    :func:`start_grad_reduce`) reduces what has added up. Otherwise as :func:`microbatch` with ``is_last=False``.
+    It saves communication and needs memory for one unsharded gradient per parameter. The first backward outside of the
+    context (or :func:`start_grad_reduce`) reduces the accumulated gradients. Otherwise it is like :func:`microbatch`
+    with ``is_last=False``.
     """
     return _in_sync_mode(model, SyncMode.NO_SYNC, "no_sync")
 
 
 def sync(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Context in which each backward reduces all gradients and releases weights, as a plain loop's does."""
+    """Return a context in which each backward reduces all gradients and reshards weights, as in a plain loop."""
     return _in_sync_mode(model, SyncMode.LAST, "sync")
 
 
 def set_auto_sync(model: nn.Module, enabled: bool) -> None:
-    """Whether each backward counts as the last one of its step (the default), until this is called again.
+    """Set whether each backward counts as the last one of its step (the default), until the next call.
 
-    With ``enabled=False`` each backward counts as one that others follow, as in :func:`microbatch` with
-    ``is_last=False``: enable it again before the last one, or reduce with :func:`start_grad_reduce`. Inside of a
-    context of this module it holds until the context ends. Local operation, the same on all ranks.
+    With ``enabled=False`` each backward counts as a microbatch with ``is_last=False`` (see :func:`microbatch`). Enable
+    it again before the last one, or reduce with :func:`start_grad_reduce`. Inside a context of this module the setting
+    lasts until the context ends. Local operation; call it with the same argument on all ranks.
     """
     require_flags("set_auto_sync", enabled=enabled)
     set_sync_mode(
@@ -269,9 +273,9 @@ def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = 
 
 
 def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool = False) -> None:
-    """Tell FSDP2, and the parameters that it does not manage, how the backwards to come count. Local operation.
+    """Set how FSDP2, and the reduction of replicated parameters, treat the next backwards. Local operation.
 
-    ``SyncMode.LAST`` alone does not say that no other one follows before the step, as ``last_microbatch`` does.
+    Only ``last_microbatch`` says that the optimizer's step follows. With ``SyncMode.LAST`` more backwards may follow.
     """
     state.sync.last_microbatch = last_microbatch
     if mode is state.sync.mode:
@@ -292,15 +296,19 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
 
 
 def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
-    """Start to gather units ahead of their forward.
+    """Start to all-gather units before their forward.
 
-    ``units`` are names, ``""`` for the root's own; without any all, in the model's order. Forward waits by itself.
-    Weights that were gathered and then changed are gathered anew only after :func:`release_params` or the optimizer's
-    step. Collective over ``dp_shard``: an all-gather for each unit that is not gathered; call it on all ranks.
+    Forward waits for them. Weights that were all-gathered and then changed are gathered again only after
+    :func:`release_params` or the optimizer's step. Collective over ``dp_shard``: one all-gather per unit that is not
+    unsharded. Call it on all ranks.
+
+    Args:
+        model: The sharded model.
+        units: Names of units, ``""`` for the root's own parameters. ``None``: all units, in the model's order.
 
     Raises:
-        OrderError: A call from inside of backward.
-        PlacementError: A name that is no sharded unit's.
+        OrderError: The call is made during backward.
+        PlacementError: A name does not belong to a sharded unit.
     """
     state = require_sharded_model(model, "start_param_gather")
     refuse_in_backward("start_param_gather")
@@ -313,9 +321,9 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
 
 
 def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
-    """Gather units now: waits for what :func:`start_param_gather` has started, and starts the rest.
+    """All-gather units: wait for started all-gathers, and start the remaining ones.
 
-    Takes and raises what :func:`start_param_gather` does.
+    Arguments and errors are those of :func:`start_param_gather`.
     """
     start_param_gather(model, units)
     state = require_sharded_model(model, "finish_param_gather")
@@ -327,10 +335,10 @@ def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) ->
 
 
 def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None:
-    """Release gathered weights: the next forward gathers them as they are then. Local operation.
+    """Free unsharded weights; the next forward all-gathers the weights of that time. Local operation.
 
-    Afterwards ``model.parameters()`` are the shards, with the values that the last step gave them. Takes and raises
-    what :func:`start_param_gather` does.
+    Afterwards ``model.parameters()`` returns shards with the values of the last step. Arguments and errors are those
+    of :func:`start_param_gather`.
     """
     state = require_sharded_model(model, "release_params")
     refuse_in_backward("release_params")
@@ -343,13 +351,13 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
 
 
 def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:
-    """Names of the units meant, outer before inner."""
+    """Return the names of the selected units, outer before inner."""
     order = list(reversed(state.modules))
     wanted = set(order if units is None else [units] if isinstance(units, str) else units)
     unknown = sorted(wanted - set(order))
     if unknown:
         raise PlacementError(
-            f"{where}: {unknown[0]!r} is no sharded unit",
+            f"{where}: {unknown[0]!r} is not a sharded unit",
             expected=f"names out of {order[:8]}",
             fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
         )

@@ -1,19 +1,19 @@
-"""Hooks around ``optimizer.step()``: one before every step and one after it, each running a list of functions.
+"""Hooks around ``optimizer.step()``: one before every step and one after it, each with a list of functions.
 
     bound models      ``BEFORE_STEP`` and ``AFTER_STEP`` of ``bind_device_mesh.py``
     sharded models    those of ``components.py``, which contain the same functions and more
 
-torch calls hooks in the order in which they were registered: in which a process first needed them. These lists have one
-order, which docs/internals.md prints. Their functions look at the parameters that te_fsdp has marked
-(:class:`te_fsdp.records.ParameterRecord`), so that optimizers of other models in the process see no change.
+torch calls hooks in the order of their registration, which depends on the program. These lists have one fixed order,
+which docs/internals.md prints. Their functions only use parameters with te_fsdp's record
+(:class:`te_fsdp.records.ParameterRecord`), so that optimizers of other models in the process are not affected.
 
-**Parameters that every tensor-parallel rank holds whole** are kept equal to the bit here. Without sequence
-parallelism each tp rank computes the whole gradient of norms, row-parallel biases and foreign modules from the same
-numbers. On a GPU the results are not always the same: some kernels add in whatever order their blocks finish
-(measured on an H200: torch's embedding backward in fp32 gave 200 results in 200 runs; row-parallel biases of TE
-drifted apart within two steps). The difference is rounding, but the copies never meet again, and a checkpoint could
-hold one of them only. So before every step the ranks take over the gradients of the first tp rank, after FSDP2 has
-reduced and cut them. Optimizers work element by element, so that parameters and states stay equal.
+**tp-replicated parameters** are kept bitwise equal here. Without sequence parallelism each tp rank computes the same
+gradient of norms, row-parallel biases and modules outside of TE, from the same inputs. On a GPU the results can
+differ, because some kernels sum in the order in which their blocks finish. On an H200, torch's embedding backward in
+fp32 gave 200 different results in 200 runs, and copies of TE's row-parallel biases differed after two steps. The
+differences are rounding errors, but the copies would never become equal again, and a checkpoint can contain only one
+of them. So before every step all ranks use the gradients of the first tp rank, after FSDP2 has reduced and sharded
+them. Optimizers work elementwise, so that parameters and states stay equal.
 
 Checks of a step are in ``te_fsdp.checks``: :func:`run_checks` calls them.
 """
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 def parameters_of_optimizer(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParameterRecord]]:
-    """The parameters of an optimizer that te_fsdp has marked, each with its record. Local operation."""
+    """Return the parameters of an optimizer that have a record of te_fsdp, with the record. Local operation."""
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -54,12 +54,12 @@ def parameters_of_optimizer(optimizer: Optimizer) -> list[tuple[torch.Tensor, Pa
 
 
 class Step:
-    """A step of an optimizer, before or after it, as the functions of the lists see it.
+    """One call of ``optimizer.step()``, as the argument of the functions in the lists.
 
     Attributes:
         where: ``"AdamW.step"``, for messages.
-        closure: What it was given to run forward and backward within the step, or ``None``. Before a step another may
-            be put in its place.
+        closure: The closure that runs forward and backward within the step, or ``None``. Functions before a step may
+            replace it.
     """
 
     def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -69,12 +69,12 @@ class Step:
 
     @functools.cached_property
     def held(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
-        """:func:`parameters_of_optimizer` the optimizer, from the first look on."""
+        """Result of :func:`parameters_of_optimizer`, computed once per step."""
         return parameters_of_optimizer(self.optimizer)
 
     @functools.cached_property
     def checks(self) -> CheckPoints:
-        """Checks of the optimizer's sharded models, at their highest level; else those of bound models."""
+        """Checks of the sharded models, at their highest level; without sharded models those of bound models."""
         found = None
         for state, _ in self.models:
             points: CheckPoints = state.checks
@@ -89,7 +89,7 @@ class Step:
 
     @functools.cached_property
     def models(self) -> list[tuple[Any, list[torch.Tensor]]]:
-        """State of each sharded model that the optimizer works on (``ShardedModel``), and its parameters here."""
+        """State of each sharded model with parameters in the optimizer (``ShardedModel``), and these parameters."""
         found: dict[int, tuple[Any, list[torch.Tensor]]] = {}
         for parameter, facts in self.held:
             state = facts.state() if facts.state is not None else None
@@ -109,7 +109,7 @@ class _Lists:
     bound_checks: CheckPoints = NONE  #: Checks of optimizers without sharded models
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """The hook before every step; gives torch the arguments if a closure has another one in its place."""
+        """Run the list before a step; return the new arguments if the closure was replaced."""
         step = Step(optimizer, args, kwargs)
         given = step.closure
         for function in self.before:
@@ -121,7 +121,7 @@ class _Lists:
         return args, {key: exchanged.get(id(value), value) for key, value in kwargs.items()}
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The hook after every step."""
+        """Run the list after a step."""
         step = Step(optimizer, args, kwargs)
         for function in self.after:
             function(step)
@@ -129,7 +129,7 @@ class _Lists:
 
 @functools.cache
 def _lists() -> _Lists:
-    """Registered when the first model is bound; hooks of all optimizers belong to the process, and so do the lists."""
+    """Return the lists of this process; the first call, when a model is bound, registers hooks for all optimizers."""
     lists = _Lists()
     register_optimizer_step_pre_hook(lists.before_step)
     register_optimizer_step_post_hook(lists.after_step)
@@ -137,7 +137,7 @@ def _lists() -> _Lists:
 
 
 def register_step_functions(before: StepFunctions, after: StepFunctions, checks: CheckPoints = NONE) -> None:
-    """Run these around every optimizer step from now on, in order. A longer list replaces one that it contains."""
+    """Run these functions around every optimizer step from now on. A longer list replaces one that it contains."""
     lists = _lists()
     if checks.bound_step and not lists.bound_checks.bound_step:
         lists.bound_checks = checks
@@ -152,10 +152,10 @@ def run_checks(step: Step) -> None:
 
 
 def sync_tp_replicas(step: Step) -> None:
-    """Replace gradients of parameters that each tp rank holds whole by the first tp rank's.
+    """Replace gradients of tp-replicated parameters by those of the first tp rank.
 
-    Collective over tp. Parameters whose optimizer state is cut over further axes are left to the optimizer's own hook:
-    they are averaged there before.
+    Collective over tp. Parameters with optimizer state sharded over further axes are excluded: the optimizer's own
+    hook averages their gradients first.
     """
     broadcast_tp_gradients(
         [p for p, facts in step.held if facts.tp_replica and facts.main_parameters is None]
@@ -168,9 +168,13 @@ def broadcast_tp_gradients(
 ) -> None:
     """Replace the gradients of tp-replicated parameters by those of the first tp rank, in place.
 
-    Collective over tp where there are such gradients: one broadcast per dtype, and one for each large tensor.
-    Parameters that te_fsdp has not bound are passed over; the others have gradients for the same ones, in one order,
-    on all tp ranks. ``main_parameters``: ``id`` of a parameter -> the tensor that has its gradient, if not itself.
+    Collective over tp if there are such gradients: one broadcast per dtype, and one for each large tensor. Parameters
+    without a record are skipped. The others must have gradients for the same parameters, in the same order, on all
+    tp ranks.
+
+    Args:
+        parameters: Parameters of one optimizer.
+        main_parameters: ``id`` of a parameter -> the tensor with its gradient, if not the parameter itself.
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     for parameter in parameters:
@@ -181,7 +185,7 @@ def broadcast_tp_gradients(
         mesh = holder.device_mesh
         for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
             if gradient is not None and mesh.size(mesh.ndim - 1) > 1:
-                # FSDP2 puts its axes before the one that was there.
+                # FSDP2 puts its axes before the existing one.
                 found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(gradient)
     for group, gradients in found.items():
         broadcast(_torch.local_tensors_of(gradients), group)
@@ -189,7 +193,7 @@ def broadcast_tp_gradients(
 
 @contextlib.contextmanager
 def track_replaced_parameters(model: nn.Module, by: str, *, prefix: str = "") -> Iterator[None]:
-    """Mark the parameters that ``model`` has before the context and no longer after it. Local operation."""
+    """Mark the parameters of ``model`` that the code in the context replaces. Local operation."""
     before = list(model.named_parameters(prefix=prefix))
     try:
         yield
@@ -201,19 +205,19 @@ def track_replaced_parameters(model: nn.Module, by: str, *, prefix: str = "") ->
 
 
 def mark_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
-    """Mark a parameter that a module has lost. Local operation."""
-    # On a record of this object's own: a gathered parameter shares its shard's, which stays. Of calls within each other
-    # the outermost, the user's own, marks last.
+    """Mark a parameter as replaced in its module. Local operation."""
+    # Write to a separate record: an unsharded parameter shares its shard's record, which stays valid. Of nested calls
+    # the outermost one, which the user made, writes last.
     parameter.__dict__[KEY] = dataclasses.replace(
         get_record(parameter) or ParameterRecord(), replaced_by=(name, by)
     )
 
 
 def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
-    """Every module of this process that has a parameter, and its name there: parameters do not know their owners.
+    """Yield every module of this process that has one of the parameters, and its name there.
 
-    Local operation, for setup and errors alone. Parameters are given by ``id``; what is removed meanwhile is not looked
-    for any longer.
+    Parameters do not know their owners. Local operation, for setup and errors only. Parameters are given by ``id``;
+    ids removed from the collection during the iteration are not searched further.
     """
     for module in modules_of_process():
         for name, parameter in module.__dict__.get("_parameters", {}).items():
@@ -231,13 +235,13 @@ def modules_of_process() -> Iterator[nn.Module]:
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's own gradient: the decoupled one of another dtype where there is one, else ``grad``."""
+    """Return a parameter's gradient: the decoupled gradient of a different dtype if there is one, else ``grad``."""
     decoupled = getattr(parameter, "decoupled_grad", None)
     return decoupled if decoupled is not None else parameter.grad
 
 
 def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
-    """:func:`gradient_of` several at once: every step asks twice for all parameters."""
+    """Return :func:`gradient_of` each parameter, faster, because every step needs it twice for all parameters."""
     found = []
     for parameter in parameters:
         decoupled = getattr(parameter, "decoupled_grad", None)
@@ -252,7 +256,7 @@ def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[tor
 
 
 def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Give a parameter without gradient one of zeros. Local operation."""
+    """Set the gradient of a parameter without one to zeros. Local operation."""
     local = _torch.local_of(parameter)
     dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
     zeros = _torch.placed_like(torch.zeros(local.shape, dtype=dtype, device=local.device), parameter)

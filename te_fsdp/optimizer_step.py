@@ -1,6 +1,7 @@
-"""Functions that run around ``optimizer.step()`` of sharded models, and their ``zero_grad()``.
+"""Functions that run before and after ``optimizer.step()`` of sharded models, and their ``zero_grad()``.
 
-Their order is in :mod:`te_fsdp.components`.
+before a step    :data:`BEFORE_STEP`: complete gradients, or raise; make gradients of tp replicas equal
+after a step     :data:`AFTER_STEP`: free unsharded weights, so that the next forward all-gathers the new ones
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ def register_optimizer(optimizer: Optimizer) -> None:
 
 
 def record_stepping_optimizer(step: Step) -> None:
-    """Record the optimizer, for :func:`te_fsdp.sharded_model.recover_from_exception`."""
+    """Record the optimizer of the step, for :func:`te_fsdp.sharded_model.recover_from_exception`."""
     for state, _ in step.models:
         state.step.optimizer = weakref.ref(step.optimizer)
         register_optimizer(step.optimizer)
 
 
 def wait_for_gradients(step: Step) -> None:
-    """Let the current stream wait for reductions under way."""
+    """Make the current stream wait for started reductions."""
     for state, _ in step.models:
         wait_for_reductions(state)
 
@@ -59,13 +60,13 @@ def check_gradients(step: Step) -> None:
 
 
 def wrap_closure(step: Step) -> None:
-    """Check gradients after each call of a closure too, because the checks before the step are over by then."""
+    """Check gradients also after each call of a closure, because the checks before the step have already run."""
     if step.closure is not None and step.models:
         step.closure = functools.partial(_run_closure, step, step.closure)
 
 
 def _run_closure(step: Step, closure: Callable[[], Any]) -> Any:
-    """Call a closure and check what it has computed. Collective as the checks are."""
+    """Call a closure and check its gradients and loss. Collective like the checks."""
     loss = closure()
     for check in step.checks.closure:
         check(step, loss)
@@ -82,10 +83,10 @@ def prepare_components(step: Step) -> None:
 
 
 def allow_mixed_parameters(step: Step) -> None:
-    """Let torch's foreach and fused kernels take DTensors and other parameters together.
+    """Make torch's foreach and fused kernels accept DTensors and other parameters together.
 
-    Optimizers choose these kernels by themselves on GPUs. Parameters that are not sharded count as replicated; updates
-    are by element, so that each rank's part is what it would be alone.
+    On GPUs optimizers choose these kernels by default. Parameters that are not sharded count as replicated. Updates
+    are elementwise, so that each rank's shard gets the same update as separately.
     """
     if step.models and has_mixed_groups(step.optimizer):
         mixing = step.models[0][0].step.mixing
@@ -102,10 +103,10 @@ def has_mixed_groups(optimizer: Optimizer) -> bool:
 
 
 def count_versions(step: Step) -> None:
-    """Count the change of each parameter, which foreach and fused kernels do not for DTensors (torch 2.11 to 2.13)."""
+    """Increment version counters, which foreach and fused kernels skip for DTensors (torch 2.11 to 2.13)."""
     for _, parameters in step.models:
         changed = zip(parameters, gradients_of(parameters), strict=True)
-        # What has no gradient stays as it is: a graph that waits for its backward may still need it.
+        # Parameters without gradients keep their version: a pending backward may still need them.
         increment_version([parameter for parameter, gradient in changed if gradient is not None])
 
 
@@ -129,7 +130,7 @@ def finish_components(step: Step) -> None:
 
 
 def release_weights(step: Step) -> None:
-    """Release weights that were kept or are being gathered, so that the next forward gathers the new ones."""
+    """Free weights that were kept or are being all-gathered, so that the next forward gathers the new ones."""
     for state, _ in step.models:
         invalidate_gathers(state)
         for gather in state.unsharded.gathers.values():

@@ -1,18 +1,16 @@
-"""What te_fsdp notes: a record on each parameter, one on each bound module, and where a parameter's shard lies.
+"""Records of te_fsdp: one on each parameter and one on each bound module.
 
-Binding, sharding, initialising, casting and loading make new objects for a parameter. What hangs on the old one goes to
-the new one, its successor (:func:`copy_param_attrs`):
+Binding, sharding, initialization, casts and loading replace the object of a parameter. The attributes of the old
+object are copied to the new one, its successor (:func:`copy_param_attrs`):
 
-    ``_te_fsdp``          te_fsdp's own record, :class:`ParameterRecord`; each object that takes another's place
-    has its own
-    other attributes      the user's and TE's marks; those that the successor has already stay as they are
+    ``_te_fsdp``          te_fsdp's own record, :class:`ParameterRecord`; each successor gets its own copy
+    other attributes      the user's and TE's; attributes that the successor already has are unchanged
 
-A shard and the gathered parameter that FSDP2 installs in turn share one record. Optimizers, and torch's hooks around
-their steps, see parameters alone: what they have to know of the model is found here.
+A sharded parameter and the unsharded parameter that FSDP2 installs in its place share one record. Optimizers, and
+torch's hooks around their steps, get only parameters: the record contains what they need to know about the model.
 
-``set_device_mesh`` leaves a :class:`ModuleBinding` on each module: its meshes, its rules and its parameters'
-attributes.
-Where a parameter lies follows from both (:func:`shard_info`).
+``set_device_mesh`` adds a :class:`ModuleBinding` to each module: its meshes, its rules and the attributes of its
+parameters. Both records together give the global indices of a parameter's local shard (:func:`shard_info`).
 """
 
 from __future__ import annotations
@@ -50,51 +48,51 @@ COPIED = "copy.deepcopy"
 
 @dataclass(frozen=True)
 class ParameterPlan:
-    """What ``fully_shard`` settles for one place where a parameter is registered, before anything changes."""
+    """Decisions of ``fully_shard`` for one registered parameter, before anything changes."""
 
-    label: str  #: Full name, once its module is bound: experts then count globally, and may be one parameter
-    name: str  #: Its last part
-    unit: str  #: Name of the innermost unit around it
-    storage: Storage  #: Where it rests, and what belongs to it
-    #: Full names of all places of this very parameter, that of the first in front: several if it is tied.
+    label: str  #: FQN of the bound parameter: experts have global indices and may be one parameter
+    name: str  #: Last part of the FQN
+    unit: str  #: Name of the innermost unit that contains it
+    storage: Storage  #: How it is stored and sharded
+    #: FQNs of all places where this parameter is registered, the first place first: several for a tied parameter.
     owners: tuple[str, ...]
-    rule: ParameterRule | None = None  #: How tp cuts it; ``None`` if it does not
-    experts: bool = False  #: Whether it is dealt out over ``ep``
-    #: The dim that FSDP2 is told to cut, of weights that are quantized or hold all experts.
+    rule: ParameterRule | None = None  #: How tp shards it; ``None`` if it does not
+    experts: bool = False  #: Whether it is distributed over ``ep``
+    #: The dim that FSDP2 shards, for quantized weights and weights of all experts.
     cut_dim: int | None = None
-    gradient_dtype: torch.dtype | None = None  #: Dtype of its gradient, if that is to be another than its own
+    gradient_dtype: torch.dtype | None = None  #: Dtype of its gradient, if not the parameter's own
 
 
 @dataclass(eq=False)
 class ParameterRecord:
-    """What te_fsdp knows of a parameter. Copies of the parameter leave references to living objects behind."""
+    """Data of te_fsdp about a parameter. Copies of the parameter do not keep references to existing objects."""
 
-    label: str | None = None  #: Full name of a bound parameter that may be quantized
-    tp_replica: bool = False  #: Whether every tensor-parallel rank holds it whole, and must hold the same
+    label: str | None = None  #: FQN of a bound parameter that may be quantized
+    tp_replica: bool = False  #: Whether tp replicates it, so that its values must be equal on all tp ranks
     no_shard: bool = False  #: Whether ``fsdp_no_shard`` was called for it
-    plan: ParameterPlan | None = None  #: What ``fully_shard`` has settled about it
-    #: Of an expert's parameter: the expert-parallel mesh, whose ranks hold other experts.
+    plan: ParameterPlan | None = None  #: Decisions of ``fully_shard`` about it
+    #: Expert-parallel mesh of an expert's parameter; its ranks have different experts.
     ep_mesh: DeviceMesh | None = None
     state: weakref.ref[Any] | None = None  #: The ``ShardedModel`` of its model
-    #: FSDP2's record of it, which knows its shard; of parameters that stay gathered.
+    #: FSDP2's object for the parameter, with its shard; for parameters that stay unsharded between steps.
     record: weakref.ref[Any] | None = None
-    #: Those of the optimizer that keeps its state in parts (``main_parameters.MainParameters``).
+    #: Main parameters of the optimizer with sharded states (:class:`te_fsdp.features.main_params.MainParameters`).
     main_parameters: weakref.ref[Any] | None = None
-    #: Name and cause, once a module has lost this very object (:mod:`te_fsdp.lifecycle`), or never had it: a copy
-    #: that nothing has given to a module as a successor.
+    #: Name and cause, if this object was replaced in its module (:mod:`te_fsdp.lifecycle`), or if it is a copy that
+    #: was never registered in a module.
     replaced_by: tuple[str, str] | None = None
-    copied_from: weakref.ref[ParameterRecord] | None = None  #: Of such a copy: the record of what was copied
-    #: Number of steps in which a check still compares its gradient over tp; -1 for all.
+    #: For such a copy: the record of the copied parameter.
+    copied_from: weakref.ref[ParameterRecord] | None = None
+    #: Number of further steps in which a check compares its gradient over tp; -1 for all steps.
     grad_checks_left: int = 0
-    #: Of a sharded parameter its ``id`` and :func:`te_fsdp.upstream.torch_dtensor.memory_of` it, to see that its
-    #: ``.data`` was
-    #: assigned.
+    #: For a sharded parameter: its ``id`` and :func:`te_fsdp.upstream.torch_dtensor.memory_of`, to detect an
+    #: assignment to its ``.data``.
     memory: tuple[int, int] | None = None
     writes: int = 0  #: In-place writes to it on meta (:mod:`te_fsdp.inline_init`)
-    rewrites: tuple[int, ...] = ()  #: Those that ``materialize`` has repeated, by owner
+    rewrites: tuple[int, ...] = ()  #: Number of them that ``materialize`` has repeated, by owner
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterRecord:
-        """Meshes are shared by the copy: process groups cannot be copied."""
+        """Return a copy with the same meshes, because process groups cannot be copied."""
         return dataclasses.replace(
             self,
             plan=None,
@@ -106,17 +104,17 @@ class ParameterRecord:
         )
 
     def __reduce__(self) -> Any:
-        """Pickles leave it behind. An empty dict takes its place, which ``torch.load(weights_only=True)`` can read."""
+        """Return an empty dict instead of the record, which ``torch.load(weights_only=True)`` can read."""
         return OrderedDict, ()
 
 
 def get_record(parameter: torch.Tensor) -> ParameterRecord | None:
-    """A parameter's record; ``None`` if te_fsdp knows nothing of it. Local operation."""
+    """Return a parameter's record; ``None`` if it has none. Local operation."""
     return parameter.__dict__.get(KEY) or None
 
 
 def get_or_create_record(parameter: torch.Tensor) -> ParameterRecord:
-    """A parameter's record, made if there is none, to be written to. Local operation."""
+    """Return a parameter's record for writing; create it if it does not exist. Local operation."""
     facts = parameter.__dict__.get(KEY)
     if not facts:
         facts = parameter.__dict__[KEY] = ParameterRecord()
@@ -124,7 +122,7 @@ def get_or_create_record(parameter: torch.Tensor) -> ParameterRecord:
 
 
 def plan_of(parameter: torch.Tensor) -> ParameterPlan | None:
-    """What ``fully_shard`` has settled about a parameter; ``None`` for any other. Local operation."""
+    """Return the decisions of ``fully_shard`` about a parameter; ``None`` for other parameters. Local operation."""
     facts = parameter.__dict__.get(KEY)
     return facts.plan if facts else None
 
@@ -137,20 +135,23 @@ def checks_of(parameter: torch.Tensor) -> CheckPoints:
 
 
 def label_of(parameter: torch.Tensor, kind: str = "a parameter") -> str:
-    """Name of a parameter for messages: its label, else its shape. Local operation."""
+    """Return a parameter's name for messages: its label, or else its shape. Local operation."""
     facts = get_record(parameter)
     return (facts.label if facts is not None else None) or f"{kind} of shape {tuple(parameter.shape)}"
 
 
 def share_record(parameter: torch.Tensor, gathered: torch.Tensor) -> None:
-    """Let a gathered parameter have its shard's record, and the attributes that it lacks. Local operation."""
+    """Give an unsharded parameter the record of its shard, and the attributes that it does not have.
+
+    Local operation.
+    """
     if KEY in parameter.__dict__:
         gathered.__dict__[KEY] = parameter.__dict__[KEY]
     copy_param_attrs(parameter, gathered)
 
 
 def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
-    """What hangs on a parameter and its successors shall have, not what a tensor subclass keeps there for itself."""
+    """Return the Python attributes that a successor gets, without the private ones of a tensor subclass."""
     own: Collection[str] = _torch.OWN_ATTRIBUTES
     if not isinstance(parameter, DTensor) and type(parameter) is not torch.nn.Parameter:
         own = {*parameter.detach().__dict__, *_te.DATA_ATTRIBUTES}  # of quantized and of grouped tensors
@@ -160,24 +161,24 @@ def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
 def copy_param_attrs(
     old: torch.Tensor | dict[str, Any], new: torch.Tensor, *, leave_out: Collection[str] = ()
 ) -> None:
-    """Give a parameter's successor what hangs on the parameter, unless the successor has it. Local operation.
+    """Copy a parameter's Python attributes to its successor, except those that the successor has. Local operation.
 
-    ``old`` is the parameter, or the :func:`param_attrs_to_copy` it before it was changed.
+    ``old`` is the parameter, or the result of :func:`param_attrs_to_copy` for it before it was changed.
     """
     have = new.__dict__
     for key, value in (old if isinstance(old, dict) else param_attrs_to_copy(old)).items():
         if key not in have and key not in leave_out:
-            # Another model may go on with the old object, or an optimizer that knows of no change.
+            # A different model or an optimizer may still use the old object.
             have[key] = (
                 dataclasses.replace(value, replaced_by=None) if isinstance(value, ParameterRecord) else value
             )
 
 
 def inherit(old: torch.Tensor, new: torch.Tensor, *, leave_out: Collection[str] = ()) -> None:
-    """Give a parameter's replacement everything that the parameter carries besides its values. Local operation.
+    """Copy everything except the values from a parameter to its replacement. Local operation.
 
-    That is ``requires_grad``, Python attributes, gradient hooks and ``grad_dtype``. TE's own ``reset_parameters`` makes
-    parameters that have none of these.
+    This includes ``requires_grad``, Python attributes, gradient hooks and ``grad_dtype``. TE's own
+    ``reset_parameters`` creates parameters without them.
     """
     if new is old:
         return
@@ -190,9 +191,10 @@ def inherit(old: torch.Tensor, new: torch.Tensor, *, leave_out: Collection[str] 
 def replace_local_tensor(
     parameter: torch.Tensor, local: torch.Tensor, *, leave_out: Collection[str] = ()
 ) -> nn.Parameter:
-    """A parameter like the given one around another local tensor, with all that hangs on it. Local operation.
+    """Return a parameter with the given local tensor and the attributes of ``parameter``. Local operation.
 
-    This very object, of the shape of the parameter's local tensor and of any dtype, is the new one's local tensor.
+    ``local`` itself becomes the local tensor of the result. It has the shape of the parameter's local tensor and
+    any dtype.
     """
     if isinstance(parameter, DTensor):
         new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
@@ -206,25 +208,26 @@ def replace_local_tensor(
 
 
 class ParamOwner(NamedTuple):
-    """Where a parameter is registered."""
+    """A place where a parameter is registered."""
 
-    label: str  #: Full name, from the root
-    owner: nn.Module  #: Module that has it
-    name: str  #: Name there
+    label: str  #: FQN, from the root
+    owner: nn.Module  #: The module with the parameter
+    name: str  #: Name in that module
     parameter: nn.Parameter  #: The parameter
 
     @property
     def path(self) -> str:
-        """Full name of the owner."""
+        """Return the FQN of the owner."""
         return self.label.removesuffix(self.name).removesuffix(".")
 
 
 def iter_param_owners(
     model: nn.Module, prefix: str = "", *, remove_duplicate: bool = True
 ) -> Iterator[ParamOwner]:
-    """Every place of a tree where a parameter is registered: tied parameters come once for each. Local operation.
+    """Yield every place where a parameter is registered. Local operation.
 
-    Owners' parameters may be replaced meanwhile. Without ``remove_duplicate`` modules come as often as they are there.
+    A tied parameter is yielded once per place. Owners' parameters may be replaced during the iteration. With
+    ``remove_duplicate=False`` a module with several names is visited once per name.
     """
     for path, owner in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
         for name, parameter in list(owner._parameters.items()):
@@ -233,7 +236,7 @@ def iter_param_owners(
 
 
 def require_model(given: object, where: str) -> None:
-    """Raise ``PlacementError`` unless a call's argument is a module; it has changed places with another, most often."""
+    """Raise ``PlacementError`` unless an argument is a module. Most often two arguments were exchanged."""
     if not isinstance(given, torch.nn.Module):
         raise PlacementError(
             f"{where}: model",
@@ -244,7 +247,7 @@ def require_model(given: object, where: str) -> None:
 
 
 def require_optimizer(given: object, where: str) -> None:
-    """As :func:`require_model`, for an optimizer of ``torch.optim``'s protocol."""
+    """Raise ``PlacementError`` unless an argument is an optimizer with the protocol of ``torch.optim``."""
     if not isinstance(getattr(given, "param_groups", None), list):
         raise PlacementError(
             f"{where}: optimizer",
@@ -273,23 +276,23 @@ class OwnDTensor:
 
 @dataclass
 class ShardedUnshardedPair:
-    """The two forms of a parameter that FSDP2 installs in turn.
+    """The sharded and the unsharded form of a parameter, which FSDP2 installs in turn.
 
-    No weak references: torch swaps no tensor that has some.
+    The references are strong, because torch cannot swap a tensor that has weak references.
     """
 
-    shard: DTensor | None = None  #: The sharded one
-    gathered: torch.Tensor | None = None  #: The gathered one, or whatever else was assigned
-    #: Frees what the gathered one holds besides what FSDP2 frees (:mod:`te_fsdp.quantized.fsdp_hooks`); ``None``
-    #: for nothing.
+    shard: DTensor | None = None  #: The sharded parameter
+    gathered: torch.Tensor | None = None  #: The unsharded parameter, or a different tensor that was assigned
+    #: Frees the memory of the unsharded parameter that FSDP2 does not free (:mod:`te_fsdp.quantized.fsdp_hooks`);
+    #: ``None`` if there is none.
     release: Callable[[], None] | None = None
-    #: Whether the shard is shown while the gathered one is kept (:mod:`te_fsdp.sharded_model`).
+    #: Whether the shard is registered while the unsharded parameter is kept (:mod:`te_fsdp.sharded_model`).
     is_aside: bool = False
 
 
 @dataclass
 class FsdpRecord:
-    """What FSDP2 has done with the parameters of a bound module, by their names."""
+    """FSDP2's changes to the parameters of a bound module, by their names."""
 
     is_managed: bool = False  #: Whether FSDP2 manages parameters of the module
     needs_requantize: bool = False  #: Whether high-precision values of quantized weights are being sharded
@@ -331,20 +334,21 @@ class AmaxRecord:
 
 @dataclass
 class ModuleBinding:
-    """The meshes and rules of a module that ``set_device_mesh`` was called on."""
+    """Meshes, rules and parameter attributes of a bound module."""
 
-    name: str  #: Name of the module in the tree that ``set_device_mesh`` was called on, for messages
+    name: str  #: Name of the module in the tree of the ``set_device_mesh`` call, for messages
     tp_mesh: DeviceMesh | None  #: 1-D tensor-parallel mesh, or ``None``
-    weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that have shards of one weight, or ``None``
+    weight_mesh: DeviceMesh | None  #: 1-D mesh of the ranks that shard one weight, or ``None``
     rules: dict[str, ParameterRule]  #: Rule of each own parameter
-    #: Python attributes of each own parameter (TE's marks and the user's), copied to each object that replaces it.
+    #: Python attributes of each own parameter (TE's and the user's), copied to every object that replaces the
+    #: parameter.
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Experts of the module, whose parameters are registered under their global indices.
+    #: The experts of an expert module. Its parameters are registered under their global indices.
     experts: ExpertRange | None = None
     #: Own parameters that the user registered as DTensors, by name. They stay DTensors in forward.
     distributed: dict[str, OwnDTensor] = field(default_factory=dict)
     on_meta: bool = True  #: Whether parameters may still be on meta
-    #: Checks of partial gradients by parameter, for the backwards in which they are compared over tp.
+    #: Name of a parameter -> check of its partial gradient, for the backwards in which it is compared over tp.
     grad_checks: dict[str, Callable[[torch.Tensor], None]] = field(default_factory=dict)
     fsdp: FsdpRecord = field(default_factory=FsdpRecord)
     ep: ExpertRecord = field(default_factory=ExpertRecord)
@@ -352,7 +356,7 @@ class ModuleBinding:
 
     @property
     def weight_group(self) -> str | None:
-        """Return the name of the process group of ``weight_mesh``, cached for each all-gather of a weight."""
+        """Return the process group name of ``weight_mesh``, cached because weights with one scale need it often."""
         mesh = self.weight_mesh
         if mesh is None:
             return None
@@ -361,18 +365,18 @@ class ModuleBinding:
         return self.amax.named[1]
 
     def label(self, parameter: str) -> str:
-        """Full name of an own parameter, for messages."""
+        """Return the FQN of an own parameter, for messages."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
     def whole_mesh(self, name: str) -> DeviceMesh | None:
-        """Mesh that an own parameter lies on when FSDP2 does not shard it; ``None`` for an ordinary tensor."""
+        """Return the mesh of an own parameter without FSDP2's sharding; ``None`` for an ordinary tensor."""
         if name in self.distributed:
             return self.distributed[name].mesh
         grouped = name in self.rules and self.rules[name].layout.is_grouped
         return self.ep.experts_mesh if grouped and self.ep.experts_mesh is not None else self.tp_mesh
 
     def carry(self, name: str, parameter: torch.Tensor) -> None:
-        """Give ``parameter`` what is known for ``name``, and the attributes that it lacks."""
+        """Copy the recorded attributes of the parameter ``name`` to ``parameter``, except those that it has."""
         copy_param_attrs(self.attributes.get(name, {}), parameter)
         facts, rule = get_or_create_record(parameter), self.rules.get(name)
         if rule is not None and rule.quantizable:
@@ -383,7 +387,7 @@ class ModuleBinding:
             facts.ep_mesh = self.ep.mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleBinding:
-        """Meshes are shared by the copy: process groups cannot be copied."""
+        """Return a copy with the same meshes, because process groups cannot be copied."""
         attributes = {name: dict(values) for name, values in self.attributes.items()}
         copied = ModuleBinding(self.name, self.tp_mesh, self.weight_mesh, dict(self.rules), attributes)
         copied.experts, copied.distributed = self.experts, dict(self.distributed)
@@ -393,18 +397,18 @@ class ModuleBinding:
 
 
 def binding_of(module: object) -> ModuleBinding | None:
-    """The module's binding, ``None`` where ``set_device_mesh`` was never called."""
+    """Return the module's binding; ``None`` if ``set_device_mesh`` was never called for it."""
     return module.__dict__.get(BINDING)
 
 
 def name_of(module: nn.Module) -> str:
-    """A module for messages: its name in the tree if it is bound and has one, else its class."""
+    """Return a module's name for messages: its name in the tree if it is bound and has one, else its class."""
     binding = binding_of(module)
     return (binding.name if binding is not None else "") or type(module).__name__
 
 
 def is_replicated(module: Any, name: str) -> bool:
-    """Whether a module's own parameter is, or shall be, kept whole on all data-parallel ranks. Local operation."""
+    """Return whether a module's own parameter is, or will be, replicated over data parallel. Local operation."""
     mark = module.__dict__.get(NO_SHARD, ())
     if mark is True or name in mark:
         return True
@@ -418,20 +422,21 @@ _REPLICATED = ParameterRule(None)
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One rank's share of one parameter."""
+    """This rank's shard of one parameter."""
 
     rule: ParameterRule  #: The parameter's rule; replicated for modules that were never bound
     at: Coordinates  #: This rank's coordinates
     original_shape: tuple[int, ...]  #: Shape of the original (unsharded, tp size 1) tensor
     local_shape: tuple[int, ...]  #: Shape of the local tensor
-    boxes: tuple[Box, ...]  #: Rectangles of the original that make up the local tensor
+    boxes: tuple[Box, ...]  #: Rectangles of the original tensor that form the local tensor
 
 
 def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: str = "") -> ShardInfo:
-    """Describe ``module._parameters[name]``: plain, tp DTensor, or FSDP2's sharded DTensor, called ``label`` in errors.
+    """Return the rule, shapes and global indices of this rank's shard of ``module._parameters[name]``.
 
-    Local operation, reads no data (meta tensors are fine). Raises ``PlacementError`` where the local tensor has not the
-    shape that rule and mesh give it.
+    The parameter is a plain tensor, a tp DTensor or FSDP2's sharded DTensor; errors call it ``label``. Local operation
+    that reads no values (meta tensors are supported). Raises ``PlacementError`` if the local tensor does not have the
+    shape that follows from rule and mesh.
     """
     label = label or name
     binding = binding_of(module)
@@ -461,7 +466,7 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
 
 
 def _cuts_of(own: OwnDTensor, parameter: DTensor) -> tuple[Coordinates, list[tuple[int, int, int]]]:
-    """Return this rank's coordinates and the cuts of a user's DTensor: by the user's axes first, then by FSDP2's."""
+    """Return this rank's coordinates and the sharded dims of a user's DTensor: the user's axes first, then FSDP2's."""
     mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
     first = mesh.ndim - own.mesh.ndim
     found: dict[int, tuple[int, int, int]] = {}

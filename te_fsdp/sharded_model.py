@@ -1,8 +1,7 @@
-"""``ShardedModel``: what ``fully_shard`` leaves on a model for training: strategies, and what a step has to do.
+"""``ShardedModel``: the training state of a model after ``fully_shard``.
 
-Found from the model by :func:`get_sharded_model`, and from one of its parameters by :func:`sharded_model_of`:
-optimizer hooks
-see parameters alone.
+:func:`get_sharded_model` returns it for the model, and :func:`sharded_model_of` for a parameter, because optimizer
+hooks get only parameters.
 """
 
 from __future__ import annotations
@@ -54,19 +53,19 @@ KEY = "_te_fsdp_sharding"
 
 @dataclass
 class ForwardRecord:
-    """How a model's last forwards were computed on this rank (:mod:`te_fsdp.forward_hooks`)."""
+    """How the last forwards on this rank were computed (:mod:`te_fsdp.forward_hooks`)."""
 
-    mode: tuple[bool, bool] | None = None  #: Training, and with gradients
-    modes: set[tuple[bool, bool]] = field(default_factory=set)  #: Those that there were
+    mode: tuple[bool, bool] | None = None  #: Training mode, and whether gradients are enabled
+    modes: set[tuple[bool, bool]] = field(default_factory=set)  #: All modes so far
     #: Recipe, and dtype of ``torch.autocast``, of the last forward in training.
     under: tuple[Any, Any] | None = None
-    #: Full name of each parameter, and where it is registered.
+    #: FQN of each parameter, and where it is registered.
     places: list[tuple[str, dict[str, Any], str]] = field(default_factory=list)
-    trained: list[bool] | None = None  #: Which of them were trained in that forward
+    trained: list[bool] | None = None  #: Their ``requires_grad`` in that forward
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
-    #: Recipes before and now of what this forward has met for.
+    #: Old and new recipes that were compared over ranks in this forward.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    #: Number of comparisons over the ranks of a mesh, by the names of its axes.
+    #: Names of a mesh's axes -> number of comparisons over its ranks.
     checks_done: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
     methods: int = 0  #: Number of running methods of the model that all-gather as forward does
 
@@ -113,7 +112,7 @@ class StepRecord:
 
 @dataclass
 class CheckRecord:
-    """What was checked already."""
+    """State of one-time checks."""
 
     on_meta: bool = True  #: Whether parameters may still be on meta
     released: bool = False  #: Whether ``to_empty`` may have left uninitialized memory
@@ -128,42 +127,43 @@ class CheckRecord:
 
 @dataclass(eq=False)
 class ShardedModel:
-    """State of a sharded model: what was planned, its units, and what its components and checks record."""
+    """Training state of a sharded model."""
 
     model: nn.Module
     meshes: Meshes
-    units: dict[
-        str, Storage
-    ]  #: Storage of each unit by name; ``""`` is the root with the remaining parameters
+    #: Name -> storage of each unit; ``""`` is the root with the parameters outside of units.
+    units: dict[str, Storage]
     outer: str = "no_shard"  #: Strategy over ``dp_replicate``: ``"no_shard"`` or ``"optim"``
     precision: PrecisionPlan | None = None  #: Dtypes of each unit; ``None`` without a policy
     average_gradients: bool = True  #: Whether gradients are means over data-parallel ranks, or sums
     checks: CheckPoints = NONE  #: Checks of the requested level, by point
-    plans: dict[str, ParameterPlan] = field(default_factory=dict)  #: Plan of each parameter by full name
-    #: Modules of the units that FSDP2 manages by name, inner before outer.
+    #: FQN -> decisions of ``fully_shard`` about a parameter.
+    plans: dict[str, ParameterPlan] = field(default_factory=dict)
+    #: Name -> module of the units that FSDP2 manages, inner before outer.
     modules: dict[str, nn.Module] = field(default_factory=dict)
     components: Components = field(default_factory=Components)
     sync: GradientSync = field(default_factory=GradientSync)
     unsharded: UnshardedUnits = field(default_factory=UnshardedUnits)
     step: StepRecord = field(default_factory=StepRecord)
+    #: How the last forwards were computed, which must be the same on all ranks.
     computed: ForwardRecord = field(default_factory=ForwardRecord)
     checked: CheckRecord = field(default_factory=CheckRecord)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Name -> parameter as the optimizer has it: the sharded one also while it is gathered."""
+        """Return name -> parameter as in the optimizer: sharded, also while it is unsharded in the model."""
         return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
 
     def names(self) -> dict[int, str]:
-        """``id`` -> name of these."""
+        """Return ``id`` -> name of these parameters."""
         return {id(parameter): name for name, parameter in self.parameters().items()}
 
     def is_expert(self, name: str) -> bool:
-        """Whether a parameter is one of experts, of which each rank of ``ep`` has others."""
+        """Return whether a parameter belongs to experts, of which each rank of ``ep`` has different ones."""
         plan = self.plans.get(name)
         return plan is not None and plan.experts
 
     def pending(self) -> dict[int, str]:
-        """``id`` -> name of the parameters with gradients that were not reduced yet. Local operation."""
+        """Return ``id`` -> name of the parameters with unreduced gradients. Local operation."""
         for drop in self.components.drop_cleared:
             drop()
         records = [
@@ -183,16 +183,16 @@ class ShardedModel:
         return found | {key: name for key, name in names.items() if name in waiting}
 
     def roots(self) -> list[nn.Module]:
-        """The units that FSDP2 takes for roots: one, after the first forward, unless the model itself is no unit."""
+        """Return FSDP2's root units: one after the first forward, or several if the model itself is not a unit."""
         return _fsdp2.roots_among(self.modules.values())
 
     def gathered(self) -> list[tuple[str, nn.Module]]:
-        """The units that are gathered now."""
+        """Return the units that are unsharded at present."""
         return [(name, unit) for name, unit in self.modules.items() if _fsdp2.is_unit_unsharded(unit)]
 
 
 def get_sharded_model(model: nn.Module) -> ShardedModel | None:
-    """Return the state of a model that ``fully_shard`` was called on, or of ``torch.compile`` of it; else ``None``."""
+    """Return the state of a model after ``fully_shard``, also for ``torch.compile`` of it; ``None`` for others."""
     found = model.__dict__.get(KEY)
     if found is None and type(model).__name__ == "OptimizedModule":
         return model._modules["_orig_mod"].__dict__.get(KEY)  # type: ignore[missing-attribute]
@@ -200,7 +200,7 @@ def get_sharded_model(model: nn.Module) -> ShardedModel | None:
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:
-    """The ranks of a model: those that ``fully_shard`` was given, else a parameter's mesh; ``None`` for this rank."""
+    """Return the model's mesh: of ``fully_shard``, or else of a parameter; ``None`` if there is only this rank."""
     state = get_sharded_model(model)
     if state is not None:
         return state.meshes.device_mesh
@@ -208,13 +208,13 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def sharded_model_of(parameter: torch.Tensor) -> ShardedModel | None:
-    """The state of the model that a parameter belongs to, ``None`` if it has none."""
+    """Return the state of a parameter's model; ``None`` if it has none."""
     facts = parameter.__dict__.get(records.KEY)
     return facts.state() if facts and facts.state is not None else None
 
 
 def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
-    """The state of a model; :class:`OrderError` if it has none."""
+    """Return the state of a model; raise OrderError if it has none."""
     state = get_sharded_model(model)
     if state is None:
         raise OrderError(
@@ -227,9 +227,9 @@ def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
 
 
 def shard_of(parameter: torch.Tensor) -> torch.Tensor:
-    """The sharded parameter of a gathered one that :func:`record_unsharded_params` has seen.
+    """Return the sharded parameter of an unsharded one known from :func:`record_unsharded_params`.
 
-    Any other is returned as it is.
+    Other parameters are returned unchanged.
     """
     facts = parameter.__dict__.get(records.KEY)
     record = facts.record() if facts and facts.record is not None else None
@@ -237,25 +237,25 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def record_unsharded_params(unit: nn.Module) -> None:
-    """Let :func:`shard_of` know the gathered parameters of a unit. Local operation."""
+    """Let :func:`shard_of` find the sharded parameters of a unit's unsharded ones. Local operation."""
     for parameter, record in _fsdp2.unsharded_parameters(unit):
         records.get_or_create_record(parameter).record = weakref.ref(record)
 
 
 def versions_of(unit: nn.Module) -> dict[int, int]:
-    """``id`` of a shard -> how often it was written to; but of quantized ones, which kernels write on their own."""
+    """Return ``id`` of a shard -> its version counter, without quantized shards, to which kernels write directly."""
     shards = ((parameter, _torch.local_of(parameter)) for parameter in _fsdp2.sharded_parameters(unit))
     return {id(p): _torch.version_of(p) for p, local in shards if not _te.is_quantized(local)}
 
 
 def recover_from_exception(state: ShardedModel) -> None:
-    """Mend what an exception has left half done in a forward, a backward or a step.
+    """Restore a consistent state after an exception in a forward, a backward or a step.
 
-    Local operation; collective over data parallel after a backward in which reductions of ``no_shard`` units may have
-    begun: ranks that have begun different ones complete the set.
+    Local operation. It is collective over data parallel after a backward in which reductions of ``no_shard`` units may
+    have started: ranks that have started different ones complete all of them.
 
-    After a forward nothing is lost: the microbatch can be run again. After a backward some units have added the
-    microbatch's gradients and others have not: they are worth nothing, what waits for its reduction is dropped.
+    After a forward nothing is lost, and the microbatch can be repeated. After a backward, some units have added the
+    microbatch's gradients and others have not. So the gradients are invalid, and unreduced gradients are dropped.
     """
     optimizer = state.step.optimizer() if state.step.optimizer is not None else None
     for prepare in state.components.before_recovery:
@@ -263,7 +263,7 @@ def recover_from_exception(state: ShardedModel) -> None:
     undo_step(state)
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     if main_parameters is not None and (main_parameters.pairs or main_parameters.locals):
-        # ``zero_grad`` of the optimizer has not reached the gradients of parameters whose places they had taken.
+        # ``zero_grad`` of the optimizer has not cleared the gradients of the parameters that they replaced.
         main_parameters.remove_main_params(optimizer)
         state.sync.failed = any(p.grad is not None for p in state.parameters().values())
     phases = {root: _fsdp2.interrupted_phase(root) for root in state.roots()}
@@ -278,7 +278,7 @@ def recover_from_exception(state: ShardedModel) -> None:
     for recover in state.components.recover:
         lost |= recover()
     if lost:
-        # Without microbatches it is the failed backward's own: whoever clears gradients then, has cleared all.
+        # Without microbatches they belong to the failed backward, so that any clearing of gradients clears all.
         waiting = state.sync.waiting and bool(state.pending())
         for unit in state.modules.values():
             _fsdp2_gradients.drop_unreduced_gradients(unit)
@@ -287,7 +287,7 @@ def recover_from_exception(state: ShardedModel) -> None:
 
 
 def undo_step(state: ShardedModel) -> None:
-    """Undo what prepared a model for a step that has ended or raised. Local operation."""
+    """Undo the changes to a model for a step that has ended or failed. Local operation."""
     state.step.optimizer = None
     state.step.mixing.close()
     for undo in state.components.undo_step:
@@ -295,7 +295,7 @@ def undo_step(state: ShardedModel) -> None:
 
 
 def refuse_in_backward(where: str) -> None:
-    """Raise if autograd is running a backward."""
+    """Raise OrderError if autograd is running a backward."""
     if _torch.in_backward():
         raise OrderError(
             f"{where} from inside of backward", fix="call it before or after backward, or in a context"
@@ -303,12 +303,12 @@ def refuse_in_backward(where: str) -> None:
 
 
 def attach_state_to_params(state: ShardedModel, *, moved: bool = False) -> None:
-    """Let each parameter know ``state``, and what is settled about it; ``moved`` by a conversion, or not. Local."""
+    """Set the record of each parameter: ``state`` and its plan; ``moved``: after a conversion. Local operation."""
     reference = weakref.ref(state)
     state.computed.places.clear()
     for name, parameter in state.parameters().items():
         facts = records.get_or_create_record(parameter)
-        # A parameter that was renamed since, as torch.compile renames those in a module, knows its plan.
+        # A parameter that was renamed, as by torch.compile, already has its plan.
         facts.state, facts.plan = reference, state.plans.get(name, facts.plan)
         # A successor has its predecessor's record.
         if isinstance(parameter, DTensor) and (moved or not facts.memory or facts.memory[0] != id(parameter)):
@@ -317,7 +317,7 @@ def attach_state_to_params(state: ShardedModel, *, moved: bool = False) -> None:
 
 @torch.no_grad()
 def leave_unset(state: ShardedModel) -> None:
-    """Fill what ``to_empty`` has given memory with NaN, which the first forward and any loss show."""
+    """Fill the memory after ``to_empty`` with NaN, which the first forward detects and any loss shows."""
     for tensor in [*state.model.parameters(), *state.model.buffers()]:
         local = _torch.local_of(tensor)
         if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
@@ -326,7 +326,7 @@ def leave_unset(state: ShardedModel) -> None:
 
 
 def is_assigned(parameter: torch.Tensor) -> bool:
-    """Whether ``.data`` of a sharded parameter was assigned since it was marked. Local operation."""
+    """Return whether ``.data`` of a sharded parameter was assigned since its record was set. Local operation."""
     if not isinstance(parameter, DTensor):
         return False
     facts = records.get_record(parameter)
@@ -335,7 +335,7 @@ def is_assigned(parameter: torch.Tensor) -> bool:
 
 
 def refuse_assigned(state: ShardedModel) -> None:
-    """Raise if ``.data`` of a sharded parameter was assigned. Local operation."""
+    """Raise OrderError if ``.data`` of a sharded parameter was assigned. Local operation."""
     found = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
     if found:
         raise OrderError(
@@ -348,7 +348,10 @@ def refuse_assigned(state: ShardedModel) -> None:
 
 
 def check_order(model: nn.Module) -> None:
-    """Raise if FSDP2 or ``fully_shard`` was applied to any part before, or to a model that holds this. Local."""
+    """Raise OrderError if FSDP2 or ``fully_shard`` was applied to a part of a model, or to one that contains it.
+
+    Local.
+    """
     for name, module in model.named_modules():
         if isinstance(module, (DataParallel, DistributedDataParallel, FullyShardedDataParallel)):
             raise OrderError(
@@ -366,7 +369,7 @@ def check_order(model: nn.Module) -> None:
                 fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
             )
     for name, parameter in model.named_parameters():
-        # What FSDP2 does not tell: strategies without it, and a module within a sharded one.
+        # FSDP2 does not detect models without FSDP2 units, and modules inside of a sharded one.
         state = sharded_model_of(parameter)
         if state is not None:
             raise OrderError(
@@ -381,12 +384,15 @@ def check_order(model: nn.Module) -> None:
                 f"{name}: fully_shard on a parameter that is sharded already",
                 expected="a plain parameter or a DTensor over ep, tp, or both",
                 got=f"placements {tuple(parameter.placements)}",
-                fix="build the model anew",
+                fix="build a new model",
             )
 
 
 def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int] = ()) -> None:
-    """Check for what FSDP2 would refuse when some units are cut already. ``kept``: ids of unsharded parameters."""
+    """Check for parameters that FSDP2 would refuse after it has sharded some units.
+
+    ``kept``: ids of unsharded parameters.
+    """
     for name in units:
         module = model.get_submodule(name)
         if is_container(module):
@@ -410,15 +416,15 @@ def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int]
 
 
 def is_container(module: nn.Module) -> bool:
-    """Whether a module only lists others, and has no forward."""
+    """Return whether a module is only a container, without a forward."""
     listing = isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict))
     return listing and type(module).forward is torch.nn.Module.forward
 
 
 def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = True) -> None:
-    """Raise for gradient hooks that never run, or would be lost, on parameters that FSDP2 manages, by name. Local.
+    """Raise OrderError for gradient hooks that FSDP2 would never run, or would lose. Local operation.
 
-    Before it is ``sharded`` those that run after a gradient was added are lost too.
+    Before parameters are ``sharded``, post-accumulate hooks would be lost, too.
     """
     hooked = [
         name
@@ -440,13 +446,14 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
 
 # -------------------------------------------------------------------------------------------------------- kept weights
 #
-# A forward without gradients leaves gathered weights of ``optim`` and ``optim_grads``, which no backward releases: kept
-# for the next one, while the model shows its shards. Who reads or writes ``model.parameters()`` after an evaluation
-# (averages, clipping by hand, a new optimizer) would else work on copies that the next step throws away.
+# A forward without gradients leaves weights of ``optim`` and ``optim_grads`` unsharded, because no backward reshards
+# them. They are kept for the next forward, but ``model.parameters()`` returns the shards. Code that reads or writes
+# parameters after an evaluation (averages, manual clipping, a new optimizer) would otherwise use copies that the next
+# step discards.
 
 
 def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
-    """Let ``model.parameters()`` return sharded parameters while units stay unsharded. Local operation.
+    """Make ``model.parameters()`` return sharded parameters while units stay unsharded. Local operation.
 
     No memory is freed. ``only`` is the name of one unsharded unit. The default is all units that keep their weights.
     """
@@ -458,13 +465,13 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
             for module, own in fsdp2_units.owners_of(record):
                 if module._parameters.get(own) is parameter:
                     _note_aside(module, own, True)
-                    # Not by an assignment, after which a quantized weight would free what it holds.
+                    # Not by an assignment, after which a quantized weight would free its data.
                     module._parameters[own] = _fsdp2.sharded_param_of(record)
         state.unsharded.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
 
 
 def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> None:
-    """Undo :func:`expose_sharded_params` for a unit; release its weights if the shards changed. Local operation."""
+    """Undo :func:`expose_sharded_params` for a unit; free its weights if the shards changed. Local operation."""
     versions = state.unsharded.aside.pop(name, None)
     if versions is None or not _fsdp2.is_unit_unsharded(unit):
         return

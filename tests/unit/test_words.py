@@ -61,10 +61,6 @@ NOT_YET = (
     "te_fsdp/checkpoint/shard_files.py",
     "te_fsdp/checkpoint/torch_files.py",
     "te_fsdp/checkpoint/planner.py",
-    "te_fsdp/records.py",
-    "te_fsdp/gradient_sync.py",
-    "te_fsdp/sharded_model.py",
-    "te_fsdp/optimizer_step.py",
 )
 
 
