@@ -100,7 +100,7 @@ class Source:
 
         all_agree(read)
         share.exchange(self.staged)
-        _log.info("%s: read together with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
+        _log.info("%s: read shared with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
 
     def _read(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:
@@ -174,7 +174,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         if verify:
             _verify_together(path, manifest)
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
-            text = "%s: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
+            text = "%s: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
             _log.info(text, path)
         source = _own_source(path, manifest, model)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):

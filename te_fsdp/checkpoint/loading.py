@@ -271,7 +271,7 @@ class Filling:
         notes, path = [*self.notes, *harmless], self.source.path
         loaded = Loaded(extra, self.found.left(), converted, notes)
         if loaded.left:
-            _log.warning("%s: loaded in part; left as it was: %s", path, "; ".join(self.found.texts()))
+            _log.warning("%s: loaded partially; not loaded: %s", path, "; ".join(self.found.texts()))
         if converted:
             shown = [f"{name}: {how}" for name, how in converted.items()]
             _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))

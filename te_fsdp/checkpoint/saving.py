@@ -135,7 +135,7 @@ def save(
             complete()
         handle.stall = stall = time.perf_counter() - began
         if asynchronous:
-            _log.info("saving %s in the background; its caller was held up for %.3f s", handle.path, stall)
+            _log.info("saving %s in the background; save returned after %.3f s", handle.path, stall)
             background().start(handle, complete)
         return handle
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -42,8 +41,8 @@ from te_fsdp.checkpoint.storage import resolve_path
 from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
 from te_fsdp.cli.checkpoint_paths import open_any, resolve
+from te_fsdp.cli.checkpoint_texts import counted, pairs, semantics_lines, short
 from te_fsdp.errors import CheckpointError
-from te_fsdp.modules.semantics import fold_names
 
 _Json = Annotated[bool, arg(name="json", help="One JSON document on stdout instead of text.")]
 _Key = Annotated[
@@ -201,9 +200,9 @@ def export(
 
 
 def _bytes(text: str) -> int:
-    found = bytes_of(text)
+    found = bytes_of(text, unit=True)
     if not found:
-        raise UsageError(f"--max-shard-size {text}: expected a size such as 5GB or 500MiB")
+        raise UsageError(f"--max-shard-size {text}: expected a size with a unit, such as 5GB or 500MiB")
     return found
 
 
@@ -272,7 +271,7 @@ def _transform_and_write(
     counts = ", ".join(f"{n} {origin}" for origin, n in Counter(sources.values()).items())
     print_lines([f"{source.source} ({source.kind}) -> {path} ({target.kind})"])
     print_lines([f"weights and buffers: {counts}", *(f"note: {note}" for note in into.notes)])
-    print_lines([f"{len(files)} files, {human_bytes(into.bytes)}"])
+    print_lines([f"{counted(len(files), 'file')}, {human_bytes(into.bytes)}"])
     return 0
 
 
@@ -364,10 +363,10 @@ def _print_summary(summary: dict[str, Any], pattern: str) -> None:
     print_lines([f"{summary['path']}: {summary['kind']}"])
     if summary["saved_at"] is not None:
         when = datetime.datetime.fromtimestamp(summary["saved_at"] / 1e9, datetime.timezone.utc)
-        mesh, versions = _pairs(summary["mesh"]), _pairs(summary["versions"])
+        mesh, versions = pairs(summary["mesh"]), pairs(summary["versions"])
         print_lines([f"saved {when:%Y-%m-%d %H:%M:%S} UTC on {mesh} by {versions}"])
     if summary["step"] is not None:
-        print_lines([f"step {_short(summary['step'])}"])
+        print_lines([f"step {short(summary['step'])}"])
     rows = []
     for kind in ("parameters", "buffers"):
         for item in summary[kind]:
@@ -376,46 +375,28 @@ def _print_summary(summary: dict[str, Any], pattern: str) -> None:
             layout = item["layout"] or ("buffer" if kind == "buffers" else "-")
             shape = " x ".join(map(str, item["shape"])) or "scalar"
             rows.append((item["name"], shape, form, layout, human_bytes(item["bytes"])))
-    title = f"{len(rows)} tensors of the model" + (f" that match {pattern}" if pattern != "*" else "")
-    print_table(title, ("name", "shape", "format", "layout", "bytes"), rows, right=("bytes",))
+    title = f"{counted(len(rows), 'tensor')} of the model" + (
+        f" that match {pattern}" if pattern != "*" else ""
+    )
+    print_table(title, ("name", "shape", "format", "layout", "size"), rows, right=("size",))
     if (optimizer := summary["optimizer"]) is not None:
         states = [(s["name"], s["dtype"], s["tensors"], human_bytes(s["bytes"])) for s in optimizer["states"]]
         title = f"optimizer {optimizer['class']}"
-        print_table(title, ("state", "dtype", "tensors", "bytes"), states, right=("tensors", "bytes"))
+        print_table(title, ("state", "dtype", "tensors", "size"), states, right=("tensors", "size"))
         for n, group in enumerate(optimizer["groups"]):
-            print_lines([f"  group {n}: {group['parameters']} parameters, {_pairs(group['options'])}"])
+            count = counted(group["parameters"], "parameter")
+            print_lines([f"  group {n}: {count}, {pairs(group['options'])}"])
     if summary["delayed"]:
         names = list(summary["delayed"])
-        print_lines([f"delayed-scaling state: {len(names)} modules, {', '.join(names[:3])}"])
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        print_lines([f"delayed-scaling state of {counted(len(names), 'module')}: {shown}"])
     if summary["semantics"]:
-        print_lines(_semantics(summary["semantics"], pattern))
+        print_lines(semantics_lines(summary["semantics"], pattern))
     if summary["extra"]:
-        print_lines(["extra:", *(f"  {k}: {_short(v)}" for k, v in summary["extra"].items())])
+        print_lines(["extra:", *(f"  {k}: {short(v)}" for k, v in summary["extra"].items())])
     sizes = {kind: count for kind, count in summary["bytes"].items() if count}
-    print_lines(["bytes: " + ", ".join(f"{kind} {human_bytes(count)}" for kind, count in sizes.items())])
+    print_lines(["sizes: " + ", ".join(f"{kind} {human_bytes(count)}" for kind, count in sizes.items())])
     print_lines(f"note: {note}" for note in summary["notes"])
-
-
-def _semantics(recorded: dict[str, Any], pattern: str) -> list[str]:
-    """Format the recorded module settings, one line per distinct combination."""
-    modules: dict[int, list[str]] = {}
-    for name, index in recorded["modules"].items():
-        if recorded["kinds"][index]["settings"] and fnmatch.fnmatch(name, pattern):
-            modules.setdefault(index, []).append(name)
-    lines = [f"settings of {sum(map(len, modules.values()))} modules:"] if modules else []
-    for index, names in modules.items():
-        one = recorded["kinds"][index]
-        lines.append(f"  {one['library']}.{one['kind']} ({fold_names(names)}): {_pairs(one['settings'])}")
-    return lines
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items())
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 100 else text[:97] + "..."
 
 
 def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
@@ -438,7 +419,7 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
     elif problems:
         print_lines([f"{where}: damaged", *(f"  {problem}" for problem in problems)])
     else:
-        print_lines([f"{where}: no damage found, {len(files)} files, {human_bytes(total)}"])
+        print_lines([f"{where}: no damage found, {counted(len(files), 'file')}, {human_bytes(total)}"])
     return 1 if problems else 0
 
 

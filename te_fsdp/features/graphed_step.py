@@ -208,7 +208,7 @@ class GraphedStep:
         if self._state.unsharded.gathers or self._state.gathered():
             release_params(self._model)  # weights unsharded by an evaluation would be stale after a replay
         if self._snapshot is not None and (what := self._snapshot.changed()):
-            _log.info("graphed_step: recorded again because this has changed: %s", what)
+            _log.info("graphed_step: recorded again, because of a change: %s", what)
             self._drop()
         signature = Signature.of(leaves, structure)
         found = next((r for r in self._recorded if r.signature.fits(signature)), None)

@@ -220,7 +220,7 @@ def test_checkpoints_without_sums_of_pieces(
     with caplog.at_level("INFO", "te_fsdp"):
         checkpoint.load(path, model, optimizer)
     assert [r.message for r in caplog.records].count(
-        f"{path}: from before checksums of pieces: damaged tensors are found by load(..., verify=True) alone"
+        f"{path}: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
     ) == 1
     want, want_optimizer = training(0)
     assert digest(model, optimizer) == digest(want, want_optimizer)

@@ -19,7 +19,7 @@ from tests.unit import documented
 from tests.unit.commands import ROOT, start
 
 
-def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False) -> Path:
+def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False, **extra: Any) -> Path:
     """A checkpoint of a small model with AdamW's state and extra."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(24, 40), nn.BatchNorm1d(40), nn.Linear(40, 8).bfloat16())
@@ -30,7 +30,7 @@ def make(path: Path, seed: int = 0, step: int = 100, spoil: bool = False) -> Pat
         with torch.no_grad():
             model[0].weight[3, 5] += 0.5
             model[2].bias[1] = torch.nan
-    checkpoint.save(path, model, optimizer, extra={"step": step, "order": torch.arange(3)})
+    checkpoint.save(path, model, optimizer, extra={"step": step, "order": torch.arange(3)} | extra)
     return path
 
 
@@ -143,7 +143,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.weight" in text and "2.weight" not in text and "step 200" in text and "AdamW" in text
     assert "torch.BatchNorm" not in text, "it is filtered as well"
     assert main(["ckpt", "inspect", str(path)]) == 0
-    assert "settings of 1 modules:\n  torch.BatchNorm (1): eps=1e-05" in capsys.readouterr().out
+    assert "settings of 1 module:\n  torch.BatchNorm (1): eps=1e-05" in capsys.readouterr().out
 
 
 def test_verify_finds_every_kind_of_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,7 +313,6 @@ def test_an_option_without_effect_is_2(tmp_path: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("text", "count"),
     [
-        ("7", 7),
         ("2kB", 2000),
         ("1.5 GB", 1_500_000_000),
         ("2KiB", 2048),
@@ -356,3 +355,27 @@ def test_report_is_for_plans(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for path in (tmp_path, tmp_path / "step-15"):
         assert main(["report", str(path)]) == 1
         assert f"Fix: te-fsdp ckpt inspect {path}" in capsys.readouterr().err
+
+
+def test_inspect_prints_extra_in_python_notation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kind: the manifest's JSON in the text. Tensors, tuples and other marked values are shown as what they are."""
+    extra = {
+        "order": torch.zeros(3, 2),
+        "pair": (1, "a"),
+        "seen": {4},
+        "flags": [True, None],
+        "epoch": {"n": 2},
+    }
+    path = make(tmp_path / "a", **extra)
+    assert main(["ckpt", "inspect", str(path)]) == 0
+    text = capsys.readouterr().out
+    shown = ["order: tensor (3 x 2, float32)", "pair: (1, 'a')", "seen: set([4])", "flags: [True, None]"]
+    assert all(f"\n  {line}\n" in text for line in [*shown, "epoch: {n: 2}"]), text
+    assert "te_fsdp." not in text.split("\nextra:")[1], text
+
+
+def test_a_size_needs_a_unit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["ckpt", "convert", str(make(tmp_path / "a")), str(tmp_path / "b"), "--to", "safetensors"]
+    assert main([*words, "--max-shard-size", "5000"]) == 2
+    assert "expected a size with a unit" in capsys.readouterr().err
+    assert main([*words, "--max-shard-size", "5kB"]) == 0

@@ -59,7 +59,9 @@ def resolve(path: Path) -> tuple[Path, str]:
     """
     path = resolve_path(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
-        raise CheckpointError(f"{path}: was not finished", expected="a whole one", fix="take the one before")
+        raise CheckpointError(
+            f"{path}: not finished", expected="a complete checkpoint", fix="use the previous one"
+        )
     if path.is_dir():
         if has_manifest(path):
             return path, CHECKPOINT
@@ -70,7 +72,7 @@ def resolve(path: Path) -> tuple[Path, str]:
                 return newest, CHECKPOINT
             open_checkpoint(path)  # raises, and tells what is there and what is near
     elif not path.is_file():
-        raise CheckpointError(f"{path}: nothing there", fix="check the path")
+        raise CheckpointError(f"{path}: path does not exist", fix="check the path")
     if is_remote(path):
         raise CheckpointError(
             f"{path}: cannot be read on object storage",

@@ -65,7 +65,7 @@ def test_a_partial_load_takes_what_fits(pool, tmp_path, allow):
     )
     assert outcome["lr"] == 0.1
     (warning,) = outcome["warnings"]
-    assert "left as it was: 2 missing in the checkpoint (third.bias, third.weight)" in warning
+    assert "not loaded: 2 missing in the checkpoint (third.bias, third.weight)" in warning
     assert "optimizer group 0: 2 missing in the checkpoint (third.bias, third.weight)" in warning
     states = ["optimizer.state.third.bias", "optimizer.state.third.weight"]
     assert list(outcome["left"]) == [*states, "third.bias", "third.weight"]

@@ -128,7 +128,7 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
     return {
         "first_done": first_done,
         "stall": second.stall,
-        "held_up": [m for m in messages if "its caller was held up for" in m],
+        "held_up": [m for m in messages if "save returned after" in m],
         "errors": [m for m in messages if "No space left" in m],
         "told": told,
         "refused": refused,

@@ -1,0 +1,59 @@
+"""Format what ``te-fsdp ckpt inspect`` shows: module settings, values of ``extra``, counts."""
+
+from __future__ import annotations
+
+import fnmatch
+from typing import Any
+
+from te_fsdp.modules.semantics import fold_names
+
+
+def semantics_lines(recorded: dict[str, Any], pattern: str) -> list[str]:
+    """Format the recorded module settings, one line per distinct combination."""
+    modules: dict[int, list[str]] = {}
+    for name, index in recorded["modules"].items():
+        if recorded["kinds"][index]["settings"] and fnmatch.fnmatch(name, pattern):
+            modules.setdefault(index, []).append(name)
+    lines = [f"settings of {counted(sum(map(len, modules.values())), 'module')}:"] if modules else []
+    for index, names in modules.items():
+        one = recorded["kinds"][index]
+        lines.append(f"  {one['library']}.{one['kind']} ({fold_names(names)}): {pairs(one['settings'])}")
+    return lines
+
+
+def pairs(values: dict[str, Any]) -> str:
+    """Format names and values: ``"a=1, b=2"``."""
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a number with its noun: ``"1 module"``, ``"2 modules"``."""
+    return f"{count} {noun}" + ("" if count == 1 else "s")
+
+
+def short(value: Any) -> str:
+    """Format a value of ``extra`` in at most 100 characters."""
+    text = _readable(value)
+    return text if len(text) <= 100 else text[:97] + "..."
+
+
+def _readable(value: Any) -> str:
+    """Format a value of ``extra`` from its JSON form in the manifest, in Python's notation."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_readable, value))}]"
+    if not isinstance(value, dict):
+        return repr(value)
+    kind: str = ""
+    inside: Any = None
+    if len(value) == 1:
+        ((kind, inside),) = value.items()
+    if kind == "te_fsdp.tuple":
+        return f"({', '.join(map(_readable, inside))})"
+    if kind == "te_fsdp.tensor":
+        shape = " x ".join(map(str, inside["shape"])) or "scalar"
+        return f"tensor ({shape}, {inside['dtype'].removeprefix('torch.')})"
+    if kind == "te_fsdp.per_rank":
+        return f"{counted(len(inside), 'value')}, one per rank"
+    if kind == "te_fsdp.value":
+        return f"{inside[0]}({', '.join(map(_readable, inside[1:]))})"
+    return f"{{{', '.join(f'{name}: {_readable(item)}' for name, item in value.items())}}}"
