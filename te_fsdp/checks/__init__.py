@@ -16,6 +16,7 @@ from te_fsdp.checks import (
     backward,
     forward,
     gradients,
+    heads,
     initial_values,
     inputs,
     model,
@@ -59,6 +60,7 @@ CHECKS: tuple[Check, ...] = (
     Check("inputs", When.SHARDED, "tp, cp", inputs.watch_model_inputs, InputError),
     Check("one batch on all ranks", When.SHARDED, "dp_shard", inputs.watch_for_copies, None),
     Check("partial gradients", When.SHARDED, "tp", gradients.compare_gradients, GradientError),
+    Check("losses of a part of the logits", When.SHARDED, "tp", heads.watch_head_gradients, GradientError),
     Check("split backward", When.SHARDED, "", pipeline.refuse_split_backward, OrderError),
     Check("writes in forward", When.SHARDED, "", model.refuse_writes_in_forward, OrderError),
     # set_device_mesh and context_parallel_shard
@@ -119,6 +121,7 @@ _OF_INPUTS = (
     inputs.watch_for_copies,
     inputs.check_inputs,
     gradients.compare_gradients,
+    heads.watch_head_gradients,
 )
 
 
