@@ -122,8 +122,12 @@ def page() -> str:
     """Return the whole text of docs/support.md."""
     notes: dict[Refusal, int] = {}
     rows = [_row(recipe, weights, notes) for recipe, weights in FORMATS]
-    header = ["recipe", "weights", "devices", *TITLES.values()]
-    table = [header, ["---"] * len(header), *rows]
+    columns: dict[tuple[str, ...], list[str]] = {}  # modules with the same cells share a column
+    for title, *cells in zip(TITLES.values(), *(row[3:] for row in rows), strict=True):
+        columns.setdefault(tuple(cells), []).append(title)
+    header = ["recipe", "weights", "devices", *map(", ".join, columns.values())]
+    shared = [[*row[:3], *cells] for row, cells in zip(rows, zip(*columns, strict=True), strict=True)]
+    table = [header, ["---"] * len(header), *shared]
     lines = [f"| {' | '.join(row)} |" for row in table]
     explained = [f"{number}. `{note.error}`: {note.reason}." for note, number in notes.items()]
     return TEMPLATE.read_text(encoding="utf-8").format(
