@@ -56,7 +56,6 @@ class When(enum.Enum):
     BOUND_STEP = "first_steps", "bound_step"
     STEP = "first_steps", "step"
     CLOSURE = "first_steps", "closure"
-    STEPPED = "first_steps", "stepped"
     EVERY_STEP = "full", "step"
 
     @property
@@ -92,7 +91,6 @@ class CheckPoints:
     bound_step: Functions = ()  #: ``(step)`` before a step of an optimizer without sharded models
     step: Functions = ()  #: ``(step)`` before a step, when reductions have finished
     closure: Functions = ()  #: ``(step, loss)`` after each call of a step's closure
-    stepped: Functions = ()  #: ``(step)`` after a step
 
     def call(self, name: str) -> str:
         """Return the name of a collective call at this level.

@@ -28,6 +28,7 @@ from te_fsdp.features.nan_report import NanReport
 from te_fsdp.features.replicated_gradients import ReplicatedGradients, reduce_replicated_gradients
 from te_fsdp.features.unreduced_gradients import UnreducedGradients, watch_unreduced_gradients
 from te_fsdp.features.wgrad_fusion import fuse_wgrad
+from te_fsdp.features.written_weights import record_weight_versions, update_written_main_weights
 from te_fsdp.lifecycle import StepFunctions, register_step_functions, run_checks, sync_tp_replicas
 from te_fsdp.optimizer_step import (
     allow_mixed_parameters,
@@ -37,7 +38,6 @@ from te_fsdp.optimizer_step import (
     prepare_components,
     record_stepping_optimizer,
     release_weights,
-    run_checks_after_step,
     undo_preparations,
     wait_for_gradients,
     wrap_closure,
@@ -88,6 +88,7 @@ BEFORE_STEP: StepFunctions = (
     run_checks,
     check_gradients,
     wrap_closure,
+    update_written_main_weights,
     sync_tp_replicas,
     prepare_components,
     allow_mixed_parameters,
@@ -96,7 +97,7 @@ BEFORE_STEP: StepFunctions = (
 AFTER_STEP: StepFunctions = (
     refresh_quantized,
     count_versions,
-    run_checks_after_step,
+    record_weight_versions,
     undo_preparations,
     finish_components,
     release_weights,

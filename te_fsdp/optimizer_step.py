@@ -110,12 +110,6 @@ def count_versions(step: Step) -> None:
         increment_version([parameter for parameter, gradient in changed if gradient is not None])
 
 
-def run_checks_after_step(step: Step) -> None:
-    """Run the checks that record the state of weights after a step."""
-    for check in step.checks.stepped:
-        check(step)
-
-
 def undo_preparations(step: Step) -> None:
     """Undo :func:`prepare_components` and :func:`allow_mixed_parameters`. If a step raised, the next forward does."""
     for state, _ in step.models:

@@ -99,7 +99,6 @@ CHECKS: tuple[Check, ...] = (
     Check("gathered parameters", When.STEP, "", optimizer.refuse_gathered, OrderError),
     Check("closures", When.STEP, "", weights.refuse_closure, OrderError),
     Check("first step of an optimizer", When.STEP, "model", optimizer.check_first_step, MeshError),
-    Check("edited weights", When.STEP, "model", weights.refuse_edited, OrderError),
     Check("complete gradients", When.STEP, "", gradients.require_complete_gradients, OrderError),
     Check("averages of HFSDP", When.STEP, "", optimizer.require_outer_averages, OrderError),
     Check("replicated gradients", When.STEP, "tp", gradients.compare_replicated_gradients, GradientError),
@@ -113,7 +112,6 @@ CHECKS: tuple[Check, ...] = (
         InitError,
     ),
     Check("closures", When.CLOSURE, "model", weights.check_closure, MeshError),
-    Check("versions of weights", When.STEPPED, "", weights.record_weight_versions, OrderError),
 )
 #: Checks that ``check_inputs=False`` leaves out.
 _OF_INPUTS = (

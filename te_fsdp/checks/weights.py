@@ -1,20 +1,18 @@
-"""Checks of weights before a step: equal copies, different shards, no edits, equal losses of a closure."""
+"""Checks of weights before a step: equal copies, different shards, equal losses of a closure."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.initial_values import refuse_equal_shards
 from te_fsdp.collectives.agreement import are_equal, raised_on_all_ranks
-from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
+from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
-from te_fsdp.features.main_params import is_low_precision, main_parameters_of, optimizer_shard_in
-from te_fsdp.features.main_weights import main_weight
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.initialize import MEANT, checksum, is_constant
 from te_fsdp.optimizer_step import has_mixed_groups
@@ -25,7 +23,6 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-    from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
     from te_fsdp.sharded_model import ShardedModel
@@ -34,14 +31,6 @@ T = TypeVar("T")
 
 # Elements of a shard that are not equal to another shard's by chance.
 _ENOUGH = 16
-#: Attribute of an optimizer: versions of its low-precision parameters after its last step.
-_WRITTEN = "_te_fsdp_written"
-# Largest distance of a quantized weight from its main weight, relative to the norm: eight bits round to 1/30, four to
-# 1/8.
-_TO_8_BITS = 1 / 8
-_TO_4_BITS = 1 / 4
-# Largest error of E4M3 near zero. Delayed scaling starts with a scale of 1, at which small weights are rounded to that.
-_NEAR_ZERO = 2.0**-10
 
 
 # ---------------------------------------------------------------------------------------------------- copies and shards
@@ -115,90 +104,6 @@ def _compare_sums(held: Mapping[dist.ProcessGroup, list[tuple[T, torch.Tensor]]]
     for group, sums in held.items():
         same = are_equal(torch.stack([value for _, value in sums]), group).tolist()
         yield from zip((owner for owner, _ in sums), same, strict=True)
-
-
-# ------------------------------------------------------------------------------------------------------- edited weights
-
-
-class _WeightVersions(NamedTuple):
-    """Low-precision parameters of an optimizer with their versions, and its number of parameters."""
-
-    parameters: list[torch.Tensor]
-    versions: list[int]
-    held: int
-
-    @classmethod
-    def now(cls, optimizer: Optimizer) -> _WeightVersions:
-        """Return those of an optimizer. Low-precision parameters are searched again after it got more parameters."""
-        known: _WeightVersions | None = optimizer.__dict__.get(_WRITTEN)
-        held = sum([len(group["params"]) for group in optimizer.param_groups])
-        if known is not None and known.held == held:
-            parameters = known.parameters
-        else:
-            parameters = [
-                p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)
-            ]
-        # New weights that arrive after the step are written to local tensors: then only parameters show edits.
-        overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
-        return cls(parameters, _torch.versions_of(parameters, with_locals=not overlaps), held)
-
-
-def record_weight_versions(step: Step) -> None:
-    """Record after a step the versions of low-precision parameters, all of te_fsdp's own writes included. Local."""
-    if step.models:
-        setattr(step.optimizer, _WRITTEN, _WeightVersions.now(step.optimizer))
-
-
-def refuse_edited(step: Step) -> None:
-    """Raise if the step would write a main weight over a weight that was edited since the last one.
-
-    Compares versions locally. If a version has changed, and before the first step, collective over the model's mesh:
-    values are compared with those of main weights. Raises ``OrderError`` on all ranks. Nothing has changed.
-    """
-    if not step.models:
-        return
-    known: _WeightVersions | None = step.optimizer.__dict__.get(_WRITTEN)
-    parameters, versions, _ = _WeightVersions.now(step.optimizer)
-    if not parameters or (known is not None and known.versions == versions) or is_capturing():
-        return
-    mesh = step.models[0][0].meshes.device_mesh
-    together = collective_call(f"{step.where}: first, or after weights were edited", mesh)
-    with together, raised_on_all_ranks(mesh, step.where):
-        _refuse_those(step, [parameter for parameter in parameters if _differs(step.optimizer, parameter)])
-    record_weight_versions(step)
-
-
-@torch.no_grad()
-def _differs(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is not its fp32 main weight, rounded or quantized. Local operation."""
-    main, local = main_weight(optimizer, parameter), _torch.local_of(parameter).detach()
-    if main is None or main.dtype != torch.float32 or not main.numel():
-        return False
-    quantized, shard = _te.is_quantized(local), optimizer_shard_in(optimizer, parameter)
-    value = local.dequantize(dtype=torch.float32) if quantized else local  # type: ignore[call-arg]
-    value = value if shard is None else shard.of(value)
-    if not quantized:
-        rounded = main.to(value.dtype)
-        return not bool(((value == rounded) | (value.isnan() & rounded.isnan())).all())
-    kind = _te.format_of(local)
-    limit = (_TO_8_BITS if kind is None or kind.name not in ("nvfp4", "hybrid") else _TO_4_BITS) * main.norm()
-    if _te.has_delayed_scale(local):
-        limit = limit + _NEAR_ZERO * main.numel() ** 0.5 * _te.inverse_scale_of(local)
-    return bool((value - main).norm() > limit)
-
-
-def _refuse_those(step: Step, edited: list[torch.Tensor]) -> None:
-    if not edited:
-        return
-    names = step.names
-    raise OrderError(
-        f"{step.where}: {shorten([names.get(id(p), 'a parameter') for p in edited], 3)}",
-        expected="weights that are their main weights, rounded or quantized",
-        got=f"{len(edited)} that were edited since the last step, or since main weights were made",
-        why="The step would write the main weights back: the edits would be lost",
-        fix='edit optimizer.state[parameter]["master_param"] as well; or delete it from that state after the edit: the '
-        "next step starts with a main weight of the edited weight",
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------- closures

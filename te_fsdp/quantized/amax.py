@@ -55,7 +55,9 @@ if TYPE_CHECKING:
 _AMAX_GROUP = "_te_fsdp_amax_group"
 # Attribute of quantizers whose tensors are cloned with their scales.
 _CLONES = "_te_fsdp_clones_scales"
-_COPIED_ATTRIBUTES = (_AMAX_GROUP, _CLONES)
+#: Attribute of quantizers: how many quantizations into their tensors were counted (``write_counts.py``).
+WRITES = "_te_fsdp_writes"
+_COPIED_ATTRIBUTES = (_AMAX_GROUP, _CLONES, WRITES)
 _ATTRIBUTE = PATCHES["group"].attribute
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
@@ -173,7 +175,7 @@ def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], di
     @functools.wraps(stock)
     def __getstate__(self: Any) -> dict[str, Any]:
         # In another process the name may refer to different ranks.
-        return {key: value for key, value in stock(self).items() if key != _AMAX_GROUP}
+        return {key: value for key, value in stock(self).items() if key not in (_AMAX_GROUP, WRITES)}
 
     return __getstate__
 

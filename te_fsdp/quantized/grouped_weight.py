@@ -25,6 +25,7 @@ import torch
 from te_fsdp.collectives.redistribute import PackedLayout
 from te_fsdp.quantized.amax import amax_group_name, set_amax_group
 from te_fsdp.quantized.components import BufferLocations, Component, bytes_of_ranks, components_of, pack_bytes
+from te_fsdp.quantized.write_counts import count_write
 from te_fsdp.records import copy_param_attrs
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import GROUPED_BUFFERS
@@ -86,6 +87,7 @@ class _GroupedWeightMixin:
         if isinstance(tensor, _te.te().QuantizedTensor):
             tensor = tensor.dequantize()
         self.mark_experts()
+        count_write(self)
         for expert, value in zip(self.experts, tensor.detach(), strict=True):
             self._quantizer.update_quantized(value, expert, noop_flag=noop_flag)
         return self

@@ -300,6 +300,12 @@ PATCHES: dict[str, Patch] = {
         "test_te_faults.py::test_clone_shares_the_scale",
         "- `clone()` of a quantized tensor shares its scales",
     ),
+    "count": Patch(
+        "quantized tensors",
+        "quantize_",
+        "counts writes that `_version` does not count",
+        "test_written_weights.py::test_values",
+    ),
     "delayed": Patch(
         "`Float8Quantizer`",
         "update_quantized",
@@ -416,6 +422,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "pickle": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
     "clone": _cloning_tensors,
+    "count": _tensors,
     # Delayed quantizers refer to tensors of the module, which pickle and deepcopy would copy.
     "delayed": functools.partial(_te.quantizer_classes, "history"),
     # Shards of NVFP4 consist of complete blocks, so none is empty.

@@ -16,6 +16,7 @@ from te_fsdp.mesh import Meshes
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.quantized.amax import keep_amax_group_in_copies
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
+from te_fsdp.quantized.write_counts import patch_quantize
 from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
 from te_fsdp.upstream.patches import FSDP2
 
@@ -46,6 +47,7 @@ def test_patches_of_classes_are_installed_once(te):
     keep_amax_group_in_copies()
     patch_fsdp_hooks()
     patch_fused_adam()
+    patch_quantize()
     found = {}
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
@@ -55,8 +57,9 @@ def test_patches_of_classes_are_installed_once(te):
     keep_amax_group_in_copies()
     patch_fsdp_hooks()
     patch_fused_adam()
+    patch_quantize()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
-    assert len({attribute for _, attribute in found}) == 12
+    assert len({attribute for _, attribute in found}) == 13
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process

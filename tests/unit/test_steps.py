@@ -33,6 +33,7 @@ def test_the_order():
             "run_checks",  # of complete gradients, before anything changes
             "check_gradients",
             "wrap_closure",  # which does the last three again after the closure's backward
+            "update_written_main_weights",
             "sync_tp_replicas",  # of complete gradients, in the dtype in which they were summed
             "prepare_components",
             "allow_mixed_parameters",
@@ -43,7 +44,7 @@ def test_the_order():
     assert _names(components.AFTER_STEP) == [
         "refresh_quantized",
         "count_versions",
-        "run_checks_after_step",  # after that has counted
+        "record_weight_versions",  # after that has counted
         "undo_preparations",
         "finish_components",
         "release_weights",

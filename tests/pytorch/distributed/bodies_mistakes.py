@@ -261,20 +261,6 @@ def step_in_bf16(model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
 
 
-def an_edit_without_its_main_weight() -> None:
-    model, optimizer = in_bf16()
-    step_in_bf16(model, optimizer)
-    with torch.no_grad():
-        model.layer.fc2_weight.mul_(0.5)
-    step_in_bf16(model, optimizer)
-
-
-def an_init_after_main_weights() -> None:
-    model, optimizer = in_bf16()
-    model.head.weight.data.zero_()  # which torch counts nowhere
-    step_in_bf16(model, optimizer)
-
-
 def an_optimizer_in_another_order() -> None:
     """As sets give it, whose order is another one in each process."""
     model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
@@ -404,8 +390,6 @@ MISTAKES: list[Callable[..., None]] = [
     a_bias_taken_away_after_the_first_forward,
     a_parametrization_after_the_first_forward,
     other_values_by_functional_call,
-    an_edit_without_its_main_weight,
-    an_init_after_main_weights,
     an_optimizer_in_another_order,
     a_learning_rate_by_rank,
     a_head_beside_the_sharded_part,

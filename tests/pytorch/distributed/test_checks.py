@@ -21,7 +21,7 @@ MESHES = {"dp": {"dp_shard": 2}, "tp": {"dp_shard": 1, "tp": 2}, "hsdp": {"dp_re
 FOUND = {
     "values": ("setup", "InitError"),
     "inputs": ("first_steps", "InputError"),
-    "edited weights": ("first_steps", "OrderError"),
+    "stale backward": ("first_steps", "OrderError"),
     "later inputs": ("full", "InputError"),
     "later copies": ("full", "InitError"),
     "later options": ("full", "MeshError"),
@@ -97,7 +97,7 @@ def test_check_inputs_is_an_alias_that_warns(pool, wanted):
 @pytest.mark.ranks(2)
 def test_check_inputs_keeps_the_others(pool):
     """Unlike level "setup", `check_inputs=False` finds mistakes that are not about inputs and gradients."""
-    expected = {"inputs": "", "edited weights": "OrderError"}
+    expected = {"inputs": "", "stale backward": "OrderError"}
     assert pool.run(check_levels.found_without_inputs, 2) == [expected] * 2
 
 

@@ -82,10 +82,6 @@ ERRORS = {
         "OrderError",
         "inp.weight: a parameter assigned after the first forward",
     ),
-    "an_edit_without_its_main_weight": (
-        "OrderError",
-        "SGD.step: layer.fc2_weight: expected weights that are their main weights",
-    ),
     "an_optimizer_in_another_order": ("MeshError", "SGD.step: the optimizers differ between ranks"),
     "a_learning_rate_by_rank": ("MeshError", "with the same options, on all ranks, got here {'lr': '0."),
     "a_head_beside_the_sharded_part": (
@@ -108,10 +104,6 @@ ERRORS = {
     "clipping_what_was_replaced": (
         "OrderError",
         "grad_norm: inp.weight: expected current parameters of the model",
-    ),
-    "an_init_after_main_weights": (
-        "OrderError",
-        "SGD.step: head.weight: expected weights that are their main weights",
     ),
 }
 # The same, of calls that are given something else.

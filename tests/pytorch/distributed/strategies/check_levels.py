@@ -44,10 +44,13 @@ class _Training:
         te_fsdp.materialize(self.model, seed=0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
 
-    def backward(self, seed: int = 0) -> None:
+    def loss(self, seed: int = 0) -> torch.Tensor:
         torch.manual_seed(seed)
         inputs = torch.randn(16, 2, 64, dtype=torch.bfloat16, device=harness.device())
-        self.model(inputs).float().square().mean().backward()
+        return self.model(inputs).float().square().mean()
+
+    def backward(self, seed: int = 0) -> None:
+        self.loss(seed).backward()
 
     def step(self, seed: int = 0) -> None:
         self.backward(seed)
@@ -122,14 +125,14 @@ def _inputs_by_rank(checks: Any) -> None:
     _Training({"dp_shard": 1, "tp": 2}, checks).step(torch.distributed.get_rank())
 
 
-def _edited_weights(checks: Any) -> None:
-    """A bf16 weight with a main weight is edited between two steps."""
+def _stale_backward(checks: Any) -> None:
+    """A sharded weight is written to between forward and backward."""
     training = _Training({"dp_shard": 2}, checks)
-    te_fsdp.main_weights(training.model, training.optimizer)
     training.step()
+    loss = training.loss()
     with torch.no_grad():
-        next(training.model.parameters()).add_(1.0)
-    training.step()
+        training.optimizer.param_groups[0]["params"][0].add_(1.0)
+    loss.backward()
 
 
 def _later_inputs_by_rank(checks: Any) -> None:
@@ -172,7 +175,7 @@ def _later_gradients_by_rank(checks: Any) -> None:
 MISTAKES: dict[str, Callable[[Any], None]] = {
     "values": _values_by_rank,
     "inputs": _inputs_by_rank,
-    "edited weights": _edited_weights,
+    "stale backward": _stale_backward,
     "later inputs": _later_inputs_by_rank,
     "later copies": _later_copies_by_rank,
     "later options": _later_options_by_rank,
@@ -182,7 +185,7 @@ MISTAKES: dict[str, Callable[[Any], None]] = {
 
 def found_without_inputs() -> dict[str, str]:
     """:func:`found_at` of two mistakes with `check_inputs=False`."""
-    return found_at(False, ["inputs", "edited weights"])
+    return found_at(False, ["inputs", "stale backward"])
 
 
 def found_at(checks: Any, mistakes: Iterable[str] = MISTAKES) -> dict[str, str]:

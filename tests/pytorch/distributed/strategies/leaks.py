@@ -74,7 +74,7 @@ def _live_and_die(meshes: Any, kind: str, strategy: Any, outer: str) -> weakref.
 
     torch.manual_seed(0)
     model = nn.Sequential(_layer(kind, meshes), _layer(kind, meshes))
-    options: dict[str, Any] = {"strategy": strategy, "outer_strategy": outer, "check_inputs": False}
+    options: dict[str, Any] = {"strategy": strategy, "outer_strategy": outer, "checks": "setup"}
     te_fsdp.fully_shard(model, meshes, units=("0", "1"), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     if outer == "optim":

@@ -1,0 +1,99 @@
+"""Main weights of parameters that user code has written to since the last step.
+
+[Note: written weights] An optimizer step updates the main weight and writes it to the parameter. It must start from
+what the user has written to the parameter: an average, the values of a lookahead, a loaded state dict. The main weight
+is exact where it rounds to the parameter's value. So a parameter that gets its previous values back, after an
+evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the parameter's
+value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from te_fsdp.collectives.rendezvous import is_capturing
+from te_fsdp.features.main_params import MAIN, is_low_precision, main_parameters_of, optimizer_shard_in
+from te_fsdp.features.main_weights import main_weight
+from te_fsdp.quantized.rounding import rounded_values
+from te_fsdp.quantized.write_counts import numbers_of_writes
+from te_fsdp.upstream import torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from te_fsdp.lifecycle import Step
+
+#: Attribute of an optimizer: the versions of its low-precision parameters after its last step.
+_WRITTEN = "_te_fsdp_written"
+
+
+class _WeightVersions(NamedTuple):
+    """Versions of the low-precision parameters of an optimizer."""
+
+    parameters: list[torch.Tensor]
+    versions: list[int]
+    count: int  #: Number of all parameters of the optimizer
+
+    @classmethod
+    def now(cls, optimizer: Optimizer) -> _WeightVersions:
+        """Return the current versions. The parameters are listed again if the optimizer has a different number."""
+        known: _WeightVersions | None = optimizer.__dict__.get(_WRITTEN)
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        if known is not None and known.count == count:
+            parameters = known.parameters
+        else:
+            parameters = [
+                p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)
+            ]
+        # HFSDP's all-gather writes to local tensors after the step. Only writes through parameters count then.
+        overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
+        versions = _torch.versions_of(parameters, with_locals=not overlaps)
+        writes = numbers_of_writes(_torch.local_tensors_of(parameters))
+        return cls(parameters, list(map(operator.add, versions, writes)), count)
+
+
+def record_weight_versions(step: Step) -> None:
+    """Record the versions of low-precision parameters after a step."""
+    if step.models:
+        setattr(step.optimizer, _WRITTEN, _WeightVersions.now(step.optimizer))
+
+
+def update_written_main_weights(step: Step) -> None:
+    """Update the main weights of parameters that user code has written to ([Note: written weights]).
+
+    Local operation. The first step compares all main weights with their parameters.
+    """
+    if not step.models:
+        return
+    known: _WeightVersions | None = step.optimizer.__dict__.get(_WRITTEN)
+    now = _WeightVersions.now(step.optimizer)
+    if not now.parameters or (known is not None and known.versions == now.versions) or is_capturing():
+        return
+    before = known.versions if known is not None and known.parameters is now.parameters else None
+    for index, parameter in enumerate(now.parameters):
+        if before is None or before[index] != now.versions[index]:
+            _update_main_weight(step.optimizer, parameter)
+    setattr(step.optimizer, _WRITTEN, now)
+
+
+@torch.no_grad()
+def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
+    """Replace the values of a main weight that do not round to its parameter's values."""
+    main = main_weight(optimizer, parameter)
+    # Remainders (int16) complete the parameter's own bits, so they need no update.
+    if main is None or not main.numel() or main.dtype == torch.int16:
+        return
+    rounded, shard = (
+        rounded_values(_torch.local_of(parameter).detach()),
+        optimizer_shard_in(optimizer, parameter),
+    )
+    if shard is not None:
+        rounded = rounded.map(shard.of)
+    if main.dtype == torch.float32:
+        main.copy_(rounded.keep(main))
+    else:  # a scaled main weight of FusedAdam
+        exact = optimizer.get_unscaled_state(parameter, MAIN)
+        optimizer.set_scaled_state(parameter, MAIN, rounded.keep(_torch.local_of(exact).float()))

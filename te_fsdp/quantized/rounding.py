@@ -1,0 +1,113 @@
+"""Check which high-precision values round to the values of a low-precision tensor."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from te_fsdp.upstream import te as _te
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class _Element(NamedTuple):
+    """An element type of a quantized format."""
+
+    one: int  #: Byte of the value 1.0. FP4 has two values in a byte.
+    exponent: int  #: Exponent of the smallest normal value
+    mantissa: int  #: Bits of the mantissa
+    largest: float
+
+
+_ELEMENTS = {
+    "kFloat8E4M3": _Element(0x38, -6, 3, 448.0),
+    "kFloat8E5M2": _Element(0x3C, -14, 2, 57344.0),
+    "kFloat4E2M1": _Element(0x22, 0, 1, 6.0),
+}
+# Relative error of fp32 products, with a margin, so that values next to a power of two have its exponent.
+_FP32_ERROR = 2.0**-20
+
+
+class RoundedValues(NamedTuple):
+    """Values of a low-precision tensor, in fp32, with the values that round to them."""
+
+    value: torch.Tensor
+    outward: (
+        torch.Tensor
+    )  #: The largest distance of a value that rounds to ``value`` and is farther from zero
+    inward: torch.Tensor  #: The same for values that are closer to zero
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> RoundedValues:
+        """Apply a function to each tensor."""
+        return RoundedValues(*map(function, self))
+
+    def keep(self, exact: torch.Tensor) -> torch.Tensor:
+        """Return ``exact`` where it rounds to the values, and the values elsewhere. Local operation."""
+        is_inward = (exact.abs() < self.value.abs()) | (exact.sign() * self.value.sign() < 0)
+        distance = torch.where(is_inward, self.inward, self.outward)
+        return torch.where((exact - self.value).abs() <= distance, exact, self.value)
+
+
+def rounded_values(local: torch.Tensor) -> RoundedValues:
+    """Return the values of a local tensor of low precision. Local operation."""
+    if _te.is_grouped(local):
+        experts = [rounded_values(expert) for expert in local.experts]  # type: ignore[attr-defined]
+        if experts:
+            return RoundedValues(*(torch.stack(tensors) for tensors in zip(*experts, strict=True)))
+        return _plain(local.dequantize())  # type: ignore[operator]
+    if not _te.is_quantized(local):
+        return _plain(local.detach())
+    part = _te.storage_parts_of(local)[0]
+    exact = _te.high_precision_part(part)
+    return _plain(exact) if exact is not None else _quantized(part)
+
+
+def _plain(local: torch.Tensor) -> RoundedValues:
+    info, value = torch.finfo(local.dtype), local.float()
+    smallest = math.frexp(info.tiny)[1] - 1
+    element = _Element(0, smallest, 1 - math.frexp(info.eps)[1], info.max)
+    return _with_distances(value, torch.ones_like(value), element)
+
+
+def _quantized(part: torch.Tensor) -> RoundedValues:
+    element = _ELEMENTS[_element_type(part)]
+    value = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
+    return _with_distances(value, _dequantize_bytes(part, element.one), element)
+
+
+def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element) -> RoundedValues:
+    """Return values that are ``scale`` times a number of an element type."""
+    number = (value / scale).abs().nan_to_num() * (1 + _FP32_ERROR)
+    # Subnormal numbers have the spacing of the smallest normal one. The mantissa is at least 0.5.
+    mantissa, exponent = torch.frexp(number.clamp(min=2.0**element.exponent))
+    exponent = exponent - 1
+    half = torch.ldexp(scale, exponent - element.mantissa - 1) * (1 + _FP32_ERROR)
+    # The numbers below a power of two are twice as dense.
+    is_power = (mantissa < 0.5 * (1 + 4 * _FP32_ERROR)) & (exponent > element.exponent)
+    # Larger values saturate. A scale that is zero itself rounds all values to zero.
+    outward = half.masked_fill((number >= element.largest) | (scale == 0), math.inf)
+    return RoundedValues(value, outward, torch.where(is_power, half / 2, half))
+
+
+def _element_type(tensor: torch.Tensor) -> str:
+    """Return the name of the element type of a quantized tensor, such as ``"kFloat8E4M3"``."""
+    metadata = tensor.get_metadata()  # type: ignore[attr-defined]
+    dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
+    return getattr(dtype, "name", str(dtype))
+
+
+def _dequantize_bytes(tensor: torch.Tensor, byte: int) -> torch.Tensor:
+    """Return the fp32 values that a quantized tensor would have if all its data bytes were ``byte``."""
+    row = _te.format_of(tensor)
+    names = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
+    kept = {name: value for name in names if (value := getattr(tensor, name, None)) is not None}
+    try:
+        for name, value in kept.items():
+            setattr(tensor, name, torch.full_like(value, byte))
+        return tensor.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
+    finally:
+        for name, value in kept.items():
+            setattr(tensor, name, value)

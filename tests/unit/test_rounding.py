@@ -1,0 +1,68 @@
+"""The kind: which fp32 values round to the values of a low-precision tensor, for every format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from te_fsdp.quantized.rounding import rounded_values
+
+PLAIN = {"bf16": torch.bfloat16, "fp16": torch.float16}
+RECIPES = ("current", "delayed", "block", "mxfp8", "nvfp4")
+BUFFERS = ("_data", "_rowwise_data")
+
+
+def _quantize(te: Any, recipe: str, value: torch.Tensor) -> Any:
+    from transformer_engine.common import recipe as recipes
+
+    names = {
+        "current": "Float8CurrentScaling",
+        "delayed": "DelayedScaling",
+        "block": "Float8BlockScaling",
+        "mxfp8": "MXFP8BlockScaling",
+        "nvfp4": "NVFP4BlockScaling",
+    }
+    with te.quantized_model_init(enabled=True, recipe=getattr(recipes, names[recipe])()):
+        weight = te.Linear(256, 256, bias=False, device="cpu").weight
+    with torch.no_grad():
+        weight.copy_(value)
+    return weight.detach()
+
+
+def _values() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    # Of many magnitudes: normal and subnormal numbers, and powers of two.
+    scale = torch.exp2(torch.randint(-12, 3, (256, 256), generator=generator).float())
+    value = torch.randn(256, 256, generator=generator) * scale
+    return torch.where(torch.rand(256, 256, generator=generator) < 0.1, scale, value)
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *RECIPES])
+def test_values_that_round_are_kept(te, name):
+    """The exact values are kept bit for bit. A neighbor of the rounded value replaces them."""
+    exact = _values()
+    local = exact.to(PLAIN[name]) if name in PLAIN else _quantize(te, name, exact)
+    rounded = rounded_values(local)
+    assert torch.equal(rounded.keep(exact), exact)
+    if name in PLAIN:
+        local.view(torch.int16).bitwise_xor_(1)
+    else:
+        buffer = next(b for b in BUFFERS if getattr(local, b, None) is not None)
+        getattr(local, buffer).bitwise_xor_(0x11 if name == "nvfp4" else 1)
+    neighbor = rounded_values(local)
+    # Flipping a bit of 448 gives NaN. Exact values in the middle round to both.
+    distances = (exact - rounded.value).abs() - (exact - neighbor.value).abs()
+    compared = neighbor.value.isfinite() & (distances.abs() > 1e-4 * (neighbor.value - rounded.value).abs())
+    assert compared.float().mean() > 0.99
+    assert torch.equal(neighbor.keep(exact)[compared], neighbor.value[compared])
+
+
+def test_saturated_values_are_kept(te):
+    """Delayed scaling starts with scale 1, so that large values saturate."""
+    exact = torch.full((256, 256), 1000.0)
+    local = _quantize(te, "delayed", exact)
+    assert torch.equal(local.dequantize(dtype=torch.float32), torch.full_like(exact, 448.0))
+    assert torch.equal(rounded_values(local).keep(exact), exact)
+    assert torch.equal(rounded_values(local).keep(-exact), torch.full_like(exact, 448.0))
