@@ -22,7 +22,12 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, shorten
-from te_fsdp.features.hfsdp.gradients import NO_VALUES, VALUES
+from te_fsdp.features.unreadable_gradients import (
+    UnreadableGradient,
+    UnreadableShard,
+    reads_values,
+    tensor_arguments,
+)
 from te_fsdp.sharded_model import expose_sharded_params, expose_unsharded_params, record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
@@ -44,90 +49,57 @@ _NAME = "_te_fsdp_name"
 _ZEROED = "_te_fsdp_zeroed"
 
 
-def _raise_unreduced(marker: torch.Tensor | None, what: str, *unused: Any, **more: Any) -> NoReturn:
-    """Raise :class:`OrderError` for an operation that reads a gradient before its reduction."""
-    name = marker.__dict__[_NAME]() if marker is not None and _NAME in marker.__dict__ else "a parameter"
-    raise OrderError(
-        f"{what} on the gradient of {name}",
-        expected="a gradient that is reduced over the data-parallel ranks",
-        got="an unreduced gradient, after a backward that was not the last one of its step",
-        why="Each rank has the gradient of its own microbatches only",
-        fix="read it after the last microbatch, or call te_fsdp.finish_grad_reduce(model) first; "
-        "zero_grad() and .grad = None drop it",
-    )
+class _Unreduced(UnreadableGradient):
+    """Operations of markers ([Note: markers])."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def refuse(gradient: Any, what: str) -> NoReturn:
+        """Raise :class:`OrderError` for an operation that reads a gradient before its reduction."""
+        name = gradient.__dict__[_NAME]() if gradient is not None and _NAME in gradient.__dict__ else ""
+        raise OrderError(
+            f"{what} on the gradient of {name or 'a parameter'}",
+            expected="a gradient that is reduced over the data-parallel ranks",
+            got="an unreduced gradient, after a backward that was not the last one of its step",
+            why="Each rank has the gradient of its own microbatches only",
+            fix="read it after the last microbatch, or call te_fsdp.finish_grad_reduce(model) first; "
+            "zero_grad() and .grad = None drop it",
+        )
+
+    @classmethod
+    def run(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run operations that read no values, record that a marker was zeroed, and raise for all others."""
+        name, is_read = reads_values(func)
+        given = tensor_arguments(args)
+        if name in ("zero_", "_foreach_zero_"):
+            for marker in filter(is_marker, given):
+                setattr(marker, _ZEROED, True)
+            rest = [item for item in given if not is_marker(item)]
+            if rest:
+                func(rest, **kwargs)
+            return args[0]
+        if name in ("detach", "detach_"):
+            return args[0]
+        # torch.compile reads metadata of .grad for each parameter that a forward uses, but not its values.
+        if is_read and not _torch_autograd.is_compiling():
+            cls.refuse(next(filter(is_marker, given), None), name)
+        return _torch.plain_results(func, types, args, kwargs)
 
 
-def _torch_function(
-    cls: type, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> Any:
-    """Run operations that read no values, record that a marker was zeroed, and raise for all others."""
-    name = func.__name__
-    given = args[0] if args and isinstance(args[0], (list, tuple)) else args
-    markers = [item for item in given if isinstance(item, _MARKERS)]
-    if name in ("zero_", "_foreach_zero_"):
-        for marker in markers:
-            setattr(marker, _ZEROED, True)
-        rest = [item for item in given if not isinstance(item, _MARKERS)]
-        if rest:
-            func(rest, **(kwargs or {}))
-        return args[0]
-    if name in ("detach", "detach_"):
-        return args[0]
-    access = name in ("__get__", "__set__", "__delete__")
-    harmless = func.__self__.__name__ not in VALUES if access else name in NO_VALUES
-    # torch.compile reads metadata of .grad for each parameter that a forward uses, but not its values.
-    if not harmless and not _torch_autograd.is_compiling():
-        _raise_unreduced(next(iter(markers), None), func.__self__.__name__ if access else name)
-    return _torch.plain_results(func, types, args, kwargs or {})
-
-
-class UnreducedShard(DTensor):
+class UnreducedShard(_Unreduced, UnreadableShard):
     """Marker in ``.grad`` of a DTensor parameter with an unreduced gradient."""
 
     __slots__ = ()
 
-    to_local = functools.partialmethod(_raise_unreduced, "to_local")
-    full_tensor = functools.partialmethod(_raise_unreduced, "full_tensor")
-    redistribute = functools.partialmethod(_raise_unreduced, "redistribute")
-    __deepcopy__ = functools.partialmethod(_raise_unreduced, "deepcopy")
-    __reduce_ex__ = functools.partialmethod(_raise_unreduced, "pickle")
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse operations that read values ([Note: markers])."""
-        return _torch_function(cls, func, types, args, kwargs)
-
-    def __repr__(self, **unused: Any) -> str:
-        """Return a representation without values."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
-
-
-class UnreducedTensor(torch.Tensor):
+class UnreducedTensor(_Unreduced, torch.Tensor):
     """Marker in ``.grad`` of a plain parameter with an unreduced gradient."""
-
-    __deepcopy__ = functools.partialmethod(_raise_unreduced, "deepcopy")
-    __reduce_ex__ = functools.partialmethod(_raise_unreduced, "pickle")
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Refuse operations that read values ([Note: markers])."""
-        return _torch_function(cls, func, types, args, kwargs)
-
-    def __repr__(self, **unused: Any) -> str:
-        """Return a representation without values."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)})"
-
-
-_MARKERS = (UnreducedShard, UnreducedTensor)
 
 
 def is_marker(gradient: torch.Tensor | None) -> bool:
     """Return whether ``.grad`` is a marker of an unreduced gradient."""
-    return isinstance(gradient, _MARKERS)
+    return isinstance(gradient, _Unreduced)
 
 
 class _Marked(NamedTuple):

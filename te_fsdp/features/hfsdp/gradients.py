@@ -24,6 +24,7 @@ from te_fsdp.component import Component
 from te_fsdp.errors import OrderError
 from te_fsdp.features.hfsdp.optimizer_shards import OUTER, OptimizerShard
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
+from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import (
     assign_main_gradients,
     broadcast_tp_gradients,
@@ -263,14 +264,6 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
 _FACTOR = "_te_fsdp_factor"
 #: Attribute of a gradient: its parameter's label.
 _LABEL = "_te_fsdp_label"
-#: Attributes that return values. Others return shape, dtype and similar.
-VALUES = ("data", "T", "H", "mT", "mH", "real", "imag")
-#: Methods and functions that return shape and similar, or that do not change values.
-NO_VALUES = (
-    *("size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "storage_offset"),
-    *("get_device", "is_contiguous", "is_floating_point", "is_complex", "__len__", "__hash__"),
-    *("requires_grad_", "detach", "detach_"),
-)
 #: Linear operations, which have the same result before and after the average.
 _LINEAR = (
     *("zero_", "mul_", "div_", "__imul__", "__itruediv__", "multiply_", "divide_", "true_divide_"),
@@ -278,59 +271,35 @@ _LINEAR = (
 )
 
 
-def _raise_unaveraged(gradient: torch.Tensor | None, what: str, *unused: Any, **more: Any) -> NoReturn:
-    """Raise :class:`OrderError` for an operation on a gradient."""
-    label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
-    shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
-    raise OrderError(
-        f"{what} on the gradient of {label or f'a parameter{shape}'}",
-        expected=f"a gradient that is averaged over {OUTER}",
-        got="a gradient that is averaged over this replica only, as after each backward with "
-        'outer_strategy="optim"',
-        why="Each replica would see different numbers",
-        fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; if other code must read "
-        "gradients, shard with outer_strategy='no_shard' (HSDP)",
-    )
-
-
-class UnaveragedGradient(DTensor):
+class UnaveragedGradient(UnreadableShard):
     """A gradient that is averaged within one replica of the model only, see the module's docstring."""
 
     __slots__ = ()
 
-    to_local = functools.partialmethod(_raise_unaveraged, "to_local")
-    full_tensor = functools.partialmethod(_raise_unaveraged, "full_tensor")
-    redistribute = functools.partialmethod(_raise_unaveraged, "redistribute")
-    __deepcopy__ = functools.partialmethod(_raise_unaveraged, "deepcopy")
-    __reduce_ex__ = functools.partialmethod(_raise_unaveraged, "pickle")
+    @staticmethod
+    def refuse(gradient: Any, what: str) -> NoReturn:
+        """Raise :class:`OrderError` for an operation on a gradient."""
+        label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
+        shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
+        raise OrderError(
+            f"{what} on the gradient of {label or f'a parameter{shape}'}",
+            expected=f"a gradient that is averaged over {OUTER}",
+            got="a gradient that is averaged over this replica only, as after each backward with "
+            'outer_strategy="optim"',
+            why="Each replica would see different numbers",
+            fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; if other code must read "
+            "gradients, shard with outer_strategy='no_shard' (HSDP)",
+        )
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run operations that do not depend on the average.
-
-        This is not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
-
-        Raises:
-            OrderError: Any other operation.
-        """
-        name = func.__name__
-        if name in ("__get__", "__set__", "__delete__"):
-            name = func.__self__.__name__
-            harmless = name not in VALUES
-        else:
-            linear = name in _LINEAR and not kwargs and all(map(_is_number, args[1:]))
-            harmless = linear or name in NO_VALUES
-        if not harmless:
-            given = args[0] if args and isinstance(args[0], (list, tuple)) else args
-            _raise_unaveraged(next((g for g in given if isinstance(g, cls)), None), name)
-        result = _torch.plain_results(func, types, args, kwargs or {})
+    def run(cls, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run operations that do not depend on the average. Raise :class:`OrderError` for all others."""
+        name, is_read = reads_values(func)
+        is_linear = name in _LINEAR and not kwargs and all(map(_is_number, args[1:]))
+        if is_read and not is_linear:
+            cls.refuse(next((g for g in tensor_arguments(args) if isinstance(g, cls)), None), name)
+        result = _torch.plain_results(func, types, args, kwargs)
         return hide_unaveraged_grad(result) if isinstance(result, DTensor) else result
-
-    def __repr__(self, **unused: Any) -> str:
-        """Return a description without values."""
-        return f"{type(self).__name__}(shape={tuple(self.shape)}, placements={self.placements})"
 
 
 def _is_number(value: Any) -> bool:
