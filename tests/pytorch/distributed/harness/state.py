@@ -139,6 +139,9 @@ def reset() -> None:
     quantization = sys.modules.get("transformer_engine.pytorch.quantization")
     if quantization is not None:
         quantization.FP8GlobalStateManager.reset()
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is not None:
+        graph.set_capture_end()  # an exception in make_graphed_callables leaves it set
     gc.collect()
     _empty_lost_meshes()
     # The remaining objects are modules and caches, which stay: later collections need not scan them each time.
