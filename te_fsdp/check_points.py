@@ -46,6 +46,7 @@ class When(enum.Enum):
     SHARDED = "first_steps", "sharded"
     BOUND = "first_steps", "bound"
     BATCH = "first_steps", "batch"
+    FIRST = "first_steps", "first"
     INITIALIZED = "first_steps", "initialized"
     FORWARD = "first_steps", "forward"
     INPUTS = "first_steps", "inputs"
@@ -81,6 +82,7 @@ class CheckPoints:
     binding: Functions = ()  #: ``(planned, tp_mesh, ep_mesh)`` before ``set_device_mesh`` changes anything
     bound: Functions = ()  #: ``(model, tp_mesh)`` at the end of ``set_device_mesh``; ``tp_mesh=None`` removes checks
     batch: Functions = ()  #: ``(batch, meshes)`` before ``context_parallel_shard`` shards a batch
+    first: Functions = ()  #: ``(state, run)`` before a forward; calls ``run()``, the functions of ``initialized``
     initialized: Functions = ()  #: ``(state)`` before the first forward after parameters were on meta
     forward: Functions = ()  #: ``(state)`` before a forward of the model
     inputs: Functions = ()  #: ``(model, args, kwargs, method)`` before a method that gathers as forward does

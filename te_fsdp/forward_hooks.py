@@ -65,7 +65,10 @@ def _check_initialized(state: ShardedModel) -> None:
 def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
     """Prepare a forward of the model, or a method that gathers as forward does."""
     if state.checked.on_meta:
-        _check_initialized(state)
+        run = functools.partial(_check_initialized, state)
+        for first in state.checks.first:
+            run = functools.partial(first, state, run)
+        run()
     if not _torch.in_backward() and not state.computed.methods:
         recover_from_exception(state)
         has_failed_backward(state)  # forget cleared gradients before new ones exist

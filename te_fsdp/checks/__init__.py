@@ -71,6 +71,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check("batches over cp", When.BATCH, "cp", inputs.check_same_batch, InputError),
     # forward
+    Check("errors of one rank", When.FIRST, "dp_shard, tp", forward.raise_together, OrderError),
     Check("removed parameters", When.INITIALIZED, "", model.refuse_removed_parameters, OrderError),
     Check("parameters on meta", When.INITIALIZED, "", model.require_initialized, OrderError),
     Check("changed parameters", When.INITIALIZED, "", model.refuse_changed_parameters, OrderError),

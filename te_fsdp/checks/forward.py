@@ -15,13 +15,13 @@ alone waits for the others, logs it, and gives up: the others are in an all-gath
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank
+from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import CollectiveError, MeshError, OrderError, PlacementError, PrecisionError, shorten
 from te_fsdp.records import iter_param_owners
@@ -131,6 +131,21 @@ def refuse_second_derivatives_of_te(state: ShardedModel) -> None:
 # ----------------------------------------------------------------------------------------------------- same computation
 
 
+def raise_together(state: ShardedModel, run: Callable[[], None]) -> None:
+    """Run local checks before the first forward, and raise the error of one rank on all.
+
+    Collective over the ranks that all-gather or split layers with this one, which would wait for that rank. Later
+    forwards run the checks locally.
+    """
+    mode = state.model.training, torch.is_grad_enabled()
+    if state.computed.modes or _torch.in_backward():
+        run()
+        return
+    with _with_peers(state, mode) as mesh, raised_on_all_ranks(mesh, f"{type(state.model).__name__}.forward"):
+        run()
+    state.computed.mode = mode
+
+
 def compare_computation(state: ShardedModel) -> None:
     """Compare, before a forward of the model, its mode, recipe and trained parameters over ranks.
 
@@ -141,8 +156,8 @@ def compare_computation(state: ShardedModel) -> None:
     known, every = state.computed, state.checks.level == "full"
     mode = state.model.training, torch.is_grad_enabled()
     if mode != known.mode or every:
-        _rendezvous_with_peers(state, mode)
-        known.mode = mode
+        with _with_peers(state, mode):
+            known.mode = mode
     if mode != (True, True):
         return
     known.pairs.clear()
@@ -191,15 +206,22 @@ def _trained(state: ShardedModel) -> list[bool]:
         return []
 
 
-def _rendezvous_with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> None:
-    """Wait for the ranks that share this rank's ``dp_shard`` and ``tp`` groups."""
+@contextmanager
+def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[DeviceMesh | None]:
+    """Begin the context when the ranks that share this rank's ``dp_shard`` and ``tp`` groups have arrived.
+
+    Its value is their mesh, ``None`` if this rank did not wait for others.
+    """
     known = state.computed
     mesh = _peer_ranks(state, any(state.units[name].gather == "pass" for name in state.modules))
-    if mesh is not None and _should_check(state, mesh):
+    if mesh is None or not _should_check(state, mesh):
+        yield None
+    else:
         kind = f"forward in {'training' if mode[0] else 'evaluation'}"
         kind += "" if mode[1] else " without gradients"
         with _rendezvous(kind if mode in known.modes else f"first {kind}", mesh):
             known.checks_done[mesh.mesh_dim_names] += 1
+            yield mesh
     known.modes.add(mode)
 
 

@@ -103,6 +103,30 @@ def evaluation_on_some_ranks_of_tp() -> None:
     _train(_with_tp().train(dist.get_rank() == 0))
 
 
+def a_weight_assigned_on_one_rank() -> None:
+    model = make_sharded()
+    if dist.get_rank() == 0:
+        model.head.weight = nn.Parameter(torch.zeros(model.head.weight.shape, device=harness.device()))
+    _train(model)
+
+
+def a_bias_deleted_on_one_rank() -> None:
+    model = make_sharded()
+    if dist.get_rank() == 1:
+        del model.head.bias
+    _train(model)
+
+
+def memory_not_initialized_on_one_rank() -> None:
+    model = make_sharded(model=Model(make_meshes(tp=2)), tp=2)
+    if dist.get_rank() == 0:
+        model.to_empty(device=harness.device())
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(torch.nan)
+    _train(model)
+
+
 MISTAKES: list[Callable[..., None]] = [
     a_recipe_on_some_ranks_of_tp,
     options_of_a_recipe_by_rank,
@@ -113,6 +137,9 @@ MISTAKES: list[Callable[..., None]] = [
     frozen_on_one_rank,
     other_parameters_frozen_on_each_rank,
     evaluation_on_some_ranks_of_tp,
+    a_weight_assigned_on_one_rank,
+    a_bias_deleted_on_one_rank,
+    memory_not_initialized_on_one_rank,
 ]
 
 

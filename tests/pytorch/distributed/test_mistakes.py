@@ -202,6 +202,13 @@ RANKS = {
         "CollectiveError",
         "got rank 0 in te_fsdp.first forward in training; rank 1 in te_fsdp.first forward in evaluation",
     ),
+    # The other rank would wait for this one in its first all-gather.
+    "a_weight_assigned_on_one_rank": (
+        "OrderError",
+        "head.weight: trained, but not in the model when te_fsdp.fully_shard was called",
+    ),
+    "a_bias_deleted_on_one_rank": ("OrderError", "head.bias: removed after fully_shard"),
+    "memory_not_initialized_on_one_rank": ("InitError", "not initialized"),
 }
 
 
