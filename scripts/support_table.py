@@ -127,7 +127,11 @@ def page() -> str:
         columns.setdefault(tuple(cells), []).append(title)
     header = ["recipe", "weights", "devices", *map(", ".join, columns.values())]
     shared = [[*row[:3], *cells] for row, cells in zip(rows, zip(*columns, strict=True), strict=True)]
-    table = [header, ["---"] * len(header), *shared]
+    merged: dict[tuple[str, ...], list[str]] = {}  # weights with the same cells share a row
+    for recipe, weights, *cells in shared:
+        merged.setdefault((recipe, *cells), []).append(weights)
+    joined = [[recipe, ", ".join(weights), *cells] for (recipe, *cells), weights in merged.items()]
+    table = [header, ["---"] * len(header), *joined]
     lines = [f"| {' | '.join(row)} |" for row in table]
     explained = [f"{number}. `{note.error}`: {note.reason}." for note, number in notes.items()]
     return TEMPLATE.read_text(encoding="utf-8").format(

@@ -26,7 +26,7 @@ def _documented() -> dict[str, dict[str, str]]:
         if len(row) != 5:
             break
         for strategy, cell in zip(head, row[1:], strict=True):
-            found.setdefault(strategy, {})[row[0]] = cell
+            found.setdefault(strategy, {}).update(dict.fromkeys(row[0].split("; "), cell))
     return found
 
 
