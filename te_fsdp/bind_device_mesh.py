@@ -144,16 +144,17 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
 
 @functools.cache
 def bound_class(cls: type) -> type:
-    """Return the class of a bound instance of ``cls`` (``te.Linear`` -> ``te_fsdp.Linear``).
+    """Return the class of a bound instance of ``cls``: for ``te.Linear`` a subclass of ``te_fsdp.Linear``.
 
-    A user's subclass, and a module outside of TE, keep their code and name behind the mixin.
+    It has the name and ``__module__`` of ``cls``: ``_init_weights`` of public models recognizes TE's modules by them.
+    A user's subclass, and a module outside of TE, keep their code behind the mixin.
     """
     if issubclass(cls, MeshModule):
         return cls
+    members = {"set_device_mesh": _set_own_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
     for kind in _te.KINDS if _te.is_loaded() else ():
         if cls is _te.module_class(kind):
-            return mesh_class(kind)
-    members = {"set_device_mesh": _set_own_mesh, "__doc__": cls.__doc__, "__module__": cls.__module__}
+            return type(kind, (mesh_class(kind),), members)
     return type(cls.__name__, _bases(cls), members)
 
 
@@ -352,6 +353,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if parameter is not None:
             binding.attributes[name] = param_attrs_to_copy(parameter)
     module.__dict__[BINDING] = binding
+    # Of the instance too: the class that FSDP2 gives a unit has a __module__ of torch's.
+    module.__dict__.setdefault("__module__", type(module).__module__)
     module.__class__ = bound_class(type(module))
     is_cut = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
     if is_cut and hasattr(module, "set_tensor_parallel_group"):

@@ -27,7 +27,7 @@ from te_fsdp.initialize import (
 )
 from te_fsdp.inline_init import record_writes, refuse_lost_writes
 from te_fsdp.lifecycle import track_replaced_parameters
-from te_fsdp.model_init import attributes_on_meta, find_initializers
+from te_fsdp.model_init import attributes_on_meta, dropped_by_ties, find_initializers
 from te_fsdp.modules.mixin import ForeignModule
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.quantized.components import components_of, drop_derived_state
@@ -71,7 +71,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     random state draws equal weights. Modules are initialized in the order of ``model.modules()``: TE modules by their
     init methods, others by ``reset_parameters``, or else by ``_reset_parameters`` (as in ``nn.MultiheadAttention``).
     Weights under ``quantized_model_init`` are quantized, with one scale per weight. Modules without meta tensors do
-    not change. Tied parameters stay tied, with the initial values of the last module that owns them.
+    not change. Tied parameters stay tied, with values of their last owner, or of the source in ``_tied_weights_keys``.
 
     Then the model's own initialization runs, if it has one: ``init_weights()``, else ``initialize_weights()``, else
     ``_init_weights``, applied to every module. It sees unsharded tensors, and every rank keeps its parts. So does a
@@ -112,7 +112,9 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
                 expected="an initializer for each",
                 got="meta tensors, or values that reset_parameters left uninitialized",
                 why="They would contain uninitialized memory",
-                fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer",
+                fix="define reset_parameters() on the module that owns them, filling every own parameter and buffer, "
+                "or assign tensors with values before materialize (such as rotary frequencies of the model's own, "
+                "computed outside of torch.device('meta'))",
             )
     state = get_sharded_model(model)
     if state is not None:
@@ -185,14 +187,19 @@ def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> l
             if tensor is not None:
                 held = owner._parameters if own in owner._parameters else owner._buffers
                 owners.setdefault(id(tensor), []).append((held, own, tensor))
+    dropped = dropped_by_ties(model)
     unset: list[str] = []
     first_error: Exception | None = None
     for name, module in pending:
         before = {
             own: t for own, t in (*module._parameters.items(), *module._buffers.items()) if t is not None
         }
+        kept = [_torch.local_of(t) for own, t in before.items() if (id(module), own) in dropped]
+        values = [(local, local.detach().clone()) for local in kept if not local.is_meta]
         try:
             unset += [f"{name}.{own}" if name else own for own in _initialize(module)]
+            for local, value in values:
+                local.detach().copy_(value)
         except Exception as error:  # raised after the loop
             first_error = first_error or error
         for own, old in before.items():

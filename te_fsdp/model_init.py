@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -158,7 +159,7 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
         if not required:
             return method
         if len(required) == 1 and (word == "_init_weights" or required[0] in ("module", "m", "mod", "layer")):
-            return functools.partial(module.apply, method)
+            return functools.partial(_apply, module, method)
         refused.append(f"{word}({', '.join(required)})")
     if refused:
         raise InitError(
@@ -169,6 +170,47 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
             fix="give its arguments defaults, or define init_weights(self) on the model, which calls it",
         )
     return None
+
+
+def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
+    """Return (id of a module, parameter name) of parameters that Hugging Face's ``_tied_weights_keys`` replaces.
+
+    Such a module draws values for its own parameter, and the model then ties it to another module's. Local operation.
+    """
+    dropped = set()
+    for module in model.modules():
+        keys = (
+            getattr(module, "_tied_weights_keys", None) or ()
+        )  # names or patterns; a dict maps them to sources
+        patterns = [re.compile(rf"(?:{key})\Z") for key in keys]
+        places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+        for name, owner in module.named_modules() if patterns else ():
+            for own, parameter in owner._parameters.items():
+                if parameter is not None:
+                    full = f"{name}.{own}".removeprefix(".")
+                    places.setdefault(id(parameter), []).append((full, owner, own))
+        for tied in places.values():
+            listed = [one for one in tied if any(pattern.match(one[0]) for pattern in patterns)]
+            if 0 < len(listed) < len(tied):
+                dropped |= {(id(owner), own) for _, owner, own in listed}
+    return dropped
+
+
+def _apply(root: nn.Module, initialize: Callable[[nn.Module], object]) -> None:
+    """Call ``initialize`` for every module; parameters that a tie replaces keep the values of their source."""
+    dropped = dropped_by_ties(root)
+
+    def one(module: nn.Module) -> None:
+        kept = [
+            p for name, p in module._parameters.items() if p is not None and (id(module), name) in dropped
+        ]
+        values = [p.detach().clone() for p in kept]
+        initialize(module)
+        for parameter, value in zip(kept, values, strict=True):
+            if not has_sentinel(value):
+                parameter.copy_(value)
+
+    root.apply(one)
 
 
 class _Entry:

@@ -208,7 +208,7 @@ def _check_attention(name: str, module: Any, comm_type: str, cut: int | None) ->
 @functools.cache
 def _argument_names(cls: type) -> tuple[str, ...]:
     """Return the argument names of TE's forward for a bound or sharded class."""
-    stock: Any = next(c for c in cls.__mro__ if c.__module__.startswith("transformer_engine."))
+    stock: Any = next(c for c in _te.stock_classes(cls) if c.__module__.startswith("transformer_engine."))
     return tuple(inspect.signature(stock.forward).parameters)[1:]
 
 

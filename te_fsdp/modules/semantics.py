@@ -216,7 +216,7 @@ def _known_values(values: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 @functools.cache
 def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     """Return kind, library and arguments of the stock class behind a bound or user-defined class."""
-    for base in cls.__mro__:
+    for base in _te.stock_classes(cls):
         packages = {"te": "transformer_engine.pytorch.", "torch": "torch.nn.modules."}
         library = next((own for own, name in packages.items() if base.__module__.startswith(name)), None)
         if library is None:

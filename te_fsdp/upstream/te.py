@@ -106,6 +106,11 @@ def _kind_of_class(cls: type) -> str | None:
     return "unknown" if from_te else None
 
 
+def stock_classes(cls: type) -> list[type]:
+    """Return the base classes behind a bound class: those that te_fsdp has neither made nor extended."""
+    return [one for one in cls.__mro__ if not any(c.__module__.startswith("te_fsdp") for c in one.__mro__)]
+
+
 #: Constructor arguments stored under different names (TE 2.18 to 2.20.2: ``module``, ``ops/basic``).
 _KEPT_AS = {"bias": "use_bias", "p": "dropout_probability", "scale_bias": "_scale_bias", "shape": "_shape"}
 

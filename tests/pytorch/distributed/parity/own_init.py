@@ -82,6 +82,43 @@ class Renamed(Applied):
         self.apply(self._init_weights)
 
 
+class Public(nn.Module):
+    """As public recipes: TE's modules are recognized by `__module__`, other norms by name, and a tie drops a weight."""
+
+    _tied_weights_keys = ("head.weight",)
+
+    def __init__(self, how: Build) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        self.embedding = nn.Embedding(40, 32, device=how.device)
+        self.blocks = nn.ModuleList(
+            te.LayerNormLinear(32, 32, parallel_mode="column", **how.kwargs) for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(32, device=how.device)
+        self.head = te.Linear(32, 40, bias=False, device=how.device, params_dtype=torch.float32)
+        self.apply(self._init_weights)
+        self.head.weight = self.embedding.weight
+
+    def is_of_te(self, module: nn.Module) -> bool:
+        return str(module.__module__).startswith("transformer_engine.pytorch")
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if self.is_of_te(module):
+            return
+        if "LayerNorm" in type(module).__name__:
+            module.weight.data.fill_(2.0)  # type: ignore[operator, union-attr]
+        elif isinstance(module, nn.Embedding):
+            module.weight.data.normal_(0.0, 0.2)
+
+
+class PublicByClass(Public):
+    """The same, by the `__module__` of the class."""
+
+    def is_of_te(self, module: nn.Module) -> bool:
+        return type(module).__module__.startswith("transformer_engine.pytorch")
+
+
 class Inner(nn.Module):
     """A model with an initialization inside of a module without one."""
 
@@ -116,7 +153,7 @@ class Heads(nn.Module):
         self.second.reset_parameters()
 
 
-MODELS = {cls.__name__: cls for cls in (Applied, Named, Renamed, Inner, Stock)}
+MODELS = {cls.__name__: cls for cls in (Applied, Named, Renamed, Public, PublicByClass, Inner, Stock)}
 
 
 class Inline(Base):
@@ -192,7 +229,9 @@ def equals_one_process(
     if route == "bound":
         te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight)
         te_fsdp.materialize(model)
-    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    # FSDP2 gives a unit a class of its own, whose __module__ is torch's.
+    units: dict[str, Any] = {"units": ["blocks.0", "blocks.1"]} if kind == "Public" else {}
+    te_fsdp.fully_shard(model, meshes, strategy=strategy, **units)
     if route == "sharded":
         te_fsdp.materialize(model)
     if hasattr(model, "embedding"):
