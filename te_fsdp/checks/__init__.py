@@ -57,6 +57,9 @@ CHECKS: tuple[Check, ...] = (
     Check("random states", When.DRAW, "model", initial_values.compare_random_states, InitError),
     Check("values of unsharded parameters", When.RENEWED, "model", model.compare_renewed_values, InitError),
     Check("copies, removed weights, second derivatives", When.SHARDED, "", model.watch_model, OrderError),
+    Check(
+        "lists of sharded and plain gradients", When.SHARDED, "", gradients.watch_mixed_lists, PlacementError
+    ),
     Check("inputs", When.SHARDED, "tp, cp", inputs.watch_model_inputs, InputError),
     Check("one batch on all ranks", When.SHARDED, "dp_shard", inputs.watch_for_copies, None),
     Check("partial gradients", When.SHARDED, "tp", gradients.compare_gradients, GradientError),
@@ -78,6 +81,7 @@ CHECKS: tuple[Check, ...] = (
     Check("uninitialized memory", When.INITIALIZED, "", model.refuse_uninitialized, InitError),
     Check("removed parameters", When.FORWARD, "", model.refuse_removed_parameters, OrderError),
     Check("assigned .data", When.FORWARD, "", model.refuse_assigned_data, OrderError),
+    Check("function transforms", When.FORWARD, "", forward.refuse_function_transforms, OrderError),
     Check("inference mode", When.FORWARD, "", forward.refuse_inference_mode, OrderError),
     Check(
         "mode, recipe, trained parameters", When.FORWARD, "model", forward.compare_computation, PrecisionError

@@ -26,7 +26,12 @@ from te_fsdp.collectives.rendezvous import collective_call, format_ranks, is_cap
 from te_fsdp.errors import CollectiveError, MeshError, OrderError, PlacementError, PrecisionError, shorten
 from te_fsdp.records import iter_param_owners
 from te_fsdp.sharded_model import versions_of
-from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import (
+    fsdp2_state as _fsdp2,
+    te as _te,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,6 +98,28 @@ def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
         why="FSDP2 all-gathers a unit's weights for backward in hooks on the tensors that it returns",
         fix="return the tensors, a tuple or a dict of them; or do not make this module a unit",
     )
+
+
+def refuse_function_transforms(state: ShardedModel) -> None:
+    """Raise in a forward under a transform that custom autograd functions do not support. Local operation.
+
+    ``torch.func`` transforms torch's own layers, also sharded ones.
+    """
+    transform = _torch_autograd.function_transform()
+    if not transform:
+        return
+    names = [name or "the model" for name, module in state.model.named_modules() if _te.kind_of(module)]
+    if not names and torch.is_grad_enabled() and transform != "torch.func":
+        names = [name or "the root unit" for name in state.modules]
+    if names:
+        raise OrderError(
+            f"{names[0]}: forward under {transform}, as of vmap, jvp, jacrev or a dual level",
+            expected="a forward outside of function transforms",
+            got=f"a transform of {len(names)} module(s)",
+            why="The autograd functions of TransformerEngine and FSDP2 support backward only",
+            fix="call the model once per row or direction, and use backward() or torch.autograd.grad for gradients of "
+            "inputs; or transform an unsharded model of torch's own layers",
+        )
 
 
 # --------------------------------------------------------------------------------------------------- second derivatives

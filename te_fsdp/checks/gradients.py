@@ -17,13 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import format_ranks, is_capturing, is_simulated
-from te_fsdp.errors import GradientError, MeshError, shorten
+from te_fsdp.errors import GradientError, MeshError, PlacementError, shorten
 from te_fsdp.gradient_sync import require_reduced
-from te_fsdp.lifecycle import gradient_of, registered_at
+from te_fsdp.lifecycle import gradient_of, modules_of_process, registered_at
 from te_fsdp.records import binding_of, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_mixed_lists import before_mixed_lists
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -47,6 +50,29 @@ def require_complete_gradients(step: Step) -> None:
     """Raise if a gradient was not reduced, or if a backward or a step has failed since. Local operation."""
     for state, parameters in step.models:
         require_reduced(state, step.where, parameters)
+
+
+def watch_mixed_lists(state: ShardedModel) -> None:
+    """Refuse torch's clipping of sharded and plain gradients together from now on. Local operation."""
+    before_mixed_lists(_refuse_mixed_gradients)
+
+
+def _refuse_mixed_gradients(gradients: Sequence[torch.Tensor]) -> None:
+    plain = {id(gradient) for gradient in gradients if not isinstance(gradient, DTensor)}
+    names = [
+        f"{type(module).__name__.removeprefix('FSDP')}.{name}"
+        for module in modules_of_process()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and id(parameter.grad) in plain
+    ]
+    raise PlacementError(
+        f"{shorten(list(dict.fromkeys(names)), 3) or 'plain tensors'}: in one list with sharded gradients",
+        expected="gradients that are all DTensors, or all plain tensors",
+        got=f"{len(gradients) - len(plain)} sharded and {len(plain)} plain gradients, as of fsdp_no_shard",
+        why="torch.nn.utils.clip_grad_norm_ and clip_grad_value_ pass all to one operator, which refuses both kinds",
+        fix="call te_fsdp.clip_grad_norm_(model, max_norm); clip by value with "
+        "for p in model.parameters(): torch.nn.utils.clip_grad_value_(p, clip_value)",
+    )
 
 
 def compare_gradients(state: ShardedModel) -> None:

@@ -55,7 +55,7 @@ FSDP2 = (
     Patch(
         "DTensor's dispatcher",
         "_custom_op_handlers",
-        "`GradScaler` over gradients on several meshes",
+        "`GradScaler` over gradients on several meshes; names gradients that torch's clipping refuses",
         "test_unsupported.py::test_scaler",
         "- `torch.amp.GradScaler` reduces",
     ),

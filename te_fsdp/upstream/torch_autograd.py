@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.autograd.forward_ad
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
@@ -50,6 +51,13 @@ without_subclasses = torch._C.DisableTorchFunctionSubclass
 def is_compiling() -> bool:
     """Return whether ``torch.compile`` is tracing a function (``torch._guards.TracingContext``)."""
     return torch._guards.TracingContext.try_get() is not None
+
+
+def function_transform() -> str:
+    """Return the transform of torch that runs on this thread, ``""`` for none (``torch._C._functorch``)."""
+    if torch._C._functorch.maybe_current_level() is not None:
+        return "torch.func"
+    return "torch.autograd.forward_ad" if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
 def backward_id() -> int:

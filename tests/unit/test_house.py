@@ -24,7 +24,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
 # The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
 NAMES_TORCH_DOORS = (
-    "patches torch_dtensor torch_autograd torch_amp torch_optim symmetric_memory fsdp2_state "
+    "patches torch_dtensor torch_autograd torch_amp torch_mixed_lists torch_optim symmetric_memory fsdp2_state "
     "fsdp2_copy_engine fsdp2_outputs fsdp2_settled fsdp2_gradients fsdp2_patches fsdp2_units fsdp2_unused "
     "graphed_callables"
 )

@@ -198,6 +198,47 @@ def a_weight_assigned_before_the_first_forward() -> None:
     model(draw_batch())
 
 
+def a_function_transform() -> None:
+    torch.func.vmap(make_sharded())(draw_batch()[None])
+
+
+def a_dual_level() -> None:
+    model = make_of_torch(nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta")), ["0"], "optim_grads_params")
+    with torch.autograd.forward_ad.dual_level():
+        model(torch.autograd.forward_ad.make_dual(draw_batch(), draw_batch()))
+
+
+def _mixed_gradients() -> nn.Module:
+    import te_fsdp
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=harness.device()) for _ in range(2)))
+    te_fsdp.fsdp_no_shard(model[1])
+    te_fsdp.fully_shard(model, make_meshes(), units=["0"])
+    model(draw_batch()).square().mean().backward()
+    return model
+
+
+def torchs_clipping_of_some_replicated() -> None:
+    torch.nn.utils.clip_grad_norm_(_mixed_gradients().parameters(), 1.0)
+
+
+def torchs_clipping_by_value() -> None:
+    torch.nn.utils.clip_grad_value_(_mixed_gradients().parameters(), 1.0)
+
+
+def shared_memory() -> None:
+    nn.Sequential(make_sharded()).share_memory()
+
+
+def states_of_another_class() -> None:
+    import transformer_engine.pytorch as te
+
+    model = make_sharded()
+    optimizer = torch.optim.AdamW(model.parameters())
+    take_step(model, optimizer)
+    te.optimizers.FusedAdam(model.parameters()).load_state_dict(optimizer.state_dict())
+
+
 def a_norm_of_two_models() -> None:
     import te_fsdp
 
@@ -297,6 +338,12 @@ MISTAKES: list[Callable[..., None]] = [
     a_weight_set_to_none,
     a_replicated_weight_set_to_none,
     a_weight_assigned_before_the_first_forward,
+    a_function_transform,
+    a_dual_level,
+    torchs_clipping_of_some_replicated,
+    torchs_clipping_by_value,
+    shared_memory,
+    states_of_another_class,
     a_norm_of_two_models,
     meshes_in_place_of_an_axis,
     a_full_momentum,

@@ -35,6 +35,15 @@ ERRORS = {
         "OrderError",
         "head.weight: trained, but not in the model when te_fsdp.fully_shard was called",
     ),
+    "a_function_transform": ("OrderError", "layer: forward under torch.func, as of vmap"),
+    "a_dual_level": ("OrderError", "0: forward under torch.autograd.forward_ad"),
+    "torchs_clipping_of_some_replicated": (
+        "PlacementError",
+        "Linear.weight, Linear.bias: in one list with sharded gradients",
+    ),
+    "torchs_clipping_by_value": ("PlacementError", "2 sharded and 2 plain gradients"),
+    "shared_memory": ("OrderError", "share_memory() of a sharded model"),
+    "states_of_another_class": ("CheckpointError", "FusedAdam.load_state_dict: step of "),
     "a_norm_of_two_models": (
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
