@@ -19,23 +19,6 @@ from typing import Any
 
 import torch
 
-#: Dtypes of torch's classes of storages; that without one tells bytes.
-_STORAGES = {
-    "DoubleStorage": "float64",
-    "FloatStorage": "float32",
-    "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16",
-    "LongStorage": "int64",
-    "IntStorage": "int32",
-    "ShortStorage": "int16",
-    "CharStorage": "int8",
-    "ByteStorage": "uint8",
-    "BoolStorage": "bool",
-    "ComplexDoubleStorage": "complex128",
-    "ComplexFloatStorage": "complex64",
-    "UntypedStorage": "uint8",
-}
-
 
 class UnknownNameError(pickle.UnpicklingError):
     """A pickle that wants something of no known name; the text is the name."""
@@ -73,20 +56,12 @@ def get_enum_member(enum: Any, name: Any) -> Any:
 
 
 class TableUnpickler(pickle.Unpickler):
-    """Knows the names of a table. ``load_storage`` makes what a pickled tensor's bytes are.
+    """Unpickle with the names of a table. UnpicklingError: see :func:`check_numbers`."""
 
-    UnpicklingError: see :func:`check_numbers`.
-    """
-
-    def __init__(
-        self,
-        data: bytes,
-        known: Mapping[str, Any],
-        load_storage: Callable[[torch.dtype, str], Any] | None = None,
-    ) -> None:
+    def __init__(self, data: bytes, known: Mapping[str, Any]) -> None:
         check_numbers(data)
         super().__init__(io.BytesIO(data))
-        self.known, self.load_storage = known, load_storage
+        self.known = known
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the table's object for a name; raise UnknownNameError if the table has none."""
@@ -102,14 +77,7 @@ class TableUnpickler(pickle.Unpickler):
                 return copy.copy(found)
             return partial(found) if isinstance(found, FunctionType | partial) else found
         if module in ("torch", "torch.storage"):
-            value = getattr(torch, _STORAGES.get(name, name), None)
+            value = getattr(torch, name, None)
             if isinstance(value, torch.dtype):
                 return value
         raise UnknownNameError(full)
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Return what ``load_storage`` makes of a tensor's storage."""
-        kind, dtype, key, *_ = pid
-        if kind != "storage" or self.load_storage is None or not isinstance(dtype, torch.dtype):
-            raise pickle.UnpicklingError(f"an object kept elsewhere ({kind})")
-        return self.load_storage(dtype, str(key))

@@ -1,10 +1,10 @@
-"""Saves that go on while training does: one at a time in a process, each with a handle; and a bar of progress.
+"""Asynchronous saves, one at a time in a process, each with a handle; and the progress bar.
 
-Before that tensors are copied to the host, into memory that is kept. A copy of a small tensor costs a call to the
-device each, and so does each call of torch in Python. So tensors of one dtype, shape and device are stacked where they
-are, and copied and written as one. DCP's ``DefaultStager`` keeps memory too, but copies whole storages one by one:
-8,000 tensors of 64 elements take it 0.12 s of CPU time the second time, against 0.015 s here; views of half a tensor
-take it twice the memory; and it page-locks each copy by itself.
+Tensors are first copied to host memory that is kept between saves. A copy of a small tensor costs a device call and a
+call of torch in Python. Tensors of one dtype, shape and device are therefore stacked on their device, and copied and
+written as one. DCP's ``DefaultStager`` also keeps memory, but copies whole storages one by one: 8,000 tensors of 64
+elements take it 0.12 s of CPU time the second time, against 0.015 s here. Views of half a tensor take it twice the
+memory, and it page-locks each copy separately.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ALIGNMENT = 64
 _SMALL, _STACK = 1 << 16, 1 << 23
 #: Bytes from which memory comes in large pages; and those of a stretch of it that is given away in parts.
 _LARGE, _STRETCH = 1 << 21, 1 << 25
-#: Seconds in which the caller goes on: whoever starts a thread waits for it, and then for the interpreter.
+#: Seconds in which the caller continues: it would wait for the new thread, and then for the interpreter lock.
 _HEAD_START = 0.005
 #: Seconds between two drawings of a bar.
 _INTERVAL = 0.1
@@ -56,26 +56,26 @@ class Block(Generic[K]):
 
     @property
     def bytes(self) -> int:
-        """Bytes of the tensors."""
+        """Return the size of the tensors in bytes."""
         return len(self.tensors) * self.tensors[0].nbytes
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """Return the device of the tensors."""
         return self.tensors[0].device
 
     @property
     def is_here(self) -> bool:
-        """Whether that is the host."""
+        """Return whether the device is the host."""
         return self.device.type == "cpu"
 
     def rows(self) -> torch.Tensor:
-        """The tensors as rows of one, where they are; a view if it is one alone."""
+        """Return the tensors as rows of one tensor on their device; a view for a single tensor."""
         return self.tensors[0].unsqueeze(0) if len(self.tensors) == 1 else torch.stack(self.tensors)
 
 
 def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
-    """Put tensors together that can be copied and written as one. Local operation, moves nothing."""
+    """Group tensors that can be copied and written as one. Local operation; moves no data."""
     blocks: list[Block[K]] = []
     open_: dict[tuple[torch.dtype, torch.Size, torch.device], Block[K]] = {}
     for key, tensor in tensors:
@@ -90,7 +90,7 @@ def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
 
 
 def flat_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Each row of a tensor flat, one behind the other in memory; copies where they are not. Local operation."""
+    """Return each row of a tensor flat and contiguous in memory; copy only if necessary. Local operation."""
     flat = rows.reshape(len(rows), math.prod(rows.shape[1:]))
     # A "contiguous" tensor of one element may have any stride, and then cannot be viewed as bytes.
     if flat.is_contiguous() and flat.stride(1) == 1:
@@ -99,15 +99,15 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(count: int) -> int:
-    """So many bytes, rounded up to where the next tensor of any dtype may begin."""
+    """Return a number of bytes rounded up to the alignment of any dtype."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def host_memory(count: int, *, pinned: bool = False) -> torch.Tensor:
-    """New memory on the host, uint8, with whatever lies in it; in large pages where the system has them.
+    """Return new uninitialized uint8 memory on the host, in large pages where the system supports them.
 
-    The system gives fresh memory away page by page when it is first written, 0.4 s of CPU time per GiB in pages of
-    4 KiB and 0.1 s in pages of 2 MiB: as much as it takes to read as many bytes from a file.
+    The system maps fresh memory page by page at the first write: 0.4 s of CPU time per GiB in pages of 4 KiB, and 0.1 s
+    in pages of 2 MiB. Reading as many bytes from a file takes as long.
     """
     if pinned or count < _LARGE or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -124,7 +124,7 @@ class HostMemory:
         self._spare, self._rest = [*spare], host_memory(0)
 
     def take(self, count: int) -> torch.Tensor:
-        """So many bytes, uint8; a stretch goes back to the system with the last of its parts. Local operation."""
+        """Return ``count`` bytes as uint8. A stretch is freed with the last of its parts. Local operation."""
         if count <= _SMALL:
             return host_memory(count)
         while _aligned(count) > len(self._rest):
@@ -134,7 +134,7 @@ class HostMemory:
 
 
 def threads_here(most: int) -> int:
-    """So many threads as there are cores for each process of this host, but no more than ``most``. Local operation."""
+    """Return the number of cores for each process of this host, at most ``most``. Local operation."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # torchrun's number of processes of this host.
     return max(1, min(most, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
@@ -148,9 +148,10 @@ class Staging:
         self._pinned = False
 
     def copy(self, blocks: list[Block[K]]) -> list[torch.Tensor]:
-        """Each block as rows on the host, complete when this returns; what an earlier call returned is overwritten.
+        """Return each block as rows on the host, complete; the results of an earlier call are overwritten.
 
-        Copies from a device are queued on its current stream, after the kernels that make the values. Local operation.
+        Copies from a device are queued on its current stream, after the kernels that compute the values. Local
+        operation.
         """
         devices = {block.device for block in blocks if not block.is_here}
         if self._pinned != bool(devices):
@@ -173,14 +174,14 @@ class Staging:
         return copies
 
     def through(self, blocks: list[Block[K]]) -> Iterator[tuple[Block[K], torch.Tensor]]:
-        """Blocks, in their order, with their rows on the host until the next is asked for; at most a slab is copied."""
+        """Yield blocks in order, with their rows on the host until the next block; at most one slab is copied."""
         for is_here, alike in groupby(blocks, lambda block: block.is_here):
             for some in _by_slab(alike):
                 yield from zip(some, map(Block.rows, some) if is_here else self.copy(some), strict=True)
 
 
 def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
-    """Blocks, in their order, that fit into a slab together; a larger one alone."""
+    """Yield lists of consecutive blocks that fit into a slab together; a larger block alone."""
     some, size = list[Block[K]](), 0
     for block in blocks:
         if some and size + _aligned(block.bytes) > _SLAB:
@@ -196,9 +197,9 @@ class SaveHandle:
     """A save that :func:`te_fsdp.checkpoint.save` has begun, perhaps finished.
 
     Attributes:
-        path: Where the checkpoint appears when it is whole.
-        stall: Seconds that the call held up its caller.
-        bytes: What this rank writes.
+        path: Path of the checkpoint when it is complete.
+        stall: Seconds that the call blocked its caller.
+        bytes: Number of bytes that this rank writes.
     """
 
     def __init__(self, path: Path) -> None:
@@ -208,19 +209,19 @@ class SaveHandle:
         self._asked = False
 
     def done(self) -> bool:
-        """Whether it has ended, well or not. Local operation."""
+        """Return whether the save has ended, with or without an error. Local operation."""
         return self._finished.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until it has ended, at most so many seconds; whether it has. Local operation."""
+        """Wait until the save has ended, at most ``timeout`` seconds; return whether it has. Local operation."""
         return self._finished.wait(timeout)
 
     def result(self, timeout: float | None = None) -> Path:
-        """Wait until it has ended; the path of the checkpoint. Local operation.
+        """Wait until the save has ended; return the path of the checkpoint. Local operation.
 
         Raises:
-            CheckpointError: It failed, on this rank or another; all ranks raise the same.
-            TimeoutError: It has not ended within so many seconds. It goes on.
+            CheckpointError: The save failed, on this rank or another; all ranks raise the same.
+            TimeoutError: The save has not ended within ``timeout`` seconds. It continues.
         """
         if not self._finished.wait(timeout):
             raise TimeoutError(f"{self.path}: still being saved after {timeout} s")
@@ -230,17 +231,17 @@ class SaveHandle:
         return self.path
 
     def is_unretrieved(self) -> TeFsdpError | None:
-        """What made it fail, unless :meth:`result` has raised it. Local operation."""
+        """Return the error of the save, unless :meth:`result` has raised it. Local operation."""
         return self._error if self.done() and not self._asked else None
 
     def finish(self, error: TeFsdpError | None = None) -> None:
-        """Note how it ended. The save itself calls this."""
+        """Record the result. The save itself calls this."""
         self._error = error
         self._finished.set()
 
 
 class Background:
-    """What a process keeps from one save to the next: the running one, memory for copies, and each model's plan."""
+    """State of a process between saves: the running save, memory for copies, and the plan of each model."""
 
     def __init__(self) -> None:
         self.staging = Staging()
@@ -255,29 +256,29 @@ class Background:
             self._thread.join()
 
     def spare(self) -> list[torch.Tensor]:
-        """Memory on the host, uint8, that is kept for saves, and that none needs before the next. Local operation."""
+        """Return uint8 host memory that is kept for saves and unused until the next one. Local operation."""
         return [] if self._thread is not None and self._thread.is_alive() else [*self.staging.slabs]
 
     def raise_unretrieved(self) -> None:
-        """Raise what made the last save fail, unless its handle was asked, or this has been told before."""
+        """Raise the error of the last save, unless its handle or this method has raised it."""
         last, self._last = self._last, None
         error = None if last is None else last.is_unretrieved()
         if error is not None:
             raise CheckpointError(
-                f"save: the one before has failed, and nobody has asked for its result: {error}",
-                why="This one was not begun",
+                f"save: the previous asynchronous save failed and its error was never retrieved: {error}",
+                why="This save was not started",
                 fix="call result() of the handle that save(..., asynchronous=True) returns, before the next save",
             )
 
     def _report(self) -> None:
-        """When the interpreter ends, which it does after the thread: say what nobody has heard of."""
+        """Report an unretrieved error when the interpreter ends, after the thread."""
         error = None if self._last is None else self._last.is_unretrieved()
         if error is not None:
             # Not through the logger, which may have no handler.
             sys.stderr.write(f"te_fsdp: {error}\n")
 
     def start(self, handle: SaveHandle, work: Callable[[], None]) -> None:
-        """Do the rest of a save in a thread, which tells the handle how it ends; the interpreter waits for it."""
+        """Run the rest of a save in a thread, which reports the result to the handle. The interpreter waits for it."""
 
         def run() -> None:
             time.sleep(_HEAD_START)
@@ -297,7 +298,7 @@ class Background:
 
 @functools.cache
 def background() -> Background:
-    """The process' own."""
+    """Return the state of this process."""
     return Background()
 
 
@@ -315,7 +316,7 @@ def bytes_bar(text: str, total: int, enabled: bool | None) -> Iterator[Callable[
 
     named = TextColumn("{task.description}", markup=False)  # directories' names may hold brackets
     columns = (named, BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    # Drawn by whoever moves the bytes: while the interpreter ends, no thread can be started for it.
+    # Drawn by the thread that moves the bytes: no thread can be started while the interpreter ends.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task, drawn = progress.add_task(text, total=total), 0.0
 

@@ -1,8 +1,8 @@
-"""What must fit together, compared before anything is changed: a checkpoint and a model with its optimizer.
+"""Comparison of a checkpoint with a model and its optimizer, and of ranks and stages with each other.
 
-So must the ranks of a save, and the stages of a pipeline. The files hold the whole model, whoever wrote them: a save
-joins what the first rank of each stage tells, a load takes out of the manifest what other stages hold. What no stage
-holds stays, and is a difference for all of them.
+Everything is compared before anything is changed. The files contain the unsplit model of a pipeline, independent of the
+stages: a save joins the fields of each stage, and a load removes the other stages' tensors from the manifest. Tensors
+of no stage stay, and are a difference on all stages.
 """
 
 from __future__ import annotations
@@ -54,29 +54,32 @@ if TYPE_CHECKING:
 
 #: Name in ``Differences.settings`` of all settings, where a checkpoint has none.
 SETTINGS = "settings"
-#: Stand in ``Differences.optimizer`` for all of an optimizer, and for its groups' options and membership.
+#: Names in ``Differences.optimizer`` of the entire optimizer, and of its groups' options and membership.
 WHOLE_OPTIMIZER, GROUPS = "optimizer", "optimizer.param_groups"
 
 
 @dataclass
 class Differences:
-    """What does not fit, and what fits after a conversion."""
+    """Differences, and tensors that fit after a conversion."""
 
     #: Kind of difference, tensor or module -> detail (may be empty).
     tensors: dict[tuple[str, str], str] = field(default_factory=dict)
-    #: In words, and the parameter, :data:`WHOLE_OPTIMIZER` or :data:`GROUPS`; without details.
+    #: Text, and the parameter, :data:`WHOLE_OPTIMIZER` or :data:`GROUPS`; without details.
     optimizer: dict[tuple[str, str], None] = field(default_factory=dict)
     #: Tensor -> how it is converted, for example ``"float32 -> mxfp8 kFloat8E4M3"``.
     converted: dict[str, str] = field(default_factory=dict)
-    #: Of modules, by name (``<module>.<setting>``), harmless ones included.
+    #: Settings of modules by name (``<module>.<setting>``), including harmless ones.
     settings: dict[str, Difference] = field(default_factory=dict)
 
     def names(self) -> set[str]:
-        """Tensors that differ."""
+        """Return the tensors that differ."""
         return {name for _, name in self.tensors}
 
     def without(self, allow: str | Iterable[str], *, strict: bool) -> Differences:
-        """Those that no pattern of ``allow`` names; without ``strict`` only settings that change the function."""
+        """Return the differences that ``allow`` does not name.
+
+        Without ``strict`` only settings that change the function.
+        """
         patterns = [allow] if isinstance(allow, str) else list(allow)
 
         def is_open(*names: str, always: bool = False) -> bool:
@@ -94,9 +97,12 @@ class Differences:
         return left
 
     def over_all_ranks(self, *, convert: bool) -> Differences:
-        """The union over ranks, the same on all; with all conversions, unless wanted. Collective over the world."""
+        """Return the union over ranks, identical on all ranks. Collective over the world.
+
+        Without ``convert``, conversions become differences.
+        """
         union = Differences()
-        # A list, since differences that are allowed make this object false.
+        # A list, because an object with only allowed differences is false.
         held = [self] if any(vars(self).values()) else []
         for other in chain.from_iterable(gather_if_any(held)):
             for name, found in vars(other).items():
@@ -107,7 +113,7 @@ class Differences:
         return union
 
     def left(self) -> dict[str, str]:
-        """Everything that differs, by name, with the reason in words."""
+        """Return every difference by name, with the reason as text."""
         reasons = {name: [str(one)] for name, one in self.settings.items() if one.effect != "note"}
         for (kind, name), detail in self.tensors.items():
             reasons.setdefault(name, []).append(f"{kind}: {detail}" if detail else kind)
@@ -117,7 +123,7 @@ class Differences:
         return {name: "; ".join(texts) for name, texts in sorted(reasons.items())}
 
     def texts(self) -> list[str]:
-        """One text per kind, with the number of tensors and the first few names."""
+        """Return one text per kind, with the number of tensors and the first few names."""
         kinds: dict[str, list[str]] = {}
         for (kind, name), detail in self.tensors.items():
             kinds.setdefault(kind, []).append(f"{name}: {detail}" if detail else name)
@@ -132,7 +138,7 @@ class Differences:
 
 
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
-    """Differences between a checkpoint and a model, whose ``state`` is given. Local operation."""
+    """Return the differences between a checkpoint and a model, whose ``state`` is given. Local operation."""
     manifest = source.manifest
     if source.tensors is not None:
         _settle_scaling(manifest, state.described)
@@ -148,7 +154,7 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
 
 
 def compare_model(manifest: Manifest, state: ModelState) -> Differences:
-    """Differences in parameters and buffers. Local operation."""
+    """Return the differences in parameters and buffers. Local operation."""
     found = Differences()
     saved = {**manifest.parameters, **manifest.buffers}
     here: dict[str, dict[str, Any]] = {**state.described, **state.buffers}
@@ -178,7 +184,7 @@ def _saved_and_here(old: Any, new: Any) -> str:
 
 
 def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
-    """What modules compute beside their weights, or that nobody recorded that."""
+    """Add differences in the settings of modules, or a note that the checkpoint has none."""
     here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
     known = from_json(recorded) if recorded else {}
     if recorded and rank() == 0:
@@ -191,17 +197,17 @@ def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module,
             seen.append(Difference("recipes", *recipes, "note"))
     elif values := distinguishing_settings(here):
         # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
-        asks = not recorded and distinguishing_settings(
+        is_older = not recorded and distinguishing_settings(
             {name: one for name, one in here.items() if one.library == "te"}
         )
-        seen.append(Difference(SETTINGS, "none", values, "strict" if asks else "note"))
+        seen.append(Difference(SETTINGS, "none", values, "strict" if is_older else "note"))
     found.settings |= {one.name: one for one in seen}
 
 
 def _compare_contents(
     found: Differences, name: str, then: dict[str, Any], now: dict[str, Any], cuts_blocks: bool
 ) -> None:
-    """Format, components and dtype of one tensor: equal, convertible, or neither."""
+    """Compare format, components and dtype of one tensor: equal, convertible, or a difference."""
     formats = then.get("format"), now.get("format")
     kinds = [one.get("format") or one["dtype"] for one in (then, now)]
     lacks = set(now.get("components", ())) - set(then.get("components", ()))
@@ -219,10 +225,10 @@ def _compare_contents(
 
 
 def _compare_delayed(found: Differences, model: nn.Module, described: dict[str, Any]) -> None:
-    """Delayed scaling's state.
+    """Compare the state of delayed scaling.
 
-    A recipe is known here once the module has run under it; margin and history may change in training, the number
-    of GEMMs and the FP8 formats may not.
+    A module has a recipe once it has run under it. Margin and history may change in training; the number of GEMMs and
+    the FP8 formats may not.
     """
     modules, live = modules_of(model), delayed_modules(model)
     for name, then in described.items():
@@ -237,7 +243,10 @@ def _compare_delayed(found: Differences, model: nn.Module, described: dict[str, 
 
 
 def _settle_scaling(manifest: Manifest, described: dict[str, dict[str, Any]]) -> None:
-    """TE's float8 tensors do not tell where their scales came from: without state, as in the model here."""
+    """Set the scaling of float8 weights without state to that of the model.
+
+    TE's float8 tensors do not record the origin of their scales.
+    """
     for name, then in manifest.parameters.items():
         now = described.get(name, {}).get("format") or ""
         if then["format"] and then["format"].replace(" current ", " delayed ") == now:
@@ -245,22 +254,24 @@ def _settle_scaling(manifest: Manifest, described: dict[str, dict[str, Any]]) ->
 
 
 def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
-    """Rows that are stacked for tensor parallelism, in a plain directory: whether they lie as in the unsharded module.
+    """Check the row order of stacked weights in a plain directory. Local operation.
 
-    At tp=1 they do. In a directory of tensor parallelism they do not: a difference. Nothing tells: a note. Local.
+    At tp=1 it is that of the unsharded module. In a directory of tensor parallelism it is not, which is a difference.
+    If the directory does not show its mesh, a note asks the user.
     """
     assert source.tensors is not None
-    cut, asked = cut_by_tp(source.tensors), []
+    cut, unconfirmed = cut_by_tp(source.tensors), []
     for name, now in described.items():
         if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
             continue
         if f"model.{name}" in cut:
             found.tensors["whose rows tensor parallelism has put in another order", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:
-            asked.append(name)
-    if asked:
+            unconfirmed.append(name)
+    if unconfirmed:
         source.notes.append(
-            f"{len(asked)} fused or gated weight(s) taken with the rows of the unsharded module ({shorten(asked, 3)}), "
+            f"{len(unconfirmed)} fused or gated weight(s) taken with the rows of the unsharded module "
+            f"({shorten(unconfirmed, 3)}), "
             "which nothing in the directory confirms: were they saved with tensor parallelism? Then these rows are "
             "scrambled; load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save"
         )
@@ -270,7 +281,10 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
 
 
 def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
-    """CheckpointError for ranks with models of their own, or stages of a rank with one name: a name is one tensor."""
+    """Raise CheckpointError for a separate model on some ranks, or stages of one rank with equal names.
+
+    A name is one tensor of the checkpoint.
+    """
     if isinstance(model, Stages):
         named = chain(*((*part.named_parameters(), *part.named_buffers()) for part in model.parts))
         twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
@@ -301,7 +315,10 @@ def _in_several(names: list[str], where: str) -> CheckpointError:
 
 
 def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) -> None:
-    """All ranks of a stage must describe the same model and optimizer, and all one path. Rank 0 alone calls this."""
+    """Check that all ranks of a stage describe the same model and optimizer, and all ranks one path.
+
+    Rank 0 alone calls this; raise CheckpointError otherwise.
+    """
     paths = [seen.pop("path").decode() for seen in digests]
     for path in paths:
         if path != paths[0]:
@@ -321,20 +338,20 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
                 f"save: {name} of the model",
                 expected="the same names, shapes, formats and options on all ranks",
                 got=f"rank(s) {', '.join(map(str, others))} differ from rank {', '.join(map(str, to))}",
-                fix="build model and optimizer alike on all ranks",
+                fix="build the same model and optimizer on all ranks",
             )
 
 
 def join(
-    told: list[tuple[int, dict[str, Any] | None] | None], shared: Iterable[str]
+    seen: list[tuple[int, dict[str, Any] | None] | None], shared: Iterable[str]
 ) -> dict[str, Any] | None:
-    """The manifest's fields of the whole model, ``None`` without stages. Rank 0 alone calls this.
+    """Return the manifest's fields of the unsplit model, ``None`` without stages. Rank 0 alone calls this.
 
-    It is told by each rank the number of its stage, and by the one that speaks for the stage its fields. ``shared`` are
-    patterns of names that several stages may have. CheckpointError for stages that do not fit together.
+    ``seen`` has each rank's stage number, and the stage's fields from one rank of each stage. ``shared`` are patterns
+    of names that several stages may have. Raise CheckpointError for stages that do not fit together.
     """
-    absent = [str(r) for r, one in enumerate(told) if one is None]
-    if len(absent) == len(told):
+    absent = [str(r) for r, one in enumerate(seen) if one is None]
+    if len(absent) == len(seen):
         return None
     if absent:
         raise CheckpointError(
@@ -342,7 +359,7 @@ def join(
             expected="a stage that te_fsdp.fully_shard was called on, on every rank",
             fix="shard every stage",
         )
-    by_stage = {number: part for number, part in filter(None, told) if part is not None}
+    by_stage = {number: part for number, part in filter(None, seen) if part is not None}
     fields = [by_stage[number] for number in sorted(by_stage)]
     united = ("parameters", "buffers", "delayed", "tied")
     joined: dict[str, Any] = {name: _union([part[name] for part in fields], name) for name in united}
@@ -363,18 +380,18 @@ def join(
 
 
 def _union(parts: list[dict[str, Any]], what: str) -> dict[str, Any]:
-    """All entries; what several stages have must be the same."""
+    """Return all entries; raise CheckpointError for a name with different entries in several stages."""
     union: dict[str, Any] = {}
     for number, part in enumerate(parts):
         for name, described in part.items():
             if union.setdefault(name, described) != described:
-                told = [union[name], described]
+                shown = [union[name], described]
                 if isinstance(described, dict):
-                    told = [", ".join(f"{key} {value}" for key, value in one.items()) for one in told]
+                    shown = [", ".join(f"{key} {value}" for key, value in one.items()) for one in shown]
                 raise CheckpointError(
                     f"save: {what}: {name} in stage {number}",
-                    expected=f"as in an earlier stage, {told[0]}",
-                    got=told[1],
+                    expected=f"as in an earlier stage, {shown[0]}",
+                    got=shown[1],
                     why="The files hold one tensor under each name",
                     fix="give the layers of a stage the names that they have in the whole model",
                 )
@@ -382,7 +399,7 @@ def _union(parts: list[dict[str, Any]], what: str) -> dict[str, Any]:
 
 
 def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
-    """One optimizer with the parameters of all stages; group by group, whose options must be equal."""
+    """Return one optimizer with the parameters of all stages, whose groups must have equal options."""
     first, *others = parts
     kinds = [
         None if p is None else (p["class"], [(g["options"], g.get("optimizer")) for g in p["groups"]])
@@ -410,7 +427,7 @@ def _join_optimizers(parts: list[dict[str, Any] | None]) -> dict[str, Any] | Non
 
 
 def take_own_part(source: Source, model: nn.Module) -> None:
-    """Take what only other stages hold out of a source's manifest. Collective over the world for stages."""
+    """Remove the tensors of other stages from a source's manifest. Collective over the world for stages."""
     stage = stage_of(model)
     if stage is None:
         return

@@ -1,20 +1,21 @@
-"""What lies where in a checkpoint's files of tensors: an index of ours, and DCP's ``.metadata``, which says the same.
+"""Locations of tensors in a checkpoint's files: te_fsdp's index, and DCP's ``.metadata`` with the same contents.
 
-DCP's is one pickle with several objects for each stored piece, of which a reader must have all: of 405B parameters on
-16,384 ranks a minute and many GB on every rank that loads. So a save writes beside it, for te_fsdp's own readers::
+DCP's metadata is one pickle with several objects for each stored piece, which a reader has to load entirely. For 405B
+parameters on 16,384 ranks that takes a minute and many GB on every loading rank. A save therefore also writes an index
+for te_fsdp's readers::
 
-    te_fsdp.index:  block, block, ..., head, table     the table is that of files of tensors:
-    te_fsdp.checkpoint.shard_files
+    te_fsdp.index:  block, block, ..., head, table     the table is that of te_fsdp.checkpoint.shard_files
     head:           JSON: the names of the files, and the tensors of each block: key, shape, dtype, number of pieces
-    block:          whole tensors, of at least 65,536 pieces together; zlib. A row of int64 for each piece: file, first
-                    byte, bytes, where it begins in each dim, its size in each dim; stored by columns, each number as
-                    its difference to the one above
+    block:          complete tensors, of at least 65,536 pieces together; zlib. A row of int64 for each piece: file,
+    first
+                    byte, bytes, offset in each dim, size in each dim; stored by columns, each number as the
+                    difference to the previous one
 
-Tensors are cut regularly, so these differences repeat, and all of it takes some MB: each rank reads it, unpacks the
-blocks of the tensors that it wants, and keeps their rows.
+Tensors are sharded regularly, so these differences repeat, and the index has some MB. Each rank reads it, unpacks the
+blocks of the tensors that it needs, and keeps their rows.
 
-Checkpoints from before there was an index, and plain DCP directories, which have no checksum, are read by their
-``.metadata``. What is damaged is not believed, and names that metadata does not have are refused.
+Older checkpoints without an index, and plain DCP directories, which have no checksum, are read by their ``.metadata``.
+Its contents are validated, and names that metadata does not have are refused.
 """
 
 from __future__ import annotations
@@ -74,13 +75,16 @@ class Stored:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: Rows  #: (pieces, 2, dims): where each begins, and its shape
-    writers: Rows  #: (pieces, 2): the rank that writes it, and the number that it has there
+    boxes: Rows  #: (pieces, 2, dims): offset and shape of each
+    writers: Rows  #: (pieces, 2): rank that writes it, and its number on that rank
 
 
 @dataclass
 class Encoded:
-    """Index and ``.metadata`` of a save, to be written again by later saves of the same: only the mark is another."""
+    """Index and ``.metadata`` of a save.
+
+    Later saves of the same tensors write it again with another mark.
+    """
 
     metadata: bytes
     mark: str  #: In it: the identity of a manifest
@@ -100,17 +104,17 @@ class Encoded:
 
 
 def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], mark: str) -> Encoded:
-    """Index and ``.metadata`` of a save. Local operation; of all pieces, which takes rank 0 some us for each.
+    """Return index and ``.metadata`` of a save. Local operation; rank 0 spends some us for each piece.
 
-    ``files`` and ``places`` are of each rank: a row for each piece that it has written, its number, first byte, bytes.
-    ``mark`` is the identity of the manifest.
+    ``files`` and ``places`` are of each rank: a row for each piece that it has written, with its number, first byte and
+    bytes. ``mark`` is the identity of the manifest.
     """
     counts = [int(own[:, 0].max(initial=-1)) + 1 for own in places]
     first = np.cumsum([0, *counts])
     lies = np.zeros((first[-1], 2), dtype=np.int64)
     for begin, own in zip(first, places, strict=False):
         lies[begin + own[:, 0]] = own[:, 1:]
-    # What is equal is one object in the metadata, which halves its bytes: weights are cut alike.
+    # Equal cuts are one object in the metadata, which halves its size.
     cuts: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
     metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
     _torch.set_dcp_version(metadata)
@@ -147,9 +151,9 @@ def _properties(dtype: torch.dtype) -> TensorProperties:
 
 
 def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
-    """Whether boxes cover a shape, each element once: on the grid of all their edges, where cells are few.
+    """Return whether boxes cover a shape, each element once, by counting cells of the grid of all edges.
 
-    ``boxes`` is int64, (boxes, 2, dims): where each begins, and its shape, which is not empty.
+    ``boxes`` is int64, (boxes, 2, dims): offset and non-empty shape of each.
     """
     if len(boxes) == 1:
         return boxes[0].tolist() == [[0] * len(shape), [*shape]]
@@ -169,7 +173,7 @@ def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
 
 
 def _pack(tensors: list[Rows]) -> bytes:
-    """A block: the rows of some tensors."""
+    """Return a block with the rows of some tensors."""
     columns = np.zeros((max(rows.shape[1] for rows in tensors), sum(map(len, tensors))), dtype="<i8")
     at = 0
     for rows in tensors:
@@ -179,9 +183,9 @@ def _pack(tensors: list[Rows]) -> bytes:
 
 
 def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
-    """Key and rows of each tensor in a block."""
+    """Yield key and rows of each tensor in a block."""
     width, count = FIXED + 2 * max(len(shape) for _, shape, _, _ in heads), sum(head[3] for head in heads)
-    # One byte more than there are: what would be more than that is damage, and takes no memory.
+    # At most one byte more than expected: more is damage, and must not take memory.
     flat = zlib.decompressobj().decompress(data, 8 * width * count + 1)
     columns = np.frombuffer(flat, dtype="<i8").reshape(width, count).cumsum(axis=1)
     at = 0
@@ -195,12 +199,12 @@ def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
 
 @dataclass
 class Index:
-    """What lies where in a directory."""
+    """Locations of all pieces of a directory."""
 
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]  #: Shape and dtype by key
-    files: list[str]  #: Names, by the numbers that rows have
-    #: Given keys, each that is there with its rows: an int64 array (pieces, 3 + 2 * dims), as above. What it reads is
-    #: compared with its checksums; it raises CheckpointError
+    files: list[str]  #: Names, indexed by the numbers in rows
+    #: Yield the rows of the given keys that exist: an int64 array (pieces, 3 + 2 * dims), as above. The bytes are
+    #: compared with their checksums; raise CheckpointError
     rows: Callable[[Iterable[str]], Iterator[tuple[str, Rows]]]
 
     def __post_init__(self) -> None:
@@ -209,7 +213,7 @@ class Index:
 
     @classmethod
     def of(cls, metadata: Metadata) -> Index:
-        """From DCP's metadata, in memory."""
+        """Return the index for DCP's metadata in memory."""
         saved = {
             k: m for k, m in metadata.state_dict_metadata.items() if isinstance(m, dcp.TensorStorageMetadata)
         }
@@ -229,10 +233,10 @@ class Index:
 
 
 def read_index(path: Path, manifest: Manifest) -> Index:
-    """What lies where in a checkpoint of te_fsdp, by DCP's metadata if it has no index, whose head is read. Local.
+    """Read the index of a checkpoint, from DCP's metadata if it has no index. Local operation.
 
     Raises:
-        CheckpointError: It is unreadable, has changed, or is of another save.
+        CheckpointError: The index is unreadable, has changed, or is of another save.
     """
     if INDEX not in manifest.files:
         with unreadable(path, DCP_METADATA):
@@ -262,7 +266,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
 
 
 def files_in(path: Path) -> Callable[[str], Path]:
-    """Gives files of a directory by the metadata's names for them; CheckpointError where they lie elsewhere."""
+    """Return a function from file names in metadata to paths; it raises CheckpointError outside of ``path``."""
 
     @functools.cache
     def file_of(name: str) -> Path:
@@ -278,7 +282,7 @@ def files_in(path: Path) -> Callable[[str], Path]:
 
 
 def check_index(path: Path, manifest: Manifest) -> Index:
-    """The index, in which is every tensor that the manifest lists; else CheckpointError. Local operation."""
+    """Return the index; raise CheckpointError unless it has every tensor of the manifest. Local operation."""
     index, wrong = read_index(path, manifest), []
     for key, shape, dtype in stored_tensors(manifest):
         there = index.tensors.get(key)
@@ -298,9 +302,9 @@ def check_index(path: Path, manifest: Manifest) -> Index:
 def stored_tensors(
     manifest: Manifest, *, empty: bool = False
 ) -> Iterator[tuple[str, list[int] | None, str | None]]:
-    """Key, shape and dtype of the tensors that a manifest lists and files hold; no shape for components.
+    """Yield key, shape and dtype of the tensors that a manifest lists and files contain; no shape for components.
 
-    With ``empty``, tensors without elements instead, which are stored nowhere.
+    With ``empty``, yield tensors without elements instead, which are not stored.
     """
     plain: list[tuple[str, list[int], str]] = []
     for name, described in {**manifest.parameters, **manifest.buffers}.items():
@@ -324,9 +328,9 @@ def stored_tensors(
 
 
 def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
-    """DCP's metadata of a directory, compared before it is unpickled with the manifest, if it has one. Local operation.
+    """Read DCP's metadata of a directory, after comparing it with the manifest if there is one. Local operation.
 
-    Raises CheckpointError if it is unreadable, has changed, or is of another save.
+    Raise CheckpointError if it is unreadable, has changed, or is of another save.
     """
     with unreadable(path, DCP_METADATA):
         data = (path / DCP_METADATA).read_bytes() if manifest is None else metadata_of(path, manifest)
@@ -336,7 +340,7 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     return metadata
 
 
-#: All that DCP's metadata is made of, besides dtypes.
+#: Everything in DCP's metadata, in addition to dtypes.
 _KNOWN = {
     dcp.__name__: {n for n, v in vars(dcp).items() if isinstance(v, type) and v.__module__ == dcp.__name__},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
@@ -369,7 +373,7 @@ def _pickled(metadata: Metadata) -> bytes:
 
 
 class _Properties(TensorProperties):
-    """As another torch wrote them: 2.15 added strides at the end, on which earlier ones fail. We read none."""
+    """Properties written by another torch: 2.15 added strides at the end, on which earlier versions fail."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         made: Any = self
@@ -378,7 +382,7 @@ class _Properties(TensorProperties):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the names above, and what was said of each of their classes before."""
+    """Unpickler for the names above that records the attributes of their classes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
@@ -399,10 +403,10 @@ class _Unpickler(pickle.Unpickler):
 
 
 def unpickle_metadata(data: bytes) -> Metadata:
-    """DCP's ``.metadata``, a pickle, read with its own classes alone. Damaged ones may raise anything.
+    """Unpickle DCP's ``.metadata`` with its own classes only. Damaged data may raise any exception.
 
     Raises:
-        pickle.UnpicklingError: It names something else, sets attributes of classes, or is damaged.
+        pickle.UnpicklingError: The pickle names anything else, sets attributes of classes, or is damaged.
     """
     check_numbers(data)
     unpickler, changed, nothing = _Unpickler(data), [], object()

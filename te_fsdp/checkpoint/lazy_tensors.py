@@ -1,11 +1,8 @@
-"""Tensors that lie in files and are read by blocks of rows, so that no more than a block is in memory; safetensors.
+"""Tensors whose rows are read or computed on demand, so that no more than a block of rows is in memory.
 
-Every format that te_fsdp reads becomes such tensors, every format that it writes is written from them.
-
-A safetensors file is eight bytes with the length of a JSON header, the header (name -> dtype, shape, first and last
-byte), and the tensors' bytes one after the other. Of the package ``safetensors``, ``save_file`` takes tensors that are
-all in memory, and ``safe_open``, which tells no offsets, maps the file: one that is cut short meanwhile, or a disk that
-fails, ends the process by SIGBUS. What the package refuses in a header is refused here as well.
+Every format that te_fsdp reads becomes :class:`Lazy` tensors. Every format that it writes is written from them.
+Safetensors files are read by the ``safetensors`` package, which maps them, and written here block by block: the
+package's writer needs all tensors in memory.
 """
 
 from __future__ import annotations
@@ -13,8 +10,9 @@ from __future__ import annotations
 import io
 import json
 import math
-import mmap
+import pickle
 import struct
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,40 +23,40 @@ import torch
 
 from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.manifest import Tick, unreadable
-from te_fsdp.checkpoint.shard_files import DamagedFileError, crc32
+from te_fsdp.checkpoint.shard_files import DamagedFileError, elements_of
+from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
+from te_fsdp.upstream import te as _te
 
-#: Bytes of a tensor that are in memory at a time (a row at least).
+#: Bytes of a tensor that are in memory at a time (at least one row).
 BLOCK_BYTES = 8 << 20
 _COPY = "the file is damaged or truncated, copy it again"
 _JOIN = "torch's HuggingFaceStorageWriter joins ranks' parts with enable_consolidation=True"
-#: Bytes up to which memory is no page's own: to map pages takes longer than to read so little.
-_SMALL = 1 << 16
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
 }
 
 
 class Lazy:
-    """A tensor of known shape and dtype whose rows are read, or computed, when asked for; without dims it has one."""
+    """A tensor of known shape and dtype whose rows are read or computed on demand. A scalar has one row."""
 
     def __init__(
         self, shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int, int], torch.Tensor]
@@ -66,14 +64,14 @@ class Lazy:
         self.shape, self.dtype, self._read = shape, dtype, read
 
     def rows(self, first: int, last: int) -> torch.Tensor:
-        """Rows ``first`` to ``last`` (exclusive), a contiguous CPU tensor that the caller may change.
+        """Return rows ``first`` to ``last`` (exclusive) as a new contiguous CPU tensor.
 
-        CheckpointError, which names key and file, where they cannot be read.
+        Raise CheckpointError, which names key and file, if they cannot be read.
         """
         return self._read(first, last)
 
     def whole(self) -> torch.Tensor:
-        """All rows."""
+        """Return all rows."""
         return self.rows(0, self.height)
 
     def on_device(self) -> torch.Tensor:
@@ -81,7 +79,7 @@ class Lazy:
         return self.whole()
 
     def select(self, index: int) -> Lazy:
-        """One entry of the first dim as a tensor by itself, in memory while its rows are read in order."""
+        """Return one entry of the first dim. It is kept in memory while its rows are read in order."""
         entry: InMemory | None = None
 
         def read(first: int, last: int) -> torch.Tensor:
@@ -94,16 +92,16 @@ class Lazy:
 
     @property
     def height(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.shape[0] if self.shape else 1
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole tensor."""
+        """Return the size of the whole tensor in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def blocks(self, budget: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
-        """First and last row of each block of at most ``budget`` bytes; none for an empty tensor."""
+        """Yield first and last row of each block of at most ``budget`` bytes; none for an empty tensor."""
         if not self.bytes:
             return
         step = max(1, budget // (self.bytes // self.height))
@@ -111,24 +109,17 @@ class Lazy:
             yield first, min(first + step, self.height)
 
     def shape_of(self, first: int, last: int) -> tuple[int, ...]:
-        """Shape of some rows."""
+        """Return the shape of a range of rows."""
         return (last - first, *self.shape[1:]) if self.shape else ()
 
 
 def total_bytes(tensors: Mapping[str, Lazy]) -> int:
-    """Bytes of all of them."""
+    """Return the size of all tensors in bytes."""
     return sum(tensor.bytes for tensor in tensors.values())
 
 
-def as_bytes(tensor: Lazy) -> Iterator[memoryview]:
-    """The bytes of a tensor, block by block."""
-    for first, last in tensor.blocks():
-        block = tensor.rows(first, last).contiguous()
-        yield block.reshape(-1).view(torch.uint8).numpy().data
-
-
 class Stack(Lazy):
-    """Tensors of one shape and dtype as one, along a new first dim."""
+    """Tensors of one shape and dtype, stacked along a new first dim."""
 
     def __init__(self, parts: Sequence[Lazy]) -> None:
         self.parts, self.dtype = parts, parts[0].dtype
@@ -144,7 +135,7 @@ class Stack(Lazy):
 
 
 class InMemory(Lazy):
-    """A tensor that is in memory already."""
+    """A tensor in memory, or in a mapped file."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.shape, self.dtype = tensor, tuple(tensor.shape), tensor.dtype
@@ -164,90 +155,131 @@ class InMemory(Lazy):
 
 
 @dataclass
-class Record:
-    """Bytes of a file, and their CRC-32; ``None`` where it is not known, or has been compared already.
+class Piece(Lazy):
+    """A record of DCP: a ``torch.save`` file within a file, of a rectangle of a tensor or of another object.
 
-    Both methods raise CheckpointError where they cannot be read, or have changed.
+    Shape and dtype are those of DCP's metadata. ``check`` compares the bytes with the checksum of ``torch.save``, if
+    it wrote one, when they are first read.
     """
 
     file: Path
-    offset: int
-    count: int
-    crc: int | None
-    label: str
-
-    def read(self) -> bytes:
-        """All of them."""
-        data = bytes(read_bytes(self.file, self.offset, self.count, self.label))
-        self.check(data)
-        return data
-
-    def check(self, data: bytes | bytearray | mmap.mmap | memoryview | None = None) -> None:
-        """Compare them with their checksum, once; ``data`` is all of them, or they are read, block by block."""
-        if self.crc is None:
-            return
-        found, end = 0, self.offset + self.count
-        if data is not None:
-            found = crc32(data)
-        else:
-            for at in range(self.offset, end, BLOCK_BYTES):
-                found = crc32(read_bytes(self.file, at, min(BLOCK_BYTES, end - at), self.label), found)
-        if found != self.crc:
-            raise CheckpointError(
-                f"{self.label} in {self.file}: its contents have changed (CRC-32)",
-                fix="the file is damaged: copy it again, or take another one",
-            )
-        self.crc = None
-
-
-@dataclass
-class Stored(Lazy):
-    """A tensor whose elements lie in a file, in the machine's byte order; ``stride`` and ``start`` are in elements.
-
-    The record is the whole storage; its checksum is compared before anything is given out.
-    """
-
     key: str
-    record: Record
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    stride: tuple[int, ...]
-    start: int = 0
+    offset: int
+    length: int
+    shape: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.uint8
+    check: bool = False
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
-        shape, stride, item = self.shape_of(first, last), self.stride, self.dtype.itemsize
-        if not math.prod(shape):
-            return torch.empty(shape, dtype=self.dtype, device="cpu")
-        record = self.record
-        begin = record.offset + (self.start + (first * stride[0] if stride else 0)) * item
-        span = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
-        data = read_bytes(record.file, begin, span * item, self.key)
-        record.check(data if (begin, span * item) == (record.offset, record.count) else None)
-        return torch.frombuffer(data, dtype=self.dtype).as_strided(shape, stride).contiguous()
+        with unreadable(self.label, "record of torch.save", _COPY):
+            part = InMemory(self.tensor_in(self._read_bytes(), check=self.check)).rows(first, last)
+            self.check = False
+            return part
+
+    @property
+    def label(self) -> str:
+        """Return the name of the record in messages."""
+        return f"{self.key} in {self.file}"
+
+    def tensor_in(self, data: torch.Tensor, *, check: bool) -> torch.Tensor:
+        """Return the tensor in the bytes of the record, uint8 on the host; a view if possible. Thread-safe.
+
+        Raise CheckpointError for another shape or dtype than the metadata has, and for damage that ``check`` finds.
+        """
+        found: Any = elements_of(data, self.dtype, self.shape, check=check)
+        if found is None:  # written by another release of torch, or a view of a larger tensor
+            file = io.BytesIO(data.numpy())  # type: ignore[arg-type]
+            if check:
+                check_zip(file)
+                file.seek(0)
+            found = load_weights_only(file, self.label)
+        got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
+        if got != (self.shape, self.dtype):
+            raise CheckpointError(
+                f"{self.key}: its bytes in {self.file}",
+                expected=(self.shape, self.dtype),
+                got=got,
+                fix="the checkpoint is damaged, take an earlier one",
+            )
+        return found
+
+    def load(self) -> Any:
+        """Return the stored object, as :func:`load_weights_only`; raise CheckpointError for damage."""
+        with unreadable(self.label, "record of torch.save", _COPY):
+            file = io.BytesIO(self._read_bytes().numpy())  # type: ignore[arg-type]
+            check_zip(file)
+            file.seek(0)
+            return load_weights_only(file, self.label)
+
+    def has_changed(self) -> bool:
+        """Return whether the contents contradict the checksums that ``torch.save`` wrote. Reads all of it."""
+        try:
+            check_zip(io.BytesIO(self._read_bytes().numpy()))  # type: ignore[arg-type]
+        except (OSError, ValueError, zipfile.BadZipFile):
+            return True
+        return False
+
+    def _read_bytes(self) -> torch.Tensor:
+        """Return the bytes as uint8 on the host, mapped if the file is local."""
+        if not is_remote(self.file):
+            # Copy-on-write: torch warns about memory that is read-only.
+            return torch.from_numpy(np.memmap(self.file, np.uint8, "c", self.offset, (self.length,)))
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            data = bytearray(io.BufferedReader(file).read(self.length))
+        if len(data) != self.length:
+            raise DamagedFileError(f"expected {self.length} bytes, got {len(data)}")
+        return torch.frombuffer(data, dtype=torch.uint8)
 
 
-def read_bytes(file: Path, offset: int, count: int, key: str) -> mmap.mmap | bytearray:
-    """Bytes of a file; CheckpointError: they cannot be read."""
-    # Mapped memory goes back to the system when it is let go. The C library keeps freed blocks of large sizes, and with
-    # small objects in between takes new memory for each.
-    data = mmap.mmap(-1, count) if count > _SMALL else bytearray(count)
+class RefusedClassError(CheckpointError):
+    """A ``torch.save`` file with objects of classes that torch does not load weights-only."""
+
+
+def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
+    """Return the objects of a ``torch.save`` file, read weights-only on the CPU; a local file is mapped.
+
+    TE registers the classes of its tensors with torch when it is imported, which happens here if the file needs them.
+    Raise RefusedClassError for other classes.
+    """
     try:
-        with io.BufferedReader(file.open("rb", buffering=0)) as stream:  # of a remote one no more than this
-            stream.seek(offset)
-            got = stream.readinto(data)
-    except OSError as error:
-        raise CheckpointError(
-            f"{key}: cannot be read from {file} ({error.strerror or error})", fix="check the file"
-        ) from error
-    if got != count:
-        raise CheckpointError(
-            f"{key}: {file} is too short",
-            expected=f"{count} bytes from byte {offset}",
-            got=got,
-            fix="the file is truncated, copy it again",
-        )
-    return data
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+    except pickle.UnpicklingError as error:
+        if isinstance(file, io.BytesIO):
+            file.seek(0)
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        problem: Exception = error
+        if any(name.startswith("transformer_engine") for name in names) and not _te.is_loaded():
+            try:
+                _te.te()
+                if isinstance(file, io.BytesIO):
+                    file.seek(0)
+                return load_weights_only(file, label)
+            except ImportError as missing:
+                problem = missing
+        if not names:
+            raise
+        raise RefusedClassError(
+            f"{label}: cannot be read weights-only ({type(problem).__name__})",
+            expected="tensors, TransformerEngine's quantized tensors and plain containers",
+            got=f"an object of {shorten(names)}",
+            why="Anything else in a pickle may run code. TransformerEngine's tensors need TransformerEngine",
+            fix="load it with torch, and save a plain state_dict() with torch.save, or te_fsdp.checkpoint.save",
+        ) from problem
+
+
+def check_zip(file: Any) -> None:
+    """Compare the members of a ``torch.save`` file with their checksums; raise zipfile.BadZipFile for a difference.
+
+    A checksum of zero is not compared: torch writes it if its checksums are disabled.
+    """
+    with zipfile.ZipFile(file) as archive:
+        for member in archive.infolist():
+            member.CRC = member.CRC or None  # type: ignore[bad-assignment]
+            with archive.open(member) as stream:
+                while stream.read(BLOCK_BYTES):
+                    pass
 
 
 @dataclass
@@ -287,7 +319,7 @@ class Chunked(Lazy):
 
 
 def mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: Lazy) -> Lazy:
-    """What a function makes of the same rows of tensors of one shape, element by element."""
+    """Return a tensor whose rows are ``function`` of the same rows of tensors of one shape, element by element."""
     read = lambda first, last: function(*(base.rows(first, last) for base in bases))  # noqa: E731
     return Lazy(bases[0].shape, dtype, read)
 
@@ -295,7 +327,10 @@ def mapped(function: Callable[..., torch.Tensor], dtype: torch.dtype, *bases: La
 def dequantized(
     key: str, shape: tuple[int, ...], dtype: torch.dtype, format: str, components: Mapping[str, Lazy]
 ) -> Lazy:
-    """The values of a quantized weight whose format is a manifest's text, ``"mxfp8 kFloat8E4M3"``; CheckpointError."""
+    """Return the values of a quantized weight of a manifest's format, such as ``"mxfp8 kFloat8E4M3"``.
+
+    Raise CheckpointError if the components do not determine the values.
+    """
     needed = needed_components(format, list(components), key)
 
     def rows(first: int, last: int) -> torch.Tensor:
@@ -314,14 +349,17 @@ def dequantized(
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a path is a safetensors file or a folder of them."""
+    """Return whether a path is a safetensors file or a folder of them."""
     if path.is_dir():
         return (path / INDEX).is_file() or any(p.suffix == ".safetensors" for p in path.iterdir())
     return path.suffix == ".safetensors"
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    """Tensors and metadata of a file, or of a folder with an index or with one file; CheckpointError: damaged."""
+    """Return tensors and metadata of a file, or of a folder with an index or with one file.
+
+    Raise CheckpointError for damaged files.
+    """
     if not path.is_dir():
         return _open_file(path)
     if (path / INDEX).is_file():
@@ -360,7 +398,7 @@ def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             found, more = _open_file(index.parent / name)
             metadata |= more
             problems += [
-                f"{key} is in {name} but not listed as such" for key in found if where.get(key) != name
+                f"{key} is in {name} but not listed there" for key in found if where.get(key) != name
             ]
             tensors |= found
         problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
@@ -370,81 +408,54 @@ def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
 
 
 def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    try:
-        size = path.stat().st_size
-    except OSError as error:
+    from safetensors import safe_open
+
+    if not path.is_file():
         fix = "a model of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
-        raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}") from error
-    with unreadable(path, "header", _COPY):
-        (length,) = struct.unpack("<Q", read_bytes(path, 0, 8, "header"))
-        if length > min(size - 8, 100_000_000):  # the package's own limit
-            raise DamagedFileError(f"one of {length} bytes in a file of {size}")
-        header = json.loads(bytes(read_bytes(path, 8, length, "header")))
-        metadata = header.pop("__metadata__", {})
-        if not all(isinstance(text, str) for text in metadata.values()):
-            raise ValueError("metadata that is no text")
+        raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}")
+    with unreadable(path, "safetensors file", _COPY), safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
         if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):
             raise CheckpointError(f"{path}: one rank's parts of tensors", expected="whole tensors", fix=_JOIN)
-        tensors = {key: _tensor(path, key, 8 + length, described) for key, described in header.items()}
-        records, end = [tensor.record for tensor in tensors.values()], 8 + length
-        for record in sorted(records, key=lambda record: record.offset):
-            if record.offset != end and record.count:
-                raise DamagedFileError(f"{record.label} begins at byte {record.offset} instead of {end}")
-            end = max(end, record.offset + record.count)
-        if end != size:
-            raise DamagedFileError(f"of {end} bytes, in a file of {size}")
-    return dict(tensors), metadata
-
-
-def _tensor(path: Path, key: str, begin: int, described: Mapping[str, Any]) -> Stored:
-    shape, (first, last) = tuple(described["shape"]), described["data_offsets"]
-    if not all(type(n) is int and n >= 0 for n in (*shape, first, last)):
-        raise ValueError(f"{key} has the shape {shape} and lies at {first} to {last}")
-    dtype = _DTYPES.get(described["dtype"])
-    if dtype is None:
-        raise ValueError(f"{key} has the unknown dtype {described['dtype']!r}")
-    if math.prod(shape) * dtype.itemsize != last - first:
-        raise ValueError(f"{key} of shape {shape} does not fit its {last - first} bytes")
-    record = Record(path, begin + first, last - first, None, key)
-    return Stored(key, record, shape, dtype, tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))))
+        return {key: InMemory(file.get_tensor(key)) for key in file.offset_keys()}, metadata
 
 
 def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
-    """Write or overwrite a safetensors file, neither atomic nor synced, with texts for its header. Local operation."""
+    """Write or overwrite a safetensors file with metadata in its header; not atomic, not synced. Local operation."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
-    names, at = {dtype: name for name, dtype in _DTYPES.items()}, 0
+    at = 0
     for key, tensor in tensors.items():
-        if tensor.dtype not in names:
-            raise CheckpointError(
-                f"{key}: safetensors cannot hold it", expected=", ".join(_DTYPES), got=tensor.dtype
-            )
-        end = at + tensor.bytes
-        header[key] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        dtype, end = _DTYPES.get(tensor.dtype), at + tensor.bytes
+        if dtype is None:
+            expected = ", ".join(_DTYPES.values())
+            raise CheckpointError(f"{key}: safetensors cannot hold it", expected=expected, got=tensor.dtype)
+        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors.values():
-            for block in as_bytes(tensor):
-                file.write(block)
+            for first, last in tensor.blocks():
+                block = tensor.rows(first, last).reshape(-1).view(torch.uint8)
+                file.write(block.numpy().data)
                 tick(len(block))
 
 
 def write_folder(
     folder: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick, shard_bytes: int
 ) -> list[str]:
-    """:func:`write_file` of ``model.safetensors``, or of shards and their index, into a folder; returns their names."""
-    files = deal(tensors, ([key] for key in tensors), shard_bytes)
+    """Write ``model.safetensors``, or shards and their index, into a folder; return the names of the files."""
+    files = assign_files(tensors, ([key] for key in tensors), shard_bytes)
     for n, (file, names) in enumerate(files.items()):
         write_file(folder / file, {name: tensors[name] for name in names}, {} if n else metadata, tick)
     return [*files, *write_index(folder, tensors, files)]
 
 
-def deal(
+def assign_files(
     tensors: Mapping[str, Lazy], together: Iterable[Sequence[str]], shard_bytes: int
 ) -> dict[str, list[str]]:
-    """Names of tensors by file, in order. Those ``together`` go into one, larger than ``shard_bytes`` if these are."""
+    """Return the names of tensors by file, in order. A group of ``together`` is in one file, whatever its size."""
     shards: list[list[str]] = [[]]
     filled = 0
     for names in together:
@@ -460,7 +471,7 @@ def deal(
 
 
 def write_index(folder: Path, tensors: Mapping[str, Lazy], files: Mapping[str, Sequence[str]]) -> list[str]:
-    """Write the index of a folder with several files, given with their names; returns its name, none for one file."""
+    """Write the index of a folder with several files; return its name, or nothing for one file."""
     if len(files) == 1:
         return []
     where = {name: file for file, names in files.items() for name in names}

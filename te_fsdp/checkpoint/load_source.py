@@ -1,9 +1,8 @@
-"""Where a load reads from: the files of a save of ours, or tensors that lie in files of other kinds.
+"""Sources of a load: a checkpoint of te_fsdp, or a directory of plain ``torch.distributed.checkpoint``.
 
-Those are directories of plain ``torch.distributed.checkpoint``. Plain DCP notes where each value was in the nested dict
-that it was given (``planner_data``); te_fsdp writes keys of its own and no such notes. A directory without a manifest
-whose every key has one is therefore foreign; one without is a checkpoint of te_fsdp that has lost its manifest, and is
-refused.
+Plain DCP records the location of each value in the saved nested dict (``planner_data``). te_fsdp writes its own keys
+and no such records. A directory without a manifest is therefore a plain one if every key has a record. Otherwise it is
+a checkpoint of te_fsdp that has lost its manifest, and is refused.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.fitting import Change, changes_for, equal_ties, stack, tie
 from te_fsdp.checkpoint.index import Index, check_index, read_metadata
-from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Stack
+from te_fsdp.checkpoint.lazy_tensors import Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
     FILE_NAME,
@@ -34,6 +32,7 @@ from te_fsdp.checkpoint.manifest import (
     has_manifest,
     read_manifest,
 )
+from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp
 from te_fsdp.checkpoint.reader import DCP_KIND, Choices, Contents, open_checkpoint_contents
 from te_fsdp.checkpoint.reading import ReadShare, Rectangle, Staged, read_stored, rectangle
 from te_fsdp.checkpoint.shard_files import checksum
@@ -63,27 +62,27 @@ class Source:
     """A checkpoint that is being loaded."""
 
     path: Path  #: The directory
-    manifest: Manifest  #: What it holds; for a stage of a pipeline, what of that is the stage's
-    #: By the keys that our files have; ``None``: the files are ours.
+    manifest: Manifest  #: Contents; for a stage of a pipeline, those of the stage
+    #: By te_fsdp's keys; ``None``: read them by the index.
     tensors: Mapping[str, Lazy] | None = None
-    #: What was taken of a foreign directory, and what not, in words.
+    #: Contents of a plain directory that were taken or left, as texts.
     notes: list[str] = field(default_factory=list)
-    staged: Staged = field(default_factory=Staged, repr=False)  #: What was read and has not been copied yet
-    #: The world, if what several ranks want is read once; else each reads what it wants.
+    staged: Staged = field(default_factory=Staged, repr=False)  #: Data that were read and not copied yet
+    #: The world, if data for several ranks are read once; otherwise each rank reads its own.
     ranks: RankMessenger | None = None
-    index: Index = field(default_factory=lambda: Index({}, [], lambda keys: iter(())))  #: What lies where
+    index: Index = field(default_factory=lambda: Index({}, [], lambda keys: iter(())))  #: Locations of pieces
     is_plain: bool = False  #: Whether plain DCP wrote it
 
     def described(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every tensor in the files, by key. Local operation."""
+        """Return shape and dtype of every tensor in the files, by key. Local operation."""
         files = self.index.tensors
         return files if self.tensors is None else {k: (t.shape, t.dtype) for k, t in self.tensors.items()}
 
     def stage(self, entries: dict[str, Entry], more: Iterable[Rectangle] = ()) -> None:
-        """Read what goes into entries, and more, into memory of the host, and check it; the entries' own is left alone.
+        """Read and check the data of entries, and further rectangles, into host memory.
 
-        Collective over the world: CheckpointError on all ranks where one failed; nothing has changed then. No rank
-        reads more than the stored pieces that its own rows lie in.
+        Collective over the world. The entries' own memory is not changed. Raise CheckpointError on all ranks if one
+        rank failed. A rank reads only stored pieces that contain its own rows.
         """
         places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
         wanted = [place for place in dict.fromkeys([*places, *more]) if math.prod(place[2])]
@@ -106,26 +105,17 @@ class Source:
         if self.tensors is None:
             read_stored(self.path, self.manifest, self.index, wanted, self.staged)
             return
-        # Tensors that are what lies in a DCP directory, by their keys there; the others are made of such.
-        names = {}
-        for key, _, _ in wanted:
-            tensor = self.tensors[key]
-            pieces = [piece for _, piece in tensor.chunks] if isinstance(tensor, Chunked) else []
-            if pieces and all(isinstance(piece, torch_files.Piece) for piece in pieces):
-                names[key] = tensor.key  # type: ignore[missing-attribute]
-        if stored := [place for place in wanted if place[0] in names]:  # other kinds have no metadata
-            read_stored(self.path, self.manifest, self.index, stored, self.staged, names)
-        for place in (place for place in wanted if place[0] not in names):
-            key, offsets, shape = place
-            self.staged.parts[place] = [((0,) * len(shape), _values(self.tensors[key], offsets, shape))]
+        for key, offsets, shape in wanted:
+            values = _values(self.tensors[key], offsets, shape)
+            self.staged.parts[key, offsets, shape] = [((0,) * len(shape), values)]
 
 
 def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-    """A rectangle of a tensor, contiguous, on the host."""
+    """Return a rectangle of a tensor, contiguous, on the host."""
     if not shape:
         return tensor.whole().reshape(())
     begin, end = offsets[0], offsets[0] + shape[0]
-    if isinstance(tensor, Stack):  # no expert's rows are read for another's
+    if isinstance(tensor, Stack):  # do not read the rows of other experts
         return torch.stack([_values(tensor.select(i), offsets[1:], shape[1:]) for i in range(begin, end)])
     return tensor.rows(begin, end)[(slice(None), *slices(offsets[1:], shape[1:]))].contiguous()
 
@@ -134,18 +124,18 @@ def _values(tensor: Lazy, offsets: tuple[int, ...], shape: tuple[int, ...]) -> t
 
 
 def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, read: str) -> Source:
-    """The checkpoint at a path: ours, or a foreign one that is told to be so. Collective over the world.
+    """Open a checkpoint of te_fsdp or a plain directory. Collective over the world.
 
-    All but the path is as :func:`te_fsdp.checkpoint.load` takes it. The model says which names are of one tensor;
-    ``optimizer`` is the class where the files do not say it, empty if none is loaded. CheckpointError on all ranks:
-    nothing whole there, neither ours nor certainly foreign, or ranks that do not see the same.
+    The arguments except ``path`` are those of :func:`te_fsdp.checkpoint.load`. The model determines tied names.
+    ``optimizer`` is the class to use if the files do not record it, empty if none is loaded. Raise CheckpointError on
+    all ranks for an incomplete checkpoint, any other directory, or ranks that do not see the same files.
     """
 
     def seen(manifest: Manifest | None) -> int | str | None:
         file = path / (DCP_METADATA if manifest is None else FILE_NAME)
         try:
             return checksum(file) if file.is_file() else None
-        except OSError as error:  # other ranks see it, perhaps
+        except OSError as error:  # other ranks may see it
             return str(error)
 
     def first() -> tuple[Manifest | None, int | str | None, str, str]:
@@ -156,8 +146,8 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         return manifest, seen(manifest), str(path), read
 
     manifest, there, where, read = from_rank_0(first)
-    # Each rank reads its own part. They may ask for the newest one at moments between which another appears, or through
-    # file systems that are late.
+    # Each rank reads its own part. Ranks may have resolved the newest checkpoint at different times, or their file
+    # systems may be out of date.
     others = gather_if_any("" if seen(manifest) == there else f"{path} on rank {rank()}")
     if others:
         raise CheckpointError(
@@ -176,22 +166,22 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         elif manifest.format_version < SUMS_PIECES and rank() == 0:
             text = "%s: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
             _log.info(text, path)
-        source = _own_source(path, manifest, model)
+        source = _own_source(path, manifest, model, is_verified=verify)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
-        background().wait()  # a running save talks over the same group
+        background().wait()  # a running save uses the same process group
         source.ranks = rank_messenger()
     return source
 
 
 def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) -> Source:
-    """A plain directory, with what is taken of it. Collective over the world."""
+    """Return the source for a plain directory, with notes about its contents. Collective over the world."""
 
-    def opened() -> torch_files.DcpContents:
+    def opened() -> DcpContents:
         metadata = read_metadata(path)
         keys = set(metadata.state_dict_metadata)
         if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
-            open_checkpoint(path)  # ours perhaps, that has lost its manifest: raises, and tells why
-        return torch_files.open_dcp(path, metadata)
+            open_checkpoint(path)  # raises: perhaps a checkpoint of te_fsdp without its manifest
+        return open_dcp(path, metadata)
 
     plain = all_agree(opened)
     if verify:
@@ -202,17 +192,19 @@ def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) 
     if contents.manifest.optimizer is not None and not optimizer:
         contents.notes.append("optimizer: left, since none was given to load")
     count = f"{len(contents.manifest.parameters)} tensors of a state dict"
-    told = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    return Source(path, contents.manifest, contents.tensors, told, index=plain.index, is_plain=True)
+    notes = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
+    return Source(path, contents.manifest, contents.tensors, notes, is_plain=True)
 
 
-def _own_source(path: Path, manifest: Manifest, model: nn.Module) -> Source:
+def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified: bool) -> Source:
     """Return the source of a te_fsdp checkpoint, its names fitted to the model if it was converted. Collective."""
     index = all_agree(lambda: check_index(path, manifest))
     # A save records the settings of modules, and with them the model's own names.
     is_converted = not (manifest.semantics or {}).get("modules")
     if not (is_converted and (changes := _changes(manifest, model))):
         return Source(path, manifest, index=index)
+    if not is_verified:  # lazy tensors are not compared with the table of checksums
+        _verify_together(path, manifest)
     contents = all_agree(lambda: open_checkpoint_contents(path))
     _fit(contents, changes)
     return Source(path, contents.manifest, contents.tensors, contents.notes, index=index)
@@ -237,10 +229,10 @@ def _fit(contents: Contents, changes: list[Change]) -> None:
 def verify(path: str | os.PathLike[str]) -> None:
     """Check a checkpoint against its checksums. Local operation; needs no model, reads all files once.
 
-    ``load(..., verify=True)`` does the same on all ranks together. Without it, ``load`` checks what it reads.
+    ``load(..., verify=True)`` does the same on all ranks together. Otherwise ``load`` checks the data that it reads.
 
     Raises:
-        CheckpointError: No checkpoint there, or a damaged one; names the files.
+        CheckpointError: No checkpoint, or a damaged one; names the files.
     """
     source = absolute(path)
     manifest = open_checkpoint(source)
@@ -249,7 +241,7 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def problems_of(path: Path, tick: Tick) -> list[str]:
-    """Everything that is wrong with a checkpoint: manifest, files, and the two against DCP's metadata; in words."""
+    """Return all problems of a checkpoint as texts: manifest, files, and their consistency with DCP's metadata."""
     try:
         problems = check_files(path, read_manifest(path), checksums=True, tick=tick)
         if not problems:
@@ -259,10 +251,10 @@ def problems_of(path: Path, tick: Tick) -> list[str]:
     return problems
 
 
-def _verify_together(path: Path, opened: Manifest | torch_files.DcpContents) -> None:
-    """Check files against their checksums, of a plain directory ``torch.save``'s, each by one rank.
+def _verify_together(path: Path, opened: Manifest | DcpContents) -> None:
+    """Check files against their checksums, each on one rank; records of ``torch.save`` in a plain directory.
 
-    Collective over the world: CheckpointError on all ranks, with all damaged files.
+    Collective over the world. Raise CheckpointError on all ranks, with all damaged files.
     """
     mine = slice(rank(), None, world_size())  # of the largest first
 
@@ -270,7 +262,9 @@ def _verify_together(path: Path, opened: Manifest | torch_files.DcpContents) -> 
         if isinstance(opened, Manifest):
             names = sorted(opened.files, key=lambda name: (-opened.files[name][0], name))
             return check_files(path, opened, names[mine], checksums=True)
-        some = sorted(opened.windows, key=lambda window: -window.length)[mine]
-        return [f"{w.key} in {w.file.name}: its contents have changed (CRC-32)" for w in some if w.changed()]
+        some = sorted(opened.records, key=lambda record: -record.length)[mine]
+        return [
+            f"{r.key} in {r.file.name}: its contents have changed (CRC-32)" for r in some if r.has_changed()
+        ]
 
     damaged(path, [text for texts in gather_if_any(all_agree(changed)) for text in texts])

@@ -1,6 +1,7 @@
-"""``load``: compare checkpoint, model and optimizer, report every difference at once, read all, only then change.
+"""``load``: compare checkpoint, model and optimizer, report all differences at once, read everything, then change.
 
-What was not saved follows what was: main weights the weights, delayed scaling's scales the quantized weights.
+State that was not saved follows state that was: main weights follow the weights, the scales of delayed scaling the
+quantized weights.
 """
 
 from __future__ import annotations
@@ -64,12 +65,12 @@ _log = logging.getLogger("te_fsdp")
 
 
 class Loaded(dict[str, Any]):
-    """What ``save`` was given as ``extra``, and what the load did.
+    """The saved ``extra``, with a report of the load.
 
     Attributes:
-        left: Name of a tensor, module or optimizer state that was not loaded -> why.
-        converted: Name -> from what to what, and where the values came from.
-        notes: Other things that came from elsewhere than usual, in words.
+        left: Name of a tensor, module or optimizer state that was not loaded -> reason.
+        converted: Name -> conversion, and the origin of the values.
+        notes: Further values with an unusual origin, as texts.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Loaded(dict[str, Any]):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing was left."""
+        """Return whether everything was loaded."""
         return not self.left
 
 
@@ -95,38 +96,38 @@ def load(
     verify: bool = False,
     read: Literal["auto", "each", "once"] = "auto",
 ) -> Loaded:
-    """Load a checkpoint into a model and its optimizer, in place, whatever mesh it was saved on.
+    """Load a checkpoint into a model and its optimizer, in place, independent of the mesh that saved it.
 
-    First compares the checkpoint with model and optimizer; on any difference nothing is changed. Weights of another
-    dtype or quantization format are converted: from saved main weights if there are some, else from the (dequantized)
-    values, rounded or quantized once, with the amax of the whole weight. Optimizer state that is missing is allocated.
+    First compares the checkpoint with model and optimizer. On any difference nothing is changed. Weights of another
+    dtype or quantization format are converted from saved main weights if there are any, else from the (dequantized)
+    values: rounded or quantized once, with the amax of the unsharded weight. Missing optimizer state is allocated.
     Collective over the world: call on all ranks. All ranks must reach the directory.
 
-    Plain ``torch.distributed.checkpoint`` is taken too: a model's state dict, or ``get_state_dict``'s ``{"model": ...,
-    "optimizer": ...}``. TE's ``_extra_state`` is read without running anything of it. ``notes`` says what was taken.
+    Directories of plain ``torch.distributed.checkpoint`` are loaded too: a model's state dict, or ``{"model": ...,
+    "optimizer": ...}`` from ``get_state_dict``. ``notes`` lists what was taken.
 
     Args:
-        path: A checkpoint that :func:`te_fsdp.checkpoint.save` wrote, or a plain one; ``"s3://..."`` as well.
+        path: A checkpoint of :func:`te_fsdp.checkpoint.save`, or a plain one; ``"s3://..."`` as well.
         model: The model on its device, sharded or not, a rank's stages, or models by name; it is overwritten.
-        optimizer: Over the model's current parameters, or several by name as at the save; group options are overwritten
-            by the saved ones. ``None``: none is read. Main weights of others follow the weights, see ``notes``.
-        strict: Whether everything must fit. ``False``: what differs or is missing is left, and named in the result and
-            a warning; optimizer state parameter by parameter. Settings that change what modules compute raise still.
+        optimizer: Over the model's current parameters, or several by name as in the save. Group options are overwritten
+            by the saved ones. ``None``: none is read. Other optimizers' main weights follow the weights, see ``notes``.
+        strict: Whether everything must fit. ``False``: differing or missing state is left and named in the result and a
+            warning, optimizer state parameter by parameter. Settings that change the function of modules still raise.
         allow: Names of deliberate differences, as shell patterns (``"head.*"``), that may be left: a parameter with its
-            optimizer state, ``"optimizer"`` for the whole optimizer, ``"*.eps"`` for a setting of modules,
+            optimizer state, ``"optimizer"`` for the entire optimizer, ``"*.eps"`` for a setting of modules,
             ``"settings"`` for all in a checkpoint that records none.
-        convert: Whether weights and state of another dtype or format are converted. ``False``: they differ.
-        verify: Compare all files with their checksums before, each on one rank. Otherwise manifest, DCP's metadata,
-            sizes of the files and (from format 3 on) what is read are checked.
-        read: ``"each"``: every rank reads all that it loads. ``"once"``: of what several load (HSDP's replicas) each
-            reads a part, and sends it to the others. ``"auto"``: once from object storage, else each. Rank 0's counts.
+        convert: Whether weights and state of another dtype or format are converted. ``False``: they are differences.
+        verify: Compare all files with their checksums first, each on one rank. Otherwise manifest, DCP's metadata,
+            sizes of the files and (from format 3 on) the data that are read are checked.
+        read: ``"each"``: every rank reads its own data. ``"once"``: data for several ranks (HSDP's replicas) are read
+            in parts, one per rank, and sent. ``"auto"``: once from object storage, else each. Rank 0's value is used.
 
     Returns:
-        What ``save`` was given as ``extra``, tensors on the CPU, values per rank as this rank's (on another mesh as
-        ``None``, with a warning). Its attributes tell what was not simply copied.
+        The saved ``extra``, with tensors on the CPU and this rank's values of ``PerRank`` (``None`` with a warning on
+        another mesh). Its attributes list everything that was not simply copied.
 
     Raises:
-        CheckpointError: None there, a damaged one, or one that differs: all differences in one text, on all ranks.
+        CheckpointError: No checkpoint, a damaged one, or one that differs: all differences in one text, on all ranks.
         OrderError: The optimizer was built before the model was sharded.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
@@ -147,7 +148,7 @@ def load(
 
 
 def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[ModelState, Differences]:
-    """Everything that one rank can find out; changes nothing."""
+    """Return this rank's model state and all differences that it detects; change nothing."""
     manifest, stage = source.manifest, stage_of(model)
     check_whole_job(model, stage)
     state = model_state(model, may_cut_blocks=True)
@@ -180,9 +181,9 @@ def _refuse(source: Source, found: Differences) -> None:
 
 
 class Filling:
-    """The part of a load that changes things: a source, a model with its optimizer, and differences, all allowed.
+    """The part of a load that changes model and optimizer, given only allowed differences.
 
-    Its ``notes`` tell in words what came from elsewhere than usual.
+    Its ``notes`` describe values with an unusual origin.
     """
 
     def __init__(
@@ -209,9 +210,9 @@ class Filling:
         )
 
     def run(self) -> dict[str, Any]:
-        """Read everything, then change the model and its optimizer; gives ``extra``. Collective over the world.
+        """Read everything, then change the model and its optimizer; return ``extra``. Collective over the world.
 
-        CheckpointError: something cannot be read, on any rank. Nothing has changed.
+        Raise CheckpointError, with nothing changed, if any rank cannot read its data.
         """
         conversions, numbers = self._conversions(), self._shared_numbers()
         direct = [name for name in self.names if name not in conversions]
@@ -221,26 +222,26 @@ class Filling:
         states = [one.state for one in self.optimizers.values()]
         before = [{parameter: dict(state) for parameter, state in own.items()} for own in states]
         try:
-            # A rank may lack the memory for what the optimizer is to get.
+            # A rank may lack the memory for optimizer state.
             entries, more = all_agree(lambda: self._entries(direct, conversions))
             self.source.stage({**entries, **slots}, [*more, *numbers])
             all_agree(lambda: self._check_shared(numbers))
         except BaseException:
-            # State was made or dropped, but none was written to.
+            # State was allocated or dropped, but not written to.
             for own, kept in zip(states, before, strict=True):
                 own.clear()
                 own.update(kept)
             raise
-        # All has been read and is right. From here on the model changes.
+        # Everything was read and checked. From here on the model changes.
         self.source.staged.fill({**entries, **slots})
         for key, entry in make_delayed(self.model, delayed).items():
-            for piece in entry.pieces:  # of some experts, perhaps, out of the whole tensor
+            for piece in entry.pieces:  # perhaps of some experts only
                 piece.tensor.copy_(slots[key].pieces[0].tensor[slices(piece.offsets, piece.tensor.shape)])
         copied = [owned for name in direct for owned in self.state.members.get(name, [])]
         self._restart_delayed(delayed, copied)
         for owned in copied:
             local: Any = owned.local
-            if _te.is_quantized(local):  # what it has derived from the bytes that were replaced
+            if _te.is_quantized(local):  # drop what was derived from the replaced bytes
                 local.derive_transposes() if owned.is_grouped else drop_derived_state(local)
             self._refresh_main_weights(owned, None)
         self._convert(conversions, delayed)
@@ -260,14 +261,14 @@ class Filling:
         return decode(extra, slots)
 
     def result(self) -> Loaded:
-        """:meth:`run`, and what a load gives back; what was not simply copied also goes to the log."""
+        """Return :meth:`run` as the result of a load; log everything that was not simply copied."""
         extra = self.run()
         harmless = format_differences(one for one in self.found.settings.values() if one.effect == "note")
         taken = {*self.names}
         if self.saved_optimizer is not None:
             taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
-        told = self.found.converted.items()
-        converted = {name: how for name, how in told if {name, name.rpartition(".")[0]} & taken}
+        items = self.found.converted.items()
+        converted = {name: how for name, how in items if {name, name.rpartition(".")[0]} & taken}
         notes, path = [*self.notes, *harmless], self.source.path
         loaded = Loaded(extra, self.found.left(), converted, notes)
         if loaded.left:
@@ -275,7 +276,7 @@ class Filling:
         if converted:
             shown = [f"{name}: {how}" for name, how in converted.items()]
             _log.warning("%s: %d tensor(s) converted (%s)", path, len(shown), shorten(shown, 3))
-        silent = [*self.source.notes, *harmless] if rank() else []  # rank 0 tells them
+        silent = [*self.source.notes, *harmless] if rank() else []  # rank 0 logs them
         for note in notes:
             if note not in silent:
                 _log.warning("%s: %s", path, note)
@@ -286,7 +287,7 @@ class Filling:
         return [] if self.saved_optimizer is None else [*each_with_manifest(self.optimizers, self.manifest)]
 
     def _conversions(self) -> dict[str, list[Conversion]]:
-        """What goes through high precision, by name of the files' tensor."""
+        """Return the parameters to convert through high precision, by name of the files' tensor."""
         states = (self.manifest.optimizer or {"state": {}})["state"]
         found: dict[str, list[Conversion]] = {}
         for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
@@ -299,7 +300,7 @@ class Filling:
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]
     ) -> tuple[dict[str, Entry], list[Rectangle]]:
-        """What goes into its place as it is, made where the optimizer lacks it; and what is converted."""
+        """Return entries to copy directly, allocated where the optimizer lacks them, and rectangles for conversions."""
         entries = {key: self.state.entries[key] for name in direct for key in self.state.keys[name]}
         for one, manifest in self._given():
             states, mains = prepare_loading(one, manifest, self.state.owned, self.left_states)
@@ -308,7 +309,7 @@ class Filling:
         return entries, [place for one in planned for place in one.reads()]
 
     def _shared_numbers(self) -> dict[Rectangle, list[int]]:
-        """Numbers that each of some experts has of its own in the files, and all share here."""
+        """Return numbers that the files have for each expert, and that the experts share here."""
         found = {}
         for name, states in (self.saved_optimizer or {"state": {}})["state"].items():
             members = self.state.members.get(name, [])
@@ -321,7 +322,7 @@ class Filling:
         return found
 
     def _check_shared(self, numbers: dict[Rectangle, list[int]]) -> None:
-        """Raise if such numbers, which were read, differ. Local operation."""
+        """Raise CheckpointError if the experts' numbers, which were read, differ. Local operation."""
         staged, host = self.source.staged, torch.device("cpu")
         read = [(place[0], staged.new(place, host)[experts]) for place, experts in numbers.items()]
         differing = [key for key, values in read if len(values.unique(dim=0)) > 1]
@@ -329,15 +330,15 @@ class Filling:
             raise CheckpointError(
                 f"{self.source.path}: {shorten(differing)}",
                 expected="one number for all experts, which are one parameter here",
-                got="different ones",
+                got="different numbers",
                 why="Nothing was loaded",
                 fix="build the layer without a single grouped weight, or load without the optimizer",
             )
 
     def _delayed(self) -> tuple[dict[str, Any], dict[str, Entry]]:
-        """Delayed-scaling state that this model takes, by module, and memory on the host for all of it: it is small.
+        """Return the delayed-scaling state that this model takes, by module, and host memory for all of it.
 
-        Modules get theirs after reading. None is for those whose weights have another format here.
+        It is small. It is assigned after reading. Modules whose weights have another format here take none.
         """
         modules, differing, have = modules_of(self.model), self.found.names(), self.source.described()
         taken: dict[str, Any] = {}
@@ -354,7 +355,7 @@ class Filling:
             taken[name] = recipe
             for state in (f"delayed.{name}:scaling_fwd", f"delayed.{name}:scaling_bwd"):
                 keys = f"{state}.scale", f"{state}.amax_history"
-                (scales, _), (history, _) = told = [have.get(key, ((), torch.float32)) for key in keys]
+                (scales, _), (history, _) = found = [have.get(key, ((), torch.float32)) for key in keys]
                 if len(scales) != 1 or tuple(history) != (recipe["amax_history_len"], *scales):
                     raise CheckpointError(
                         f"{self.source.path}: {keys[1]}",
@@ -363,7 +364,7 @@ class Filling:
                         why="Nothing was loaded",
                         fix="the checkpoint is damaged, load an earlier one",
                     )
-                for key, (shape, dtype) in zip(keys, told, strict=True):
+                for key, (shape, dtype) in zip(keys, found, strict=True):
                     slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))
         if foreign:
             self.notes.append(
@@ -373,7 +374,7 @@ class Filling:
         return taken, slots
 
     def _restart_delayed(self, loaded: dict[str, Any], copied: list[OwnedTensor]) -> None:
-        """Delayed-scaling state that was not loaded: of a fresh module, but with the scales of the loaded weights."""
+        """Reset delayed-scaling state that was not loaded to that of a new module, with the loaded weights' scales."""
         keep, restarted = loaded.keys() | self.found.names(), []
         for name, (_, states) in delayed_modules(self.model).items():
             if name not in keep:
@@ -383,7 +384,7 @@ class Filling:
                     state.amax_history.zero_()
         if restarted:
             self.notes.append(
-                f"delayed-scaling state of {len(restarted)} module(s) not in the checkpoint: histories begin anew, "
+                f"delayed-scaling state of {len(restarted)} module(s) not in the checkpoint: histories start again, "
                 f"weights keep their scales ({shorten(restarted)})"
             )
         for owned in copied:
@@ -392,10 +393,10 @@ class Filling:
                 _te_modules.sync_delayed_scale(owned.module, owned.name, local)
 
     def _convert(self, conversions: dict[str, list[Conversion]], delayed: Collection[str]) -> None:
-        """Convert and store weights, one at a time, as often on all ranks. Collective over the world."""
-        # The same names on all ranks, also where these hold different experts.
+        """Convert and store weights one at a time, in equal number on all ranks. Collective over the world."""
+        # The same names on all ranks, even if these have different experts.
         weights = [*conversions.values()]
-        if self.stage is not None:  # stages convert other weights
+        if self.stage is not None:  # stages convert different weights
             weights += [[]] * (max(gather(len(weights))) - len(weights))
         for members in weights:
             # A rank may lack the memory.
@@ -406,9 +407,9 @@ class Filling:
                 self._refresh_main_weights(owned, value)
 
     def _refresh_main_weights(self, owned: OwnedTensor, value: torch.Tensor | None) -> None:
-        """Main weights that were not loaded follow the weight, lest the optimizer's step undo the load."""
+        """Set main weights that were not loaded to the weight, or the next step would undo the load."""
         for optimizer in self.optimizers.values() if owned.fqn not in self.mains else ():
-            # The quantized weight has less than what was read: the main weight is made of the latter.
+            # The values that were read are more precise than the quantized weight.
             set_main_weight(optimizer, owned.parameter, owned.local, value, make=True)
         for optimizer in self.others:
             set_main_weight(optimizer, owned.parameter, owned.local, value)

@@ -1,8 +1,8 @@
-"""``te_fsdp.json``: what a checkpoint holds, to be read and compared before any tensor moves.
+"""``te_fsdp.json``: the description of a checkpoint, read and compared before any tensor is.
 
-The kind of every value in it is checked when it is read and before it is written. A rule is a :class:`Kind`;
-``[rule]``, a list; ``{kind: rule}``, an object with any names of a kind; ``{"a": rule, "b?": rule}``, an object with
-these names, of which ``b`` may be absent; or a function that is given the value and returns its rule.
+Every value is validated when it is read and before it is written. A rule is a :class:`Kind`; ``[rule]``, a list;
+``{kind: rule}``, an object with any names of a kind; ``{"a": rule, "b?": rule}``, an object with these names, where
+``b`` may be absent; or a function from the value to its rule.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from te_fsdp.checkpoint.storage import listing
 from te_fsdp.errors import CheckpointError
 
 FILE_NAME = "te_fsdp.json"
-#: Versions of the format that are read. From 3 on, files have checksums of their pieces, and all of a checkpoint its
-#: save's id. From 4 on, files may lie in a folder; what needs none is written as 3. Raised when an older te_fsdp could
-#: misread what a newer one writes.
+#: Versions of the format that are read. From 3 on, files have checksums of their pieces and the id of their save. From
+#: 4 on, files may be in a folder; checkpoints without one are written as 3. The version is raised when an older
+#: te_fsdp could misread a newer checkpoint.
 FIRST_FORMAT, SUMS_PIECES, HAS_FOLDER = 2, 3, 4
 #: DCP's own description of the tensors, written by its coordinator.
 DCP_METADATA = ".metadata"
-#: Our own, which says the same in less (:mod:`te_fsdp.checkpoint.index`); earlier checkpoints have none.
+#: te_fsdp's index with the same contents (:mod:`te_fsdp.checkpoint.index`); early checkpoints have none.
 INDEX = "te_fsdp.index"
 _NO_DIGEST = "0" * 32
-#: Begins the marks in DCP's metadata that are ours; and all of one, see :attr:`Manifest.identity`.
+#: Prefix of te_fsdp's marks in DCP's metadata, and the pattern of a mark, see :attr:`Manifest.identity`.
 _OURS = "te_fsdp-"
 MARK = re.compile(rb"te_fsdp-[0-9a-f]{32}-[0-9a-f]{32}")
 #: Nested levels. Python's own limit on recursion is not far above.
@@ -53,11 +53,11 @@ _DAMAGED = "the checkpoint is damaged, load an earlier one"
 
 
 class InvalidError(ValueError):
-    """A value of another kind than a manifest has there; the text names the place."""
+    """A value that violates the rules of the manifest. The text names its place."""
 
 
 class Kind(NamedTuple):
-    """Values without parts: what they are, in words, and whether a value is one."""
+    """A rule for values without parts: a description, and a test."""
 
     expected: str
     fits: Callable[[Any], bool]
@@ -80,8 +80,8 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
         known: set[str] = set()
         for name, item in value.items():
             _check(name, names, f"a name in {where}")
-            # Most tensors of a model are described alike: one of them is looked at. Texts are as unlike as the values,
-            # for what JSON gives.
+            # Most tensors of a model have equal descriptions, which are checked once. Of JSON values, equal texts are
+            # equal values.
             text = repr(item)
             if text not in known:
                 _check(item, rule[names], f"{where}.{name}", depth + 1)
@@ -101,12 +101,12 @@ def _refuse(where: str, expected: str, value: Any) -> InvalidError:
 
 
 def _encodes(value: Any) -> bool:
-    # isascii() first: names are many, and nearly all are.
+    # isascii() first: nearly all names are ASCII.
     return type(value) is str and (value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value))
 
 
 def _whole(low: int = 0, high: int = 2**63 - 1) -> Kind:
-    # type() and not isinstance(): True is no number.
+    # type() and not isinstance(): bool is a subclass of int.
     return Kind(f"a whole number from {low}", lambda value: type(value) is int and low <= value <= high)
 
 
@@ -129,7 +129,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    """A value of ``extra`` or an option of an optimizer, see :mod:`te_fsdp.checkpoint.tensor_entries`."""
+    """Return the rule for a value of ``extra`` or an optimizer's option (:mod:`te_fsdp.checkpoint.tensor_entries`)."""
     if type(value) is list:
         return [_encoded]
     if type(value) is dict:
@@ -189,7 +189,7 @@ _OPTIMIZER = {
 
 @dataclass
 class Manifest:
-    """Contents of ``te_fsdp.json``. Beside the type of each field stands the rule for its values.
+    """Contents of ``te_fsdp.json``. Each field's annotation has the rule for its values.
 
     A new field needs a default if older checkpoints lack it.
     """
@@ -217,38 +217,38 @@ class Manifest:
     tied: Annotated[dict[str, str], {_TEXT: _TEXT}] = field(default_factory=dict)
     #: From :func:`te_fsdp.modules.semantics.record`; null before format 3, empty in what was converted
     semantics: Annotated[dict[str, Any] | None, _or_null(_semantics)] = None
-    #: Of the save, one more than the largest beside it; 0 in manifests from before there were numbers
+    #: Number of the save, one more than the largest in the directory; 0 in early manifests
     number: Annotated[int, _whole()] = 0
     format_version: Annotated[int, _whole(1)] = SUMS_PIECES
     #: Drawn for each save; empty before :data:`SUMS_PIECES`
     save_id: Annotated[str, _ID] = ""
-    #: Name of that with the other files, beside the manifest; empty: they lie beside it themselves
+    #: Name of the folder with the other files, next to the manifest; empty: the files are next to it
     folder: Annotated[str, _FOLDER] = ""
 
     def at(self, path: Path) -> Path:
-        """Where the files of the checkpoint at a path lie."""
+        """Return the folder with the files of the checkpoint at a path."""
         return path / self.folder if self.folder else path
 
     @property
     def body(self) -> dict[str, Any]:
-        """By field, without those that older readers do not know and that say nothing."""
+        """Return the fields by name, without those that older readers do not support and that are empty."""
         return {f.name: getattr(self, f.name) for f in fields(self) if self.folder or f.name != "folder"}
 
     def tensor(self, name: str) -> dict[str, Any]:
-        """What is said of a parameter or buffer; of a buffer that it is in high precision."""
+        """Return the description of a parameter or buffer; a buffer has the format of high precision."""
         return self.parameters.get(name) or {"format": None, **self.buffers[name]}
 
     @property
     def identity(self) -> str:
-        """The save's id with a digest of all that is said here but for the files: what DCP's metadata is marked with.
+        """Return the save's id with a digest of all fields except the files, the mark in DCP's metadata.
 
-        So nothing here can be changed alone, not even together with the digest that the manifest has of itself.
+        Therefore no field can change unnoticed, not even together with the manifest's own digest.
         """
         body = {name: value for name, value in self.body.items() if name != "files"}
         return f"{_OURS}{self.save_id}-{_digest(json.dumps(body, sort_keys=True).encode())}"
 
     def check_identity(self, found: str | None) -> None:
-        """Raise DamagedFileError unless this mark, of DCP's metadata, is of the same save, and of all that is here."""
+        """Raise DamagedFileError unless this mark in DCP's metadata is of the same save and the same fields."""
         ours = self.identity if self.save_id else None
         if found != ours and (ours or is_ours(found)):
             raise DamagedFileError(
@@ -257,18 +257,18 @@ class Manifest:
 
 
 def is_ours(mark: Any) -> bool:
-    """Whether a mark in DCP's metadata is one that te_fsdp writes, from :data:`SUMS_PIECES` on."""
+    """Return whether a mark in DCP's metadata is te_fsdp's, written from :data:`SUMS_PIECES` on."""
     return str(mark).startswith(_OURS)
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into a directory, synced to disk; CheckpointError if it could not be read back. Local."""
+    """Write the manifest, synced to disk; raise CheckpointError if it could not be read back. Local operation."""
     path = directory / FILE_NAME
     with unreadable(path, "manifest", "keep plain values in extra and in the optimizer's options"):
         body = {"digest": _NO_DIGEST, "number": manifest.number} | manifest.body  # where save_number looks
         lines = (f" {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
         text = ("{\n" + ",\n".join(lines) + "\n}\n").encode("ascii")
-        # Of thousands of tensors enough to have all of the process' objects walked over, at every second save.
+        # Thousands of tensors would make the collector traverse all objects of the process.
         with without_collector():
             body = json.loads(text)
             del body["digest"]
@@ -279,7 +279,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a directory; CheckpointError if it is unreadable, changed, or a newer te_fsdp's. Local."""
+    """Read the manifest; raise CheckpointError if it is unreadable, changed, or of a newer te_fsdp. Local operation."""
     path = directory / FILE_NAME
     with unreadable(path, "manifest"):
         text = path.read_bytes()
@@ -293,23 +293,25 @@ def read_manifest(directory: Path) -> Manifest:
                 got=str(body["format_version"])[:40],
                 fix="update te_fsdp; of an older format, load it with the te_fsdp that wrote it",
             )
-        # Of the text, not of what it means: "1e-5" and "1E-5" are one number, and one of them is damage.
+        # A digest of the text: "1e-5" and "1E-5" are one number, and one of them is damage.
         digest = str(body.pop("digest", None))
         found = _digest(text.replace(digest.encode(), _NO_DIGEST.encode(), 1))
         if digest != found:
             raise InvalidError(f"expected digest {digest!a:.40}, got {found}")
         manifest = parse_manifest(body)
-        others = (DCP_METADATA, INDEX)  # whose readers look themselves
-        untold = [name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others]
+        others = (DCP_METADATA, INDEX)  # their readers check them
+        unlisted = [
+            name for name, listed in manifest.files.items() if len(listed) != 3 and name not in others
+        ]
         if bool(manifest.save_id) != (manifest.format_version >= SUMS_PIECES):
             raise _refuse("save_id", f"one from format {SUMS_PIECES} on", manifest.save_id)
-        if untold and manifest.save_id:
-            raise InvalidError(f"files.{untold[0]}: expected where its table of checksums begins, got none")
+        if unlisted and manifest.save_id:
+            raise InvalidError(f"files.{unlisted[0]}: expected where its table of checksums begins, got none")
         return manifest
 
 
 def parse_manifest(body: dict[str, Any]) -> Manifest:
-    """A manifest from its fields; InvalidError names what is wrong. Local operation."""
+    """Return a manifest from its fields; raise InvalidError, which names the place. Local operation."""
     rules, hints = {}, get_type_hints(Manifest, include_extras=True)
     for f in fields(Manifest):
         is_required = f.default is MISSING and f.default_factory is MISSING
@@ -320,7 +322,7 @@ def parse_manifest(body: dict[str, Any]) -> Manifest:
 
 @contextmanager
 def unreadable(path: Path | str, name: str, fix: str = _DAMAGED) -> Iterator[None]:
-    """Errors that are met in reading are said of a file of a directory; what is said already stays as it is."""
+    """Raise CheckpointError that names a file for any error in the context, except other CheckpointErrors."""
     try:
         yield
     except Exception as error:
@@ -334,7 +336,7 @@ def unreadable(path: Path | str, name: str, fix: str = _DAMAGED) -> Iterator[Non
 
 
 def has_manifest(path: Path) -> bool:
-    """Whether a manifest lies in a directory; CheckpointError where this user may not look. Local operation."""
+    """Return whether a directory has a manifest; raise CheckpointError if this user may not look. Local operation."""
     try:
         return (path / FILE_NAME).is_file()
     except OSError as error:
@@ -343,7 +345,7 @@ def has_manifest(path: Path) -> bool:
 
 
 def save_number(directory: Path) -> int:
-    """The number of the save, from the first lines of its manifest; 0 where there is none. Local operation."""
+    """Return the number of the save from the first lines of its manifest; 0 without one. Local operation."""
     try:
         with (directory / FILE_NAME).open("rb") as file:
             found = re.search(rb'"number": (\d{1,18}),', file.read(120))
@@ -360,15 +362,18 @@ def check_files(
     checksums: bool = False,
     tick: Tick = no_progress,
 ) -> list[str]:
-    """What is wrong with listed files, in words: missing, of another size or, with ``checksums``, changed. Local."""
+    """Return the problems of listed files: missing, of another size or, with ``checksums``, changed. Local operation.
+
+    ``names`` selects some of them.
+    """
     problems, folder = [], manifest.at(directory)
-    seen = listing(folder)  # one request for a thousand files, instead of one for each
+    seen = listing(folder)  # one request for a thousand files
     for name in manifest.files if names is None else names:
         listed, path = manifest.files[name], seen.get(name) or folder / name
         try:
             status = path.stat()
-            if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
-                problems.append(f"{name} is no file")
+            if not stat.S_ISREG(status.st_mode):  # reading a pipe would block
+                problems.append(f"{name} is not a file")
             elif checksums:
                 with open_checked(path, listed, manifest.save_id) as file:
                     file.check(listed[1], tick)
@@ -382,14 +387,14 @@ def check_files(
 
 
 def problems_shown(path: Path, manifest: Manifest) -> list[str]:
-    """What is wrong with a checkpoint, as far as that shows without reading its tensors. Local operation."""
+    """Return the problems of a checkpoint that are visible without reading its tensors. Local operation."""
     problems, folder = check_files(path, manifest), manifest.at(path)
     if problems:
         return problems
     try:
         data = metadata_of(path, manifest)
         if INDEX in manifest.files:
-            # It is read instead, and nobody else looks at the mark, which stands near the end.
+            # The index is read instead of the metadata, so the mark is checked here. It is near the end.
             mark = MARK.search(data, max(0, len(data) - 4096))
             manifest.check_identity(mark and mark[0].decode())
         elif (folder / INDEX).is_file():
@@ -400,7 +405,7 @@ def problems_shown(path: Path, manifest: Manifest) -> list[str]:
 
 
 def metadata_of(path: Path, manifest: Manifest) -> bytes:
-    """DCP's metadata, a pickle, as it was written; else DamagedFileError or OSError. Local operation."""
+    """Return DCP's metadata, a pickle, as it was written; else raise DamagedFileError or OSError. Local operation."""
     data = (manifest.at(path) / DCP_METADATA).read_bytes()
     if manifest.files.get(DCP_METADATA) != [len(data), crc32(data)]:
         raise DamagedFileError("its contents have changed (CRC-32)")
@@ -411,7 +416,7 @@ def _digest(text: bytes) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-@functools.cache  # it is asked of every tensor
+@functools.cache  # called for every tensor
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"float32"`` of ``torch.float32``."""
+    """Return the name of a dtype, such as ``"float32"``."""
     return str(dtype).removeprefix("torch.")

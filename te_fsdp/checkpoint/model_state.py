@@ -1,10 +1,10 @@
-"""A model's side of a checkpoint: its tensors as entries, and the manifest's description of them.
+"""A model's part of a checkpoint: its tensors as entries, and the manifest's description of them.
 
-Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a
-quantized weight, ``delayed.<module>:<tensor>`` of delayed scaling's state. The parameters of a layer's experts are one
-tensor, see :mod:`te_fsdp.checkpoint.tensor_entries`.
+Keys in the files: ``model.<name>`` of a high-precision parameter or buffer, ``model.<name>:<component>`` of a quantized
+weight, ``delayed.<module>:<tensor>`` of delayed scaling's state. The parameters of a layer's experts are one tensor,
+see :mod:`te_fsdp.checkpoint.tensor_entries`.
 
-A stage of a pipeline is a model of its own, whose tensors have the names that they have in the whole model.
+A pipeline stage is a model whose tensors have the names of the unsplit model.
 """
 
 from __future__ import annotations
@@ -47,25 +47,25 @@ if TYPE_CHECKING:
 
 
 class Stage(NamedTuple):
-    """This rank's stage, or stages: its own mesh, and the ranks at the same place in each stage."""
+    """This rank's stage or stages: its mesh, and the mesh of the ranks at the same place in each stage."""
 
     mesh: DeviceMesh
     across: DeviceMesh
 
 
 class Stages(nn.Module):
-    """Several stages of one model as if they were registered in one module, under the names of the whole."""
+    """Several stages of one model as one module, under the names of the unsplit model."""
 
     parts: tuple[nn.Module, ...]
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         super().__init__()
-        self.__dict__["parts"] = tuple(parts)  # registered they would have a prefix
+        self.__dict__["parts"] = tuple(parts)  # registration would add a prefix
 
     def named_modules(  # type: ignore[bad-override]
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """The modules of all parts, those that hold others (the parts themselves) under one name."""
+        """Yield the modules of all parts; the parts themselves share one name."""
         memo = set() if memo is None else memo
         for part in self.parts:
             yield from part.named_modules(memo, prefix, remove_duplicate)
@@ -88,12 +88,12 @@ def combine_stages(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
 
 
 def meshes_of(model: nn.Module) -> list[Meshes]:
-    """The meshes of a model, or of models within it. Local operation."""
+    """Return the meshes of a model, or of models within it. Local operation."""
     return [state.meshes for state in map(get_sharded_model, model.modules()) if state is not None]
 
 
 def stage_of(model: nn.Module) -> Stage | None:
-    """This rank's stage, where the model is one and the stages are on all ranks. Local operation."""
+    """Return this rank's stage if the model is one and the stages cover all ranks. Local operation."""
     for meshes in meshes_of(model):
         if meshes.pp is not None and meshes.pp.size() * meshes.device_mesh.size() == world_size():
             return Stage(meshes.device_mesh, meshes.pp)
@@ -101,8 +101,8 @@ def stage_of(model: nn.Module) -> Stage | None:
 
 
 def mesh_sizes(model: nn.Module) -> dict[str, int]:
-    """World size and the axes of the widest mesh among a model's parameters."""
-    # By identity: to compare meshes takes longer than all else here, and parameters are many.
+    """Return world size and axis sizes of the largest mesh among a model's parameters."""
+    # By identity: comparing meshes for every parameter is slow.
     meshes = {id(p.device_mesh): p.device_mesh for p in model.parameters() if isinstance(p, DTensor)}.values()
     stage, sizes = stage_of(model), {"ranks": world_size()}
     if stage is not None:
@@ -111,7 +111,7 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
         mesh = max(meshes, key=lambda m: m.ndim)
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
         sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
-    # No weight lies on the expert-parallel axis: its ranks hold different ones.
+    # No weight is sharded on the expert-parallel axis: its ranks have different weights.
     for binding in map(binding_of, model.modules()):
         if binding is not None and binding.ep.mesh is not None:
             return {**sizes, "ep": int(binding.ep.mesh.size())}
@@ -122,7 +122,7 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
 
 
 class OwnedPart(NamedTuple):
-    """What this rank holds of a weight that is not divided further: a parameter's, or one expert's."""
+    """This rank's part of a weight that is not divided further: of a parameter, or of one expert."""
 
     place: ExpertPlace | None  #: In the tensor of all experts, ``None`` for a tensor by itself
     index: int | None  #: Of the expert in the local tensor; ``None``: that is this weight's alone
@@ -142,35 +142,35 @@ class OwnedTensor:
 
     @property
     def key(self) -> str:
-        """Name of the files' tensor: its own, or that of all experts."""
+        """Return the name of the files' tensor: its own, or that of all experts."""
         return self.fqn if self.expert is None else stacked_name(self.fqn)
 
     def entry(self, local: torch.Tensor) -> Entry:
-        """Entry of the files' tensor: views of a plain tensor of the local shape."""
+        """Return the entry of the files' tensor: views of a plain tensor of the local shape."""
         return as_grouped_entry(cut_entry(local, self.info.original_shape, self.info.boxes), self.expert)
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's local tensor. Of TE's ``GroupedTensor`` the ordinary tensor over its memory."""
+        """Return this rank's local tensor; for TE's ``GroupedTensor`` the ordinary tensor over its memory."""
         local = _torch.local_of(self.parameter)
         plain = as_plain_parameter(local) if self.is_grouped else local  # type: ignore[bad-argument-type]
         return local if plain is local else plain.detach()
 
     @cached_property
     def info(self) -> ShardInfo:
-        """Where the local tensor lies in the original."""
+        """Return the place of the local tensor in the original."""
         return shard_info(self.module, self.name, self.parameter, label=self.fqn)
 
     @property
     def is_grouped(self) -> bool:
-        """Whether it holds the weights, or biases, of several experts."""
+        """Return whether it has the weights, or biases, of several experts."""
         binding = binding_of(self.module)
         if binding is not None and self.name in binding.distributed:
             return False
         return self.name in ("weight", "bias") and _te.kind_of(self.module) == "GroupedLinear"
 
     def parts(self) -> list[OwnedPart]:
-        """What this rank holds, one expert's weight at a time where it holds those of several. Local operation."""
+        """Return this rank's parts, one for each expert of a grouped tensor. Local operation."""
         info = self.info
         if not self.is_grouped:
             return [OwnedPart(self.expert, None, info.boxes, info.original_shape)]
@@ -185,20 +185,20 @@ class OwnedTensor:
 
 
 def wait_and_reshard(model: nn.Module) -> None:
-    """Reshard FSDP2 units, and wait for new weights on their way. Local operation."""
+    """Reshard FSDP2 units, and wait for pending unshards. Local operation."""
     for module in model.modules():
         if fsdp2_units.is_fsdp_module(module):
             module.reshard()  # type: ignore[operator]
 
 
 def owned_parameters(model: nn.Module) -> list[OwnedTensor]:
-    """Every parameter once, under its first name; :func:`wait_and_reshard` first. Local operation."""
+    """Return every parameter once, under its first name, after :func:`wait_and_reshard`. Local operation."""
     wait_and_reshard(model)
     return owned_tensors(model, "_parameters")
 
 
 def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[OwnedTensor]:
-    """Every parameter, or persistent buffer, once, under its first name. Local operation."""
+    """Return every parameter, or persistent buffer, once, under its first name. Local operation."""
     found: dict[int, OwnedTensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in getattr(module, kind).items():
@@ -213,7 +213,7 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
 
 
 def own_experts(module: nn.Module) -> ExpertRange | None:
-    """The experts of a ``GroupedLinear``; ``None`` for other modules."""
+    """Return the experts of a ``GroupedLinear``; ``None`` for other modules."""
     if _te.kind_of(module) != "GroupedLinear":
         return None
     binding, count = binding_of(module), int(module.num_gemms)  # type: ignore[arg-type]
@@ -222,7 +222,7 @@ def own_experts(module: nn.Module) -> ExpertRange | None:
 
 
 def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
-    """Where a module's own parameter lies in a grouped tensor; ``None`` for one that is a tensor of its own."""
+    """Return the place of a module's parameter in a grouped tensor; ``None`` for a separate tensor."""
     index = expert_index(name)  # a global one: under expert parallelism parameters are registered so
     if index is None or (experts := own_experts(module)) is None:
         return None
@@ -237,19 +237,19 @@ def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules by name, without what wrappers add."""
+    """Return modules by name, without the prefixes of wrappers."""
     return {_torch.without_wrappers(name): module for name, module in model.named_modules()}
 
 
 def modules_with_extra_state(model: nn.Module) -> list[str]:
-    """Names of the modules whose state dict has an ``_extra_state`` entry, as all of TE's with parameters have."""
+    """Return the names of modules with an ``_extra_state`` entry, as all of TE's with parameters."""
     stock = torch.nn.Module.get_extra_state
     modules = model.named_modules(remove_duplicate=False)
     return [_torch.without_wrappers(name) for name, m in modules if type(m).get_extra_state is not stock]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Further names of tied parameters and buffers, each with the first name."""
+    """Return the further names of tied parameters and buffers, each with the first name."""
     first: dict[int, str] = {}
     tied = {}
     for named in (model.named_parameters, model.named_buffers):
@@ -261,10 +261,10 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 
 @dataclass
 class ModelState:
-    """What a model contributes to a checkpoint, or takes from one."""
+    """A model's contribution to a checkpoint, or the target of a load."""
 
     owned: dict[int, OwnedTensor]  #: Parameters by their ``id``, as optimizers know them
-    #: Parameters by the files' tensor that they are, or are part of. What follows goes by these names.
+    #: Parameters by the files' tensor that they are part of. The fields below use these names.
     members: dict[str, list[OwnedTensor]] = field(default_factory=dict)
     described: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``parameters``
     buffers: dict[str, dict[str, Any]] = field(default_factory=dict)  #: The manifest's ``buffers``
@@ -275,11 +275,11 @@ class ModelState:
 
 
 def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState:
-    """Entries and description of a model's parameters and persistent buffers. Local operation.
+    """Return entries and description of a model's parameters and persistent buffers. Local operation.
 
-    FSDP2 units are resharded: entries are views of the sharded parameters. If ``may_cut_blocks``, a quantized weight
-    may be cut through its blocks; it then gets no entries, and can be loaded through high precision, but not saved.
-    CheckpointError for tensors on meta, PlacementError for a shard whose place in the original is unknown.
+    FSDP2 units are resharded: entries are views of the sharded parameters. With ``may_cut_blocks``, shards may cut the
+    blocks of a quantized weight. That weight has no entries, and can be loaded through high precision, but not saved.
+    Raise CheckpointError for tensors on meta, PlacementError for a shard whose place in the original is unknown.
     """
     state = ModelState({id(owned.parameter): owned for owned in owned_parameters(model)})
     buffers = owned_tensors(model, "_buffers")
@@ -334,32 +334,32 @@ def _add_parameter(
     if first != described:
         wrong = [key for key in first if first[key] != described.get(key)]
         raise CheckpointError(
-            f"{name}: {owned.fqn} is no tensor like those of the other experts",
+            f"{name}: {owned.fqn} differs from the tensors of the other experts",
             expected=", ".join(f"{key} {first[key]}" for key in wrong),
             got=", ".join(f"{key} {described.get(key)}" for key in wrong),
             why="A checkpoint holds the weights of all experts of a layer as one tensor",
-            fix="build the experts of one layer alike",
+            fix="build all experts of one layer with the same options",
         )
 
 
 def _describe_quantized(owned: OwnedTensor) -> dict[str, Any]:
-    """The manifest's ``format`` and ``components`` of a quantized parameter; raises if these do not give its values."""
+    """Return ``format`` and ``components`` of a quantized parameter; raise if they do not determine its values."""
     one: Any = owned.local
     if owned.is_grouped:
         held = one.experts
-        if not held:  # a rank that holds no expert has none to describe
+        if not held:  # a rank without experts has none to describe
             shape = (1, *owned.info.original_shape[1:])
             held = empty_experts(shape, _te.quantizer_of(one), one.dtype, one.device).experts
         one = held[0]
     names = sorted(component.name for component in components_of(one, owned.fqn))
     described = describe_format(one, owned.fqn)
     assert described is not None
-    needed_components(described, names, owned.fqn)  # raises: nothing may be saved whose bytes are elsewhere
+    needed_components(described, names, owned.fqn)  # raises for values whose bytes are not saved
     return {"format": described, "components": names}
 
 
 def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
-    """Entries of a quantized parameter's components: views of its buffers. PlacementError where blocks are cut."""
+    """Return entries of a quantized parameter's components, views of its buffers; PlacementError for cut blocks."""
     entries: dict[str, Entry] = {}
     local: Any = owned.local
     for part in owned.parts():
@@ -372,23 +372,23 @@ def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
     return entries
 
 
-# --- delayed scaling's state: plain tensors, of all GEMMs of a module side by side, in a file those of all experts
+# --- delayed scaling's state: plain tensors of all GEMMs of a module; in a file, of all experts
 
 
 def delayed_modules(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
-    """Modules that have delayed scaling's state, and the state, by name. Local operation."""
+    """Return the modules with delayed scaling's state, and the state, by name. Local operation."""
     states = ((name, m, _te.delayed_states(m)) for name, m in modules_of(model).items())
     return {name: (module, found) for name, module, found in states if found is not None}
 
 
 def of_all_gemms(module: nn.Module, recipe: dict[str, Any]) -> dict[str, Any]:
-    """A described recipe, with the GEMMs of all experts."""
+    """Return a described recipe with the GEMMs of all experts."""
     experts = own_experts(module)
     return recipe if experts is None else {**recipe, "num_gemms": experts.total}
 
 
 def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
-    """Description and copies of delayed scaling's state. Local operation."""
+    """Return description and copies of delayed scaling's state. Local operation."""
     described: dict[str, Any] = {}
     entries: dict[str, Entry] = {}
     for name, (module, states) in delayed_modules(model).items():
@@ -400,7 +400,7 @@ def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
 
 
 def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry]:
-    """Entries of the described modules' live delayed-scaling state, made where there is none."""
+    """Return entries of the described modules' delayed-scaling state, allocated where it is missing."""
     modules, entries = modules_of(model), {}
     for name, recipe in described.items():
         module, experts = modules[name], own_experts(modules[name])
@@ -410,7 +410,7 @@ def make_delayed(model: nn.Module, described: dict[str, Any]) -> dict[str, Entry
 
 
 def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> Iterator[tuple[str, Entry]]:
-    """A module's scales ``(tensors,)`` and histories ``(steps, tensors)``, or its experts' part of them."""
+    """Yield a module's scales ``(tensors,)`` and histories ``(steps, tensors)``, or its experts' part of them."""
     experts = own_experts(module) or ExpertRange(0, 1, 1)
     for key, state in states.items():
         for what in ("scale", "amax_history"):
@@ -422,16 +422,16 @@ def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> It
 
 
 def share_newest_amax(entries: dict[str, Entry], mesh: DeviceMesh | None = None) -> None:
-    """Give copied histories the maximum over ranks in their newest row. Collective over a mesh, or the world.
+    """Set the newest row of copied histories to its maximum over ranks. Collective over a mesh, or the world.
 
-    Between a step and the next forward that row holds what each rank saw alone (the optimizer quantizes shards). TE
-    takes the maximum over ranks before it reads the row, so that the maximum on all ranks is the same state.
+    Between a step and the next forward that row has each rank's own amaxes, because the optimizer quantizes shards. TE
+    takes the maximum over ranks before it reads the row, so the maximum on all ranks is the same state.
     """
     histories = [e for key, e in entries.items() if key.endswith("amax_history") and not e.is_empty]
     if not histories or world_size() == 1:
         return
     pieces = [entry.pieces[0] for entry in histories]
-    # Amaxes are not negative: zeros stand for the experts of other ranks.
+    # Amaxes are not negative, so zeros are neutral for the experts of other ranks.
     newest = pieces[0].tensor.new_zeros(sum(entry.shape[1] for entry in histories))
     rows = newest.split([entry.shape[1] for entry in histories])
     own = [row.narrow(0, p.offsets[1], p.tensor.shape[1]) for row, p in zip(rows, pieces, strict=True)]

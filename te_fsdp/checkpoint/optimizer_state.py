@@ -1,8 +1,7 @@
-"""An optimizer's side of a checkpoint: state by parameter name, placed as the parameters, and group options.
+"""An optimizer's part of a checkpoint: state by parameter name, placed like the parameters, and group options.
 
-Works on the state tensors themselves: torch's optimizers and TE's FusedAdam give and take their state dicts
-through copies and casts. State that is missing at load is allocated, by no step. Keys in the files:
-``optimizer.state.<name>.<state>``.
+Works on the state tensors themselves, because state dicts of torch's optimizers and TE's FusedAdam copy and cast.
+Missing state is allocated at load, without a step. Keys in the files: ``optimizer.state.<name>.<state>``.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ States = dict[str, dict[str, Any]]
 
 @dataclass
 class OptimizerState:
-    """What an optimizer contributes to a checkpoint."""
+    """An optimizer's contribution to a checkpoint."""
 
     #: The manifest's ``optimizer``, without its groups, and the states in ``experts``
     described: dict[str, Any]
@@ -53,7 +52,7 @@ class OptimizerState:
     experts: dict[str, States] = field(default_factory=dict)
 
     def complete(self, experts: dict[str, States], members: dict[str, list[OwnedTensor]]) -> None:
-        """Take :func:`join_ranks_experts`; what an expert here (:class:`ModelState`) lacks becomes zeros. Local."""
+        """Add the result of :func:`join_ranks_experts`; state that an expert here lacks becomes zeros. Local."""
         self.described["state"] |= experts
         for name, states in experts.items():
             for owned, (key, described) in itertools.product(members.get(name, []), states.items()):
@@ -69,7 +68,7 @@ class OptimizerState:
 
 
 def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
-    """The states of all ranks' experts, of each rank's; CheckpointError where those of one layer differ in kind."""
+    """Return the states of all ranks' experts; raise CheckpointError for different kinds in one layer."""
     joined: dict[str, States] = {}
     for experts in seen:
         for name, states in experts.items():
@@ -78,9 +77,9 @@ def join_ranks_experts(seen: list[dict[str, States]]) -> dict[str, States]:
 
 
 def optimizer_state(optimizer: Optimizer, owned: dict[int, OwnedTensor]) -> OptimizerState:
-    """Entries and description of an optimizer's state, given the model's parameters. Local operation.
+    """Return entries and description of an optimizer's state, given the model's parameters. Local operation.
 
-    CheckpointError for state without a place in the original parameter.
+    Raise CheckpointError for state without a place in the original parameter.
     """
     found = OptimizerState({}, {})
     states: dict[str, States] = {}
@@ -90,9 +89,9 @@ def optimizer_state(optimizer: Optimizer, owned: dict[int, OwnedTensor]) -> Opti
             raise CheckpointError(
                 f"{type(optimizer).__name__}: state of a parameter that the model does not have",
                 expected="state of the model's parameters",
-                got=f"that of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
-                why="The files know parameters by their names in the model",
-                fix="remove its entry from optimizer.state, as whoever took it out of the group should have done",
+                got=f"state of one of shape {tuple(getattr(parameter, 'shape', ()))}, which is in no group",
+                why="The files store parameters under their names in the model",
+                fix="remove its entry from optimizer.state together with the parameter from its group",
             )
         for key, value in state.items():
             if value is None:
@@ -111,10 +110,10 @@ def optimizer_state(optimizer: Optimizer, owned: dict[int, OwnedTensor]) -> Opti
 
 
 def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[str, Any]]:
-    """Names and options of the groups; the experts of a layer are one name. Local operation.
+    """Return names and options of the groups; the experts of a layer share one name. Local operation.
 
-    ``names`` are those of the files' tensors, by the parameters' ``id``. CheckpointError for options that cannot be
-    stored, and for experts of one layer in several groups.
+    ``names`` are those of the files' tensors, by the parameters' ``id``. Raise CheckpointError for options that cannot
+    be stored, and for experts of one layer in several groups.
     """
     groups: list[dict[str, Any]] = []
     where: dict[str, int] = {}
@@ -138,10 +137,10 @@ def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[st
 
 
 def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, Any], Entry | None]:
-    """Description and entry of a state value of a parameter, for its own tensor. Local operation.
+    """Return description and entry of a state value of a parameter, for its own tensor. Local operation.
 
-    ``key`` is the file key. A plain value goes into the manifest, and has no entry. CheckpointError for one without a
-    known place in the original parameter.
+    ``key`` is the file key. A plain value is stored in the manifest, and has no entry. Raise CheckpointError for a
+    value without a known place in the original parameter.
     """
     if not isinstance(value, torch.Tensor):
         return {"value": encode(value, key)[0]}, None
@@ -171,7 +170,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
 
 
 def check_scaled_state(optimizer: Optimizer) -> None:
-    """CheckpointError for FusedAdam's state with scales: of each shard, which TE keeps outside of the state."""
+    """Raise CheckpointError for FusedAdam's scaled state: TE keeps a scale per shard outside of the state."""
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     scaled = {k: dtype_name(d) for k, d in dtypes.items() if d in (torch.float16, torch.uint8)}
     if not getattr(optimizer, "master_weights", True):
@@ -209,14 +208,14 @@ def compare_optimizer(
 
 
 def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
-    """What was saved of one parameter's state."""
+    """Return the saved descriptions of one parameter's state."""
     states = saved["state"].get(owned.key, {})
     own = {key: per_expert(described, owned.expert) for key, described in states.items()}
     return {key: described for key, described in own.items() if described is not None}
 
 
 def _compare_states(found: Differences, optimizer: Optimizer, states: States, owned: OwnedTensor) -> None:
-    """State tensors whose kind, shape or dtype would not fit, or fits after a conversion."""
+    """Add state tensors whose kind, shape or dtype does not fit, or fits after a conversion."""
     name, shapes = owned.key, ((), (1,), owned.info.original_shape)
     expected = _expected_dtypes(optimizer, owned.parameter, states)
     for key in sorted(states.keys() ^ expected.keys()):
@@ -242,8 +241,8 @@ def _compare_states(found: Differences, optimizer: Optimizer, states: States, ow
 
 
 def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:
-    """State names of a parameter with the dtype that the optimizer wants, ``None`` where it takes any."""
-    is_cut = optimizer_shard_in(optimizer, parameter) is not None  # te_fsdp keeps the main weights
+    """Return a parameter's state names with the optimizer's dtype, ``None`` where it accepts any."""
+    is_cut = optimizer_shard_in(optimizer, parameter) is not None  # te_fsdp has the main weights
     dtypes = getattr(optimizer, "name_to_dtype_map", None)
     if dtypes is not None:  # TE's FusedAdam
         expected: dict[str, str | None] = {k: dtype_name(d) for k, d in dtypes.items()}
@@ -258,17 +257,17 @@ def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: State
     present = optimizer.state.get(parameter, {})
     if is_cut and not is_low_precision(parameter):
         saved = {key: described for key, described in saved.items() if key != MAIN}
-    # What torch makes only when it is needed (amsgrad, momentum) may come with the checkpoint.
+    # State that torch allocates on demand (amsgrad, momentum) may be in the checkpoint.
     return {k: dtype_name(v.dtype) if isinstance(v := present.get(k), torch.Tensor) else None for k in saved}
 
 
 def prepare_loading(
     optimizer: Optimizer, manifest: Manifest, owned: dict[int, OwnedTensor], leave: set[str]
 ) -> tuple[dict[str, Entry], set[str]]:
-    """Make the state of an optimizer that was compared as saved: allocate what is missing, drop what was not there.
+    """Allocate missing state of an optimizer that was compared as saved, and drop other state. Local operation.
 
-    Local operation; no step is made. The state of the tensors to ``leave`` stays as it is. Gives entries of the live
-    state tensors, still to be filled; and the names of the parameters with a main weight among them.
+    No step is made. The state of the tensors in ``leave`` stays. Return entries of the live state tensors, still to be
+    filled, and the names of the parameters with a main weight among them.
     """
     assert manifest.optimizer is not None
     entries: dict[str, Entry] = {}
@@ -280,7 +279,7 @@ def prepare_loading(
         states = _own_states(manifest.optimizer, one)
         if not states:
             state = optimizer.state.pop(parameter, {})
-            # The main weight of an optimizer that cannot make it anew is kept, to be set later.
+            # Keep the main weight of an optimizer that cannot initialize it, to set it later.
             if MAIN in state and not hasattr(optimizer, "initialize_state"):
                 optimizer.state[parameter][MAIN] = state[MAIN]
             continue
@@ -326,11 +325,11 @@ def _fresh_state(
 def _slot(
     optimizer: Optimizer, parameter: torch.Tensor, present: Any, shape: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
-    """The value that is there if it fits, else a new one."""
+    """Return the existing value if it fits, else a new one."""
     if isinstance(present, torch.Tensor) and tuple(present.shape) == shape and present.dtype == dtype:
         return present
     if shape != tuple(parameter.shape):
-        return torch.zeros(shape, dtype=dtype, device="cpu")  # restore_groups takes it to where it belongs
+        return torch.zeros(shape, dtype=dtype, device="cpu")  # restore_groups moves it to its device
     chunk = optimizer_shard_in(optimizer, parameter)
     if chunk is not None:
         return chunk.distributed(torch.zeros(chunk.shape, dtype=dtype, device=parameter.device))
@@ -346,10 +345,10 @@ def _slot(
 def restore_groups(
     optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor], loaded: set[str]
 ) -> list[int]:
-    """Give every group its saved options; what is neither saved nor a default of the optimizer is removed.
+    """Set every group's saved options; remove options that are neither saved nor defaults. Local operation.
 
-    ``loaded`` are the tensors whose state was loaded. Gives the groups whose options were left: their loaded parameters
-    come from several saved groups, or from none, so that no saved options are theirs. Local operation, in place.
+    ``loaded`` are the tensors whose state was loaded. Return the groups whose options were left: their loaded
+    parameters are from several saved groups, or from none.
     """
     where = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
     same_number = len(saved["groups"]) == len(optimizer.param_groups)
@@ -369,8 +368,8 @@ def restore_groups(
                     group[key] = value
         else:
             left.append(index)
-        # Steps and the like lie on the device if the options, which may have come with the checkpoint, want them there:
-        # torch's rule for "step". On the host or not, kernels without these options take them.
+        # These options, which may be from the checkpoint, need "step" on the device: torch's rule. Other kernels accept
+        # it on both.
         if not (group.get("capturable") or group.get("fused")):
             continue
         for parameter in group["params"]:

@@ -1,9 +1,9 @@
-"""Entries into files, step by step, so that writing may go on elsewhere: plan, compare replicas, copy, write, describe.
+"""Plan a save and write its files, in steps: plan, compare replicas, copy, write, describe.
 
-DCP's stock planner knows one contiguous box per rank, and has several objects for each, of which a large job has
-millions. Here a rank tells its boxes as tuples, as many as there are, rank 0 decides who writes which, and a rank hears
-only the numbers of its own. Planning talks to the other ranks, writing does not, and between the two what is to be
-written can be copied. What is converted goes the same way, planned by one process from shapes, in blocks of rows.
+DCP's planner describes one contiguous box per rank with several objects each, of which a large job has millions. Here a
+rank sends its boxes as tuples, and rank 0 assigns the writers and returns only the numbers of a rank's own pieces.
+Planning communicates with the other ranks. Writing does not, so the tensors can be copied in between. Converted tensors
+are written the same way by one process, in blocks of rows.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
 
 #: Where a piece begins in the original, and its shape.
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-#: What a rank holds: key, shape and dtype of each tensor, and its pieces, which count from 0 over all tensors.
+#: A rank's tensors: key, shape, dtype and pieces of each. Pieces are numbered from 0 over all tensors.
 Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Box]]]
 
 
 @dataclass
 class WritePlan:
-    """What a rank does in a save of a model, and again while the model is the same. Rank 0 decides it for all."""
+    """Work of a rank in a save of a model, reused while the model is the same. Rank 0 makes the plans of all ranks."""
 
     writes: list[int] = field(default_factory=list)  #: Numbers of the pieces that it writes, ascending
-    #: Its pieces that others hold as well, by the number of that set of ranks, and the number that all ranks give them
+    #: Its replicated pieces, by number of the set of ranks, and by the number that these ranks share
     groups: dict[int, dict[int, int]] = field(default_factory=dict)
     token: str = ""  #: Drawn by rank 0 for this plan
-    signature: Any = None  #: What this rank had to write; no tensors
+    signature: Any = None  #: Of this rank's data; no tensors
     blocks: list[list[int]] = field(default_factory=list)  #: Numbers of the pieces that are written together
     #: A row for each piece, in the order of writing: its number, first byte, bytes; ``None`` until they are written
     places: Rows | None = None
-    #: Of what several ranks hold, by number; rank 0 alone has them, as what follows
+    #: Of replicated pieces, by number; this field and those below are set on rank 0 alone
     names: list[str] = field(default_factory=list)
     tensors: dict[str, Stored] | None = None  #: All of them, until index and metadata are made
     encoded: Encoded | None = None  #: Index and metadata
 
 
 def file_of(rank: int) -> str:
-    """Name of the file that a rank writes, as DCP has it."""
+    """Return the name of the file that a rank writes, as in DCP."""
     return f"__{rank}_0.distcp"
 
 
 @dataclass
 class Writing:
-    """What this rank has to write, and where."""
+    """Data that this rank writes, and their destination."""
 
     ranks: RankMessenger
     path: Path
@@ -68,21 +68,24 @@ class Writing:
     plan: WritePlan  #: For this save; or of one before, if it has places in the files: they must be the same again
     #: The model's own, by the numbers that pieces have; this rank's part of them, in blocks, is kept
     tensors: InitVar[list[torch.Tensor]]
-    #: What is written instead: numbers of pieces with their rows on the host
+    #: Written instead: numbers of pieces with their rows on the host
     copies: Iterable[tuple[list[int], torch.Tensor]] | None = None
-    problem: Exception | None = None  #: What went wrong when they were copied
+    problem: Exception | None = None  #: Error of :meth:`copy`
 
     def __post_init__(self, tensors: list[torch.Tensor]) -> None:
         self.own = [Block(numbers, [tensors[at] for at in numbers]) for numbers in self.plan.blocks]
 
     @property
     def bytes(self) -> int:
-        """Bytes that this rank writes."""
+        """Return the number of bytes that this rank writes."""
         return sum(block.bytes for block in self.own)
 
     @torch.no_grad()  # which takes less than to detach many small tensors one by one
     def copy(self, staging: Staging) -> None:
-        """Copy what this rank writes to the host, let the model's go; what goes wrong is raised by :meth:`write`."""
+        """Copy this rank's data to the host and drop the references to the model's tensors.
+
+        :meth:`write` raises the error.
+        """
         try:
             rows = staging.copy(self.own)
             self.copies = [(block.keys, copy) for block, copy in zip(self.own, rows, strict=True)]
@@ -91,14 +94,17 @@ class Writing:
         self.own = []
 
     def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """Numbers of pieces with their rows on the host, in the order in which they are written."""
+        """Return numbers of pieces with their rows on the host, in the order of writing."""
         if self.copies is not None:
             return iter(self.copies)
         return ((block.keys, rows) for block, rows in background().staging.through(self.own))
 
     @torch.no_grad()
     def write(self, tick: Tick) -> tuple[Rows | None, Listed]:
-        """Write this rank's part, synced to disk; the plan's places, unless known, and what is listed. Local."""
+        """Write this rank's file, synced to disk.
+
+        Return the places, unless the plan has them, and the manifest's entry. Local operation.
+        """
         if self.problem is not None:
             raise self.problem
         name, order = file_of(self.ranks.rank), list[int]()
@@ -113,15 +119,16 @@ class Writing:
         places = np.stack([np.array(order, dtype=np.int64), lengths.cumsum() - lengths, lengths], axis=1)
         known = self.plan.places
         if known is not None and not np.array_equal(places, known):
-            text = f"{self.path}: save: pieces do not lie where the metadata says, which an earlier save has made"
-            raise CheckpointError(text, fix="please report this; a model built anew is planned anew")
+            text = f"{self.path}: save: pieces are not at the places in the metadata of an earlier save"
+            raise CheckpointError(text, fix="please report this; building the model again makes a new plan")
         self.plan.places = places
         return None if known is not None else places, listed
 
     def finish(self, written: list[tuple[Rows | None, Listed]]) -> None:
-        """Write index and metadata, given what :meth:`write` says on all ranks; list all files. Rank 0 alone.
+        """Write index and metadata, and list all files in the manifest. Rank 0 alone calls this.
 
-        Both are marked with what the manifest says: from now on nothing may change there but ``files``.
+        ``written`` has the results of :meth:`write` on all ranks. Both files are marked with a digest of the manifest,
+        which must not change afterwards except for ``files``.
         """
         manifest, plan, files = self.manifest, self.plan, [file_of(rank) for rank in range(self.ranks.size)]
         manifest.files = {name: listed for name, (_, listed) in zip(files, written, strict=True)}
@@ -135,22 +142,22 @@ class Writing:
 
 
 def signature_of(entries: dict[str, Entry]) -> Any:
-    """All that a plan depends on. Local operation."""
+    """Return everything that a plan depends on. Local operation."""
     return pieces_held_by_rank(entries), [tensor.device for tensor in tensors_of(entries)]
 
 
 def tensors_of(entries: Mapping[str, Entry]) -> list[torch.Tensor]:
-    """The tensors of all pieces, by the numbers that pieces have. Local operation."""
+    """Return the tensors of all pieces, in the order of the pieces' numbers. Local operation."""
     return [piece.tensor for entry in entries.values() for piece in entry.pieces]
 
 
 def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], signature: Any) -> WritePlan:
-    """Decide who writes what of this rank's entries, none of them empty. Collective over the ranks: one round.
+    """Decide which rank writes each of this rank's entries, none of them empty. Collective over the ranks: one round.
 
-    ``signature`` is that by which this rank knows that it holds the same again.
+    ``signature`` identifies this rank's data in a later save.
 
     Raises:
-        CheckpointError: The pieces of all ranks do not fit together. All ranks raise it.
+        CheckpointError: On all ranks, if the pieces of all ranks do not fit together.
     """
 
     def mine() -> Held:
@@ -165,7 +172,7 @@ def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], si
 
 
 def pieces_held_by_rank(entries: Mapping[str, Entry]) -> Held:
-    """What rank 0 needs to know of a rank's entries. Local operation."""
+    """Return the description of a rank's entries for rank 0. Local operation."""
     return [
         (key, entry.shape, entry.dtype, [(p.offsets, tuple(p.tensor.shape)) for p in entry.pieces])
         for key, entry in entries.items()
@@ -174,9 +181,9 @@ def pieces_held_by_rank(entries: Mapping[str, Entry]) -> Held:
 
 @without_collector()
 def assign_writers(all_held: list[Held]) -> list[WritePlan]:
-    """Give each piece to one of the ranks that hold it: a replica to the one that has the least to write. Local.
+    """Assign each piece to one of its ranks, a replica to the rank with the least to write. Local operation.
 
-    Returns what each rank hears; raises CheckpointError if the pieces do not make up the tensors.
+    Return the plan of each rank. Raise CheckpointError if the pieces do not tile the tensors.
     """
     described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     pieces: dict[str, dict[Box, list[tuple[int, int]]]] = {}
@@ -247,8 +254,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
 
 
 def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointError:
-    """The error of a save that failed somewhere in its second half."""
-    why = "Nothing has appeared there of this save; earlier checkpoints are as they were"
+    """Return the error of a save that failed while or after writing."""
+    why = "No checkpoint appeared at the path; earlier checkpoints are unchanged"
     with suppress(CheckpointError):  # there is none
         if read_manifest(path).save_id == save_id:  # a rank died after it had written
             why = "The checkpoint was complete by then, and exists"
@@ -260,10 +267,10 @@ def as_failed_save(path: Path, error: TeFsdpError, save_id: str) -> CheckpointEr
 
 
 def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Tensor]) -> None:
-    """Raise on all ranks unless this rank's pieces that others hold too have the same bytes on all of them.
+    """Raise on all ranks unless this rank's replicated pieces have the same bytes on all of their ranks.
 
-    Collective over the ranks: a round of a number for each set of ranks that hold the same, of which there are few; one
-    more, of a number for each piece, only if they differ.
+    Collective over the ranks: one round with a number for each set of replicas, and another with a number for each
+    piece if they differ.
 
     Raises:
         CheckpointError: Names the tensors and the ranks.
@@ -288,8 +295,8 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
         raise CheckpointError(
             f"save: {len(shown)} tensor(s) differ between ranks that must hold the same: {shorten(shown)}",
             expected="equal values on all ranks",
-            got="differing ones",
-            why="The files hold one of them, and the others would be lost",
+            got="different values",
+            why="The files contain one of them, and the others would be lost",
             fix="shard the model with te_fsdp.fully_shard; let the recipe reduce amaxes over all ranks; "
             "te_fsdp.broadcast_params(model, optimizer) makes drifted copies of a sharded model equal again; buffers "
             "that each rank makes from its own data (BatchNorm) must be made equal before, or not persistent; experts "
@@ -301,7 +308,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
 
 
 def _differing_ranks(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
-    """Of numbers whose values differ: each rank that has another value than the first rank that has one, and that."""
+    """Return the ranks whose value of a number differs from its first rank, with that rank, by number."""
     first: dict[int, tuple[int, int]] = {}
     found: dict[int, list[tuple[int, int]]] = {}
     for rank, values in enumerate(seen):
@@ -313,7 +320,7 @@ def _differing_ranks(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, in
 
 
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
-    """One number for the bytes of tensors: CRC-32 on the host, on a device weighted sums, fetched all at once."""
+    """Return one number for the bytes of tensors: CRC-32 on the host; on a device weighted sums, fetched together."""
     sums, elsewhere = list[int](), list[torch.Tensor]()
     for block in blocks_of(enumerate(tensors)):
         rows = flat_rows(block.rows())

@@ -1,4 +1,4 @@
-"""What a file or directory holds, whatever wrote it: a manifest's description, and tensors read by blocks."""
+"""Contents of a file or directory of any kind: a manifest's description, and tensors that are read by blocks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from te_fsdp.checkpoint.lazy_tensors import (
     total_bytes,
 )
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name, parse_manifest, unreadable
+from te_fsdp.checkpoint.plain_dcp import tensors_of
 from te_fsdp.checkpoint.tensor_entries import GROUPED, ExpertPlace, join_experts, of_all_experts, stacked_name
-from te_fsdp.checkpoint.torch_files import tensors_of
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import NOTHING
 from te_fsdp.version import VERSION
 
 CHECKPOINT = "te_fsdp checkpoint"
-#: What :attr:`Contents.kind` says of a directory that ``torch.distributed.checkpoint.save`` wrote.
+#: :attr:`Contents.kind` of a directory of ``torch.distributed.checkpoint.save``.
 DCP_KIND = "torch.distributed.checkpoint"
-#: Where portable files carry a manifest of ours; and what stands before names of tensors that are no weights.
+#: Metadata key of te_fsdp's manifest in portable files, and prefix of tensors that are not weights.
 MANIFEST_KEY = "te_fsdp"
 OTHER = "te_fsdp:"
 #: A weight of one expert in TE's modules.
@@ -45,30 +45,30 @@ class Contents:
     """Contents of a checkpoint of any kind."""
 
     source: Path
-    kind: str  #: What it is, in words
+    kind: str  #: Kind of the source, as text
     manifest: Manifest  #: Its ``files`` are empty unless it is a checkpoint of te_fsdp
     tensors: dict[str, Lazy] = field(default_factory=dict)  #: By te_fsdp's keys (``model.<name>``, ...)
-    notes: list[str] = field(default_factory=list)  #: What was taken and what was left, in words
+    notes: list[str] = field(default_factory=list)  #: Data that were taken or left, as texts
 
     @property
     def names(self) -> list[str]:
-        """Names of parameters and buffers."""
+        """Return the names of parameters and buffers."""
         return [*self.manifest.parameters, *self.manifest.buffers]
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return total_bytes(self.tensors)
 
     def components(self, name: str) -> dict[str, Lazy] | None:
-        """The components of a quantized weight; ``None`` for a high-precision one."""
+        """Return the components of a quantized weight; ``None`` for a high-precision one."""
         described = self.manifest.parameters.get(name, {})
         if described.get("format") is None:
             return None
         return {part: self.tensors[f"model.{name}:{part}"] for part in described["components"]}
 
     def value(self, name: str) -> Lazy:
-        """A weight's or buffer's value; a quantized one dequantized, CheckpointError if its format cannot be."""
+        """Return a parameter's or buffer's value, dequantized; raise CheckpointError if its format cannot be."""
         parts = self.components(name)
         if parts is None:
             return self.tensors[f"model.{name}"]
@@ -80,10 +80,10 @@ class Contents:
         return Stack([dequantized(name, shape[1:], dtype, described["format"], own) for own in experts])
 
     def best_value(self, name: str, weights: str) -> tuple[Lazy, str]:
-        """A parameter's or buffer's value, and where it came from: ``"main"``, ``"dequantized"`` or ``"stored"``.
+        """Return a value and its origin: ``"main"``, ``"dequantized"`` or ``"stored"``.
 
-        With ``weights`` of ``"auto"`` the optimizer's main weight where there is one, of ``"compute"`` never; with
-        ``"main"`` CheckpointError for a quantized weight that has none.
+        ``weights="auto"`` takes the optimizer's main weight if there is one, ``"compute"`` never does. ``"main"``
+        raises CheckpointError for a quantized weight without one.
         """
         states = (self.manifest.optimizer or {"state": {}})["state"].get(name, {})
         quantized = self.components(name) is not None
@@ -101,10 +101,10 @@ class Contents:
 
 
 def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
-    """fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 bits that these lack, as int16.
+    """Return fp32 main weights that FusedAdam keeps as bf16 weights (``upper``) and the 16 missing bits as int16.
 
-    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one
-    unit in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
+    TE rounds the weight to nearest: where the remainder, read as a signed number, is negative, the weight is one unit
+    in the last place above the upper half (TE 2.20.2 ``multi_tensor_adam.cu``).
     """
 
     def joined(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
@@ -117,33 +117,35 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
 
 @dataclass
 class Choices:
-    """What a reader cannot know."""
+    """Options of a reader for properties that files do not record."""
 
-    key: str | None = None  #: Where the model's state dict is, dots between keys; or by its name
+    key: str | None = (
+        None  #: Key of the model's state dict, with dots for nested keys; ``None``: by usual names
+    )
     extra_state: str = "read"  #: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it
-    optimizer_class: str | None = None  #: Of the optimizer where its options do not tell
+    optimizer_class: str | None = None  #: Class of the optimizer if its options do not determine it
 
 
 def empty_manifest() -> Manifest:
-    """A manifest of nothing, written now, by one process."""
+    """Return an empty manifest, written now by one process."""
     versions = {"te_fsdp": VERSION, "torch": torch.__version__}
     return Manifest(versions, {"ranks": 1}, time.time_ns(), {}, {}, {}, None, {}, semantics=dict(NOTHING))
 
 
 def describe(tensor: Lazy) -> dict[str, Any]:
-    """The manifest's entry of a high-precision parameter of unknown layout."""
+    """Return the manifest's entry of a high-precision parameter of unknown layout."""
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "layout": None, "format": None}
 
 
 def open_checkpoint_contents(path: Path) -> Contents:
-    """A checkpoint of te_fsdp; CheckpointError if it is not whole, damaged, or of two saves. Local operation."""
+    """Open a checkpoint of te_fsdp; raise CheckpointError if it is incomplete or damaged. Local operation."""
     manifest = open_checkpoint(path)
     tensors = tensors_of(manifest.at(path), check_index(path, manifest))
     return Contents(path, CHECKPOINT, manifest, tensors | _empty(manifest))
 
 
 def _empty(manifest: Manifest) -> dict[str, Lazy]:
-    """Tensors without elements are described, but stored nowhere."""
+    """Return tensors without elements, which are described but not stored."""
     return {
         key: InMemory(torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"))
         for key, shape, dtype in stored_tensors(manifest, empty=True)
@@ -152,18 +154,18 @@ def _empty(manifest: Manifest) -> dict[str, Lazy]:
 
 
 def portable_name(key: str) -> str:
-    """Name in portable files of a tensor that has a key in ours: weights have their own name."""
+    """Return the name in portable files of a tensor with a te_fsdp key: weights have their own name."""
     return key.removeprefix("model.") if key.startswith("model.") else f"{OTHER}{key}"
 
 
 def portable_text(manifest: Manifest) -> str:
-    """A manifest as text for a portable file."""
-    # Of a file, not of what it holds.
+    """Return a manifest as text for a portable file."""
+    # Without the fields that describe files.
     return json.dumps({k: v for k, v in asdict(manifest).items() if k not in ("files", "folder")})
 
 
 def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str) -> Contents:
-    """Contents of a file with a manifest of ours; CheckpointError if that is unreadable, or lists what is missing."""
+    """Return the contents of a file with te_fsdp's manifest; raise CheckpointError for missing tensors or damage."""
     with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
         manifest = parse_manifest(json.loads(text))
     keys = {
@@ -184,7 +186,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     return Contents(path, kind, manifest, keys | _empty(manifest))
 
 
-# ------------------------------------------------------------- experts: a tensor for each, as TE has it, or one for all
+# ------------------------------------------------------- experts: a tensor for each, as in TE, or one stacked tensor
 
 
 def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> None:
@@ -222,12 +224,12 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
 
 
 def _ends(described: Mapping[str, Any]) -> list[str]:
-    """What the keys of a parameter's tensors end with."""
+    """Return the suffixes of the keys of a parameter's tensors."""
     return [f":{part}" for part in described["components"]] if "components" in described else [""]
 
 
 def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, list[str]]:
-    """By the name of the tensor of all experts: the names of theirs, in order."""
+    """Return the names of the experts' tensors in order, by the name of the stacked tensor."""
     parameters, extras = manifest.parameters, manifest.extra_states
     numbered: dict[str, dict[int, str]] = {}
     for name in parameters:
@@ -250,7 +252,7 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
 def _stacked_states(
     contents: Contents, states: Mapping[str, Any], found: Mapping[str, list[str]]
 ) -> dict[str, dict[str, Any]]:
-    """Descriptions of the optimizer state of all experts, whose tensors are put together."""
+    """Return the descriptions of stacked optimizer state; stack its tensors."""
     tensors, stacked_states = contents.tensors, {}
     for stacked, members in found.items():
         whole = contents.manifest.parameters[stacked]["shape"][1:]
@@ -260,7 +262,7 @@ def _stacked_states(
             join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
         for key, described in joined.items():
             if "dtype" in described:
-                # Of an expert that does not have the state: one zero in memory, as often as wanted.
+                # For an expert without the state: one expanded zero.
                 zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
                 zeros = InMemory(zero.expand(described["shape"][1:]))
                 parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
@@ -271,9 +273,9 @@ def _stacked_states(
 
 
 def split_experts(contents: Contents) -> Contents:
-    """The same contents with weights for each expert, under TransformerEngine's names. Changes nothing.
+    """Return the same contents with a weight for each expert, under TransformerEngine's names.
 
-    CheckpointError for an optimizer's state of all experts, which has no place under these names.
+    Raise CheckpointError for stacked optimizer state, which has no place under these names.
     """
     totals = {n: d["shape"][0] for n, d in contents.manifest.parameters.items() if d.get("layout") == GROUPED}
     if not totals:
@@ -300,7 +302,7 @@ def split_experts(contents: Contents) -> Contents:
 
 
 def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[Any, Any]) -> list[Any]:
-    """Groups of a state dict with the experts of all ranks: DCP writes lists of names as rank 0 has them."""
+    """Return groups of a state dict with the experts of all ranks: DCP writes lists of names as on rank 0."""
     held = {name for group in groups for name in group["params"]}
     groups = [{**group, "params": list(group["params"])} for group in groups]
     for name in (n for n in manifest.parameters if n in states and n not in held and stacked_name(n) != n):
@@ -310,15 +312,14 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
     return groups
 
 
-# ---------------------------------------------------------------- pieces of a plain directory, as a mesh has cut them
+# ------------------------------------------------------------- pieces of a plain directory, as sharded by a mesh
 
 
 def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
-    """Keys of the tensors whose rows are cut, in a directory of tensor parallelism; else none.
+    """Return the keys of tensors with sharded rows, in a directory of tensor parallelism; else none.
 
-    Directories that te_fsdp's models have written say that their rows are in the original order.
-
-    Tensor parallelism cuts the columns of every weight whose outputs it adds up, FSDP columns only if told to.
+    Directories of te_fsdp's models record that their rows are in the original order. Otherwise, tensor parallelism
+    shows by sharded columns of row-parallel weights. FSDP shards columns only on request.
     """
     chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
     if any(tensor.in_original_order for tensor in chunked):
@@ -330,7 +331,7 @@ def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
 
 
 def refuse_scrambled(contents: Contents) -> None:
-    """CheckpointError where tensor parallelism has cut a plain directory: rows of gated weights lie rank by rank."""
+    """Raise CheckpointError for a plain directory of tensor parallelism: gated weights have rows in rank order."""
     if cut := sorted(key.removeprefix("model.") for key in cut_by_tp(contents.tensors)):
         raise CheckpointError(
             f"{contents.source}: {len(cut)} weight(s) in pieces of tensor parallelism: {shorten(cut, 3)}",

@@ -1,12 +1,12 @@
-"""What is read for a load: rectangles of the files' tensors, each checked, and kept on the host until it is copied.
+"""Data that a load reads: rectangles of the files' tensors, checked, and kept on the host until they are copied.
 
-A weight of another dtype or format goes through high precision (:class:`Conversion`).
+A weight of another dtype or format is converted through high precision (:class:`Conversion`).
 
-The index says what lies where (:mod:`te_fsdp.checkpoint.index`). Reading is ours: DCP's reader takes a piece from its
-file once for each rectangle, checks nothing, and writes into the model as it goes.
+The index has the locations (:mod:`te_fsdp.checkpoint.index`). DCP's reader is not used: it reads a piece once for each
+rectangle, checks nothing, and writes into the model while it reads.
 
-Ranks that hold copies of one shard (HSDP's replicas, all ranks without sharding) ask for the same. Where storage is the
-limit, each of them reads a part of that, and sends it to the others, once all is read, and right, on all ranks.
+Ranks with copies of one shard (HSDP's replicas, all ranks without sharding) need the same data. If storage is the
+bottleneck, each of them reads a part, and sends it to the others once all ranks have read and checked theirs.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint import torch_files
 from te_fsdp.checkpoint.async_save import HostMemory, background, threads_here
 from te_fsdp.checkpoint.directory import damaged
 from te_fsdp.checkpoint.index import FIXED, Index, Rows, files_in
+from te_fsdp.checkpoint.lazy_tensors import Piece as StoredPiece
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest
 from te_fsdp.checkpoint.model_state import OwnedPart, OwnedTensor
-from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, elements_of, open_checked
+from te_fsdp.checkpoint.shard_files import CheckedFile, DamagedFileError, open_checked
 from te_fsdp.checkpoint.tensor_entries import Entry, Piece, per_expert
 from te_fsdp.collectives.agreement import RankMessenger, digest
 from te_fsdp.errors import CheckpointError
@@ -41,46 +41,46 @@ from te_fsdp.upstream import te as _te
 if TYPE_CHECKING:
     from te_fsdp.upstream.te_formats import Block
 
-#: A part of a tensor of the files: its key, where it begins, its shape.
+#: A part of a tensor of the files: key, offsets, shape.
 Rectangle = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 #: Stored pieces up to which a loop is faster than arrays.
 _FEW = 8
-#: Bytes of neighbouring pieces that are read together.
+#: Bytes of adjacent pieces that are read together.
 _RUN = 1 << 20
-#: Reading and summing up release the interpreter, so that threads help where there are cores for them.
+#: Reading and summing release the interpreter lock, so threads help if there are cores for them.
 _MOST_THREADS = 4
-#: Ranks beyond which others read the same once more: to have it from ever more ranks costs messages.
+#: Most ranks that share one read: more ranks need more messages.
 _MOST_RANKS = 64
-#: Tensors of the model and the optimizer; further ones may be a rank's own.
+#: Prefixes of tensors that ranks can share; other tensors may belong to one rank.
 _COMMON = ("model.", "optimizer.", "delayed.")
 
 
 def rectangle(key: str, piece: Piece) -> Rectangle:
-    """What of a tensor of the files a piece holds."""
+    """Return the rectangle of the files' tensor that a piece covers."""
     return key, tuple(piece.offsets), tuple(piece.tensor.shape)
 
 
 @dataclass
 class Staged:
-    """What was read for a load, on the host, until all has been copied to where it belongs."""
+    """Data that were read for a load, on the host, until everything is copied to its destination."""
 
-    #: By rectangle: where each part of it begins, and its values.
+    #: Offsets and values of the parts of each rectangle.
     parts: dict[Rectangle, list[tuple[tuple[int, ...], torch.Tensor]]] = field(default_factory=dict)
 
     def copy(self, place: Rectangle, into: torch.Tensor) -> None:
-        """Copy what was read of a rectangle into memory of its shape. Local operation."""
+        """Copy the data of a rectangle into memory of its shape. Local operation."""
         for offsets, values in self.parts.get(place, []):
             into[slices(offsets, values.shape)].copy_(values)
 
     def new(self, place: Rectangle, device: torch.device) -> torch.Tensor:
-        """What was read of a rectangle that is not empty, as a new tensor. Local operation."""
+        """Return the data of a non-empty rectangle as a new tensor. Local operation."""
         into = torch.empty(place[2], dtype=self.parts[place][0][1].dtype, device=device)
         self.copy(place, into)
         return into
 
     def fill(self, entries: dict[str, Entry]) -> None:
-        """Copy what was read into the memory of entries. Local operation."""
+        """Copy the data of entries into their memory. Local operation."""
         for key, entry in entries.items():
             for piece in entry.pieces:
                 self.copy(rectangle(key, piece), piece.tensor)
@@ -90,7 +90,7 @@ class Staged:
 
 
 class _PieceOverlap(NamedTuple):
-    """What of a stored piece a rectangle takes: its shape, and where it begins in either."""
+    """Overlap of a stored piece and a rectangle: its shape, and its offsets in both."""
 
     place: Rectangle
     shape: tuple[int, ...]
@@ -98,31 +98,21 @@ class _PieceOverlap(NamedTuple):
     in_place: tuple[int, ...]
 
 
-#: A stored piece, and what is wanted of it.
-_Wanted = tuple[torch_files.Piece, list[_PieceOverlap]]
+#: A stored piece, and the overlaps to read.
+_Wanted = tuple[StoredPiece, list[_PieceOverlap]]
 
 
-def read_stored(
-    path: Path,
-    manifest: Manifest,
-    index: Index,
-    wanted: list[Rectangle],
-    into: Staged,
-    names: Mapping[str, str] | None = None,
-) -> None:
-    """Read rectangles from the files of a directory into ``into``. Local operation; each byte is read once.
+def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Rectangle], into: Staged) -> None:
+    """Read rectangles from the files of a checkpoint into ``into``; each byte is read once. Local operation.
 
-    The manifest says what the files must be, the index what lies where. A plain directory's files are not in its
-    manifest: ``names`` are their keys by ours. CheckpointError for files that are not as saved, or lack something.
+    Raise CheckpointError for files that are not as saved, or incomplete.
     """
-    by_file = pieces_to_read(path, manifest, index, wanted, names)
+    by_file = pieces_to_read(path, manifest, index, wanted)
     path, memory = manifest.at(path), HostMemory(background().spare())
     with ThreadPoolExecutor(threads_here(_MOST_THREADS), "te_fsdp load") as pool:
         for name, pieces in by_file.items():
             try:
-                # Sizes of a plain directory's files were compared with its metadata when it was opened.
-                listed = manifest.files.get(name) if names is None else [(path / name).stat().st_size]
-                with open_checked(path / name, listed, manifest.save_id) as file:
+                with open_checked(path / name, manifest.files.get(name), manifest.save_id) as file:
                     reads = [pool.submit(_read, file, run, into, memory.take(n)) for run, n in _runs(pieces)]
                     try:
                         for read in reads:
@@ -131,47 +121,42 @@ def read_stored(
                         wait(read for read in reads if not read.cancel())
             except (OSError, DamagedFileError) as error:
                 begin = getattr(error, "begin", None)
-                keys = [f", of {piece.window.key}" for piece, _ in pieces if piece.window.offset == begin]
+                keys = [f", of {piece.key}" for piece, _ in pieces if piece.offset == begin]
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
 
 
 def pieces_to_read(
-    path: Path,
-    manifest: Manifest,
-    index: Index,
-    wanted: list[Rectangle],
-    names: Mapping[str, str] | None = None,
+    path: Path, manifest: Manifest, index: Index, wanted: list[Rectangle]
 ) -> dict[str, list[_Wanted]]:
-    """What is read by :func:`read_stored`, by file, in its order there. Takes and raises the same. Local operation."""
-    path, names = manifest.at(path), names or {}
+    """Return the pieces that :func:`read_stored` reads, by file, in file order; raise the same. Local operation."""
+    path = manifest.at(path)
     missing: dict[str, list[Rectangle]] = {}
     for place in wanted:
-        missing.setdefault(names.get(place[0], place[0]), []).append(place)
+        missing.setdefault(place[0], []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
     file_of = files_in(path)
-    heads: torch_files.Heads = {}
     for key, rows in index.rows([*missing]):
         covered, (shape, dtype) = 0, index.tensors[key]
         for place in (place for place in missing[key] if len(place[1]) == len(shape)):
             for (number, begin, length), sizes, part in _overlapping(rows, place):
                 in_file = found.setdefault(index.files[number], {})
                 if begin not in in_file:
-                    window = torch_files.Window(file_of(index.files[number]), key, begin, length)
-                    in_file[begin] = torch_files.Piece(window, sizes, dtype, heads), []
+                    file = file_of(index.files[number])
+                    in_file[begin] = StoredPiece(file, key, begin, length, sizes, dtype), []
                 in_file[begin][1].append(part)
                 covered += math.prod(part.shape)
         if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
             del missing[key]
     if missing:
         said_by = INDEX if INDEX in manifest.files else DCP_METADATA
-        damaged(path, [f"{said_by}: {next(iter(missing))} is not there, or not all of it"])
+        damaged(path, [f"{said_by}: {next(iter(missing))} is missing, or incomplete"])
     return {name: [at[offset] for offset in sorted(at)] for name, at in found.items()}
 
 
 def _overlapping(
     rows: Rows, place: Rectangle
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _PieceOverlap]]:
-    """The stored pieces that a rectangle takes something of: where each lies, its shape, and what of it."""
+    """Yield the stored pieces that overlap a rectangle: location, shape, and overlap."""
     _, offsets, sizes = place
     dims = len(offsets)
     if len(rows) > _FEW:
@@ -189,28 +174,25 @@ def _overlapping(
 
 
 def _runs(pieces: list[_Wanted]) -> Iterator[tuple[list[_Wanted], int]]:
-    """Pieces that lie side by side in a file, together up to :data:`_RUN` bytes, and their bytes; larger ones alone."""
+    """Yield adjacent pieces of up to :data:`_RUN` bytes together, or one larger piece, with their bytes."""
     first = end = cut = 0
-    for at, window in enumerate(piece.window for piece, _ in pieces):
-        if at > cut and (window.offset != end or window.offset + window.length - first > _RUN):
+    for at, piece in enumerate(piece for piece, _ in pieces):
+        if at > cut and (piece.offset != end or piece.offset + piece.length - first > _RUN):
             yield pieces[cut:at], end - first
             cut = at
-        first, end = window.offset if at == cut else first, window.offset + window.length
+        first, end = piece.offset if at == cut else first, piece.offset + piece.length
     yield pieces[cut:], end - first
 
 
 def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tensor) -> None:
-    """Read and check neighbouring pieces, in memory for all of them, and keep what is wanted of them."""
-    lengths = [piece.window.length for piece, _ in run]
-    file.read(run[0][0].window.offset, lengths, data)
-    # Where there is no table, there may be checksums that torch.save wrote.
-    check = file.pieces is None
+    """Read and check adjacent pieces in one buffer, and keep the wanted parts."""
+    lengths = [piece.length for piece, _ in run]
+    file.read(run[0][0].offset, lengths, data)
     for (piece, parts), own in zip(run, data.split(lengths), strict=True):
-        # Neighbours begin anywhere, where elements of several bytes cannot.
+        # Adjacent pieces begin at any byte, where elements of several bytes cannot.
         own = own if len(run) == 1 else own.clone()
-        tensor = None if check else elements_of(own, piece.dtype, piece.shape)
-        if tensor is None:
-            tensor = piece.within(own, check=check)
+        # A file without a table of checksums may have checksums of torch.save.
+        tensor = piece.tensor_in(own, check=file.pieces is None)
         is_kept = 2 * sum(math.prod(part.shape) for part in parts) >= math.prod(piece.shape)
         for part in parts:
             values = tensor[slices(part.in_piece, part.shape)]
@@ -223,21 +205,21 @@ def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tenso
 
 @dataclass
 class ReadShare:
-    """What one rank reads of what it and others want, and what it gets from them, over our own gloo group."""
+    """One rank's part of reading data for several ranks, and its exchange over te_fsdp's Gloo group."""
 
     ranks: RankMessenger  #: The world
-    members: list[int]  #: Ranks that want the same, in ascending order
-    parts: list[dict[Rectangle, torch.dtype]]  #: What each of them reads for all
+    members: list[int]  #: Ranks that need the same data, in ascending order
+    parts: list[dict[Rectangle, torch.dtype]]  #: Data that each of them reads for all
     me: int  #: This rank's number among them
-    own: list[Rectangle]  #: What this rank reads: its part, and what it alone wants
+    own: list[Rectangle]  #: Data that this rank reads: its part, and data for itself alone
 
     @classmethod
     def of(
         cls, ranks: RankMessenger, wanted: list[Rectangle], dtypes: Mapping[str, torch.dtype]
     ) -> ReadShare:
-        """Find who wants the same as this rank. Collective over the ranks: a round of small messages.
+        """Find the ranks that need the same data. Collective over the ranks: a round of small messages.
 
-        The parts have about as many bytes, each in the order of the whole: neighbours lie side by side in the files.
+        The parts have similar sizes, in the order of the whole: neighbors are adjacent in the files.
         """
         common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
         members = ranks.round(lambda: digest(repr([*common])), _ranks_with_same_reads)
@@ -250,16 +232,16 @@ class ReadShare:
         return cls(ranks, members, parts, me, own)
 
     def provide(self, staged: Staged) -> None:
-        """Have memory for what others send. Local operation; may fail, so that all ranks must hear of it."""
+        """Allocate memory for the other ranks' parts. Local operation; may fail, so all ranks must agree on it."""
         others = self.parts[: self.me] + self.parts[self.me + 1 :]
         for place, dtype in chain(*(part.items() for part in others)):
             values = torch.empty(place[2], dtype=dtype, device="cpu")
             staged.parts[place] = [((0,) * values.ndim, values)]
 
     def exchange(self, staged: Staged) -> None:
-        """Send what this rank has read, and take what the others have; CheckpointError if one has died. Collective.
+        """Send this rank's part and receive the others'; raise CheckpointError if a rank has died. Collective.
 
-        In the k-th turn each sends to the k-th rank after it.
+        In the k-th turn each rank sends to the k-th rank after it.
         """
         group, count = self.ranks.group, len(self.members)
         for places in zip_longest(*self.parts):
@@ -283,12 +265,12 @@ class ReadShare:
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor."""
+    """Return the memory of a contiguous tensor."""
     return values.view(-1).view(torch.uint8)
 
 
 def _ranks_with_same_reads(seen: list[int]) -> list[list[int]]:
-    """For each rank those with its number, at most so many that each still reads much of it."""
+    """Return, for each rank, the ranks with its number, limited so that each still reads a large part."""
     alike: dict[int, list[int]] = {}
     found = []
     for rank, number in enumerate(seen):
@@ -299,27 +281,29 @@ def _ranks_with_same_reads(seen: list[int]) -> list[list[int]]:
     return found
 
 
-# --- weights that do not go from file to model as they are
+# --- weights that are converted
 
 
 @dataclass
 class Conversion:
-    """One parameter on its way through high precision, then one rounding or quantization.
+    """Conversion of one parameter through high precision, with one rounding or quantization.
 
-    Its values are, best first, the fp32 main weights of the checkpoint's optimizer, of which the saved weights are
-    roundings; the saved values, where the weight was saved in high precision; the saved components of a quantized
-    weight, dequantized. Of these a rank reads the blocks that cover its rectangles, which may cut through blocks.
+    Its values are, best first, the fp32 main weights of the checkpoint's optimizer; the saved values of a
+    high-precision weight; the dequantized components of a quantized weight. A rank reads the blocks of components that
+    cover its rectangles, which may cut through blocks.
     """
 
     owned: OwnedTensor
-    source: str  #: Where the values come from, in words
-    key: str  #: File key of the values, or what those of components begin with
-    needed: dict[str, Block]  #: Components that give the values, with their blocks; "": the values themselves
+    source: str  #: Origin of the values, as text
+    key: str  #: File key of the values, or the prefix of the components' keys
+    needed: dict[
+        str, Block
+    ]  #: Components that determine the values, with their blocks; "": the values themselves
     format: str = ""  #: Of the components
 
     @classmethod
     def of(cls, owned: OwnedTensor, saved: dict[str, Any], states: dict[str, Any]) -> Conversion:
-        """Of a parameter, as saved with or without optimizer state; CheckpointError for components without values."""
+        """Return the conversion of a saved parameter; raise CheckpointError for components without values."""
         main = states.get(MAIN, {})
         has_main = main.get("dtype") == "float32" and main.get("shape") == saved["shape"]
         if has_main and per_expert(main, owned.expert) is not None:
@@ -330,11 +314,11 @@ class Conversion:
         return cls(owned, "dequantized values", f"model.{owned.key}:", needed, saved["format"])
 
     def reads(self) -> list[Rectangle]:
-        """What of the files' tensors gives the values. Local operation."""
+        """Return the rectangles of the files' tensors with the values. Local operation."""
         return [place for _, _, places in self._boxes() for place in places.values()]
 
     def value(self, staged: Staged) -> torch.Tensor:
-        """The values, float32 of the local shape, of what was read. Local operation."""
+        """Return the values that were read, float32 of the local shape. Local operation."""
         value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
         for part, box, places in self._boxes():
             read = {name: staged.new(place, value.device) for name, place in places.items()}
@@ -347,7 +331,7 @@ class Conversion:
         return value
 
     def _boxes(self) -> Iterator[tuple[OwnedPart, Box, dict[str, Rectangle]]]:
-        """What this rank holds, of one expert's weight each, and of each component the blocks that cover it."""
+        """Yield this rank's boxes, of one expert's weight each, and for each component the blocks that cover it."""
         for part in self.owned.parts():
             for box in part.boxes:
                 places = {}
@@ -359,10 +343,10 @@ class Conversion:
                 yield part, box, places
 
     def store(self, value: torch.Tensor, *, keep_delayed_scale: bool) -> None:
-        """Give the parameter its value (float32, of the local shape): rounded to its dtype, or quantized once.
+        """Set the parameter to its value (float32, of the local shape): rounded to its dtype, or quantized once.
 
-        A scale of the whole weight comes from the amax of the whole weight, unless delayed scaling's was loaded:
-        collective over the ranks that hold pieces of one whose format has one scale per tensor.
+        A scale of the unsharded weight is computed from its amax, unless delayed scaling's scale was loaded: collective
+        over the ranks with shards of a weight whose format has one scale per tensor.
         """
         module, local = self.owned.module, self.owned.local
         with torch.no_grad():

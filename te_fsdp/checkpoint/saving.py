@@ -1,4 +1,4 @@
-"""``save``: every rank writes its own pieces into a hidden directory; when all have, it becomes visible."""
+"""``save``: every rank writes its own pieces into a hidden directory, which becomes visible when all are done."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-#: What rank 0 hears of a rank: digests of what must be the same on all ranks of a stage, values per rank, states of
-#: experts, token of the plan that it can use again, and its stage with what that says if this rank speaks for it.
+#: Message of a rank to rank 0: digests of values that must be identical on all ranks of a stage, values per rank,
+#: states of experts, token of the plan that it can reuse, and the number of its stage with the fields of one rank.
 _Seen = tuple[dict[str, bytes], Any, dict[str, States], str | None, tuple[int, dict[str, Any] | None] | None]
 
 
@@ -89,36 +89,35 @@ def save(
     progress: bool | None = None,
     shared: Iterable[str] = (),
 ) -> SaveHandle:
-    """Save a model, its optimizer and what else a run needs, loadable on any mesh and any number of stages.
+    """Save a model, its optimizer and further values, loadable on any mesh and any number of pipeline stages.
 
-    The files hold every parameter and optimizer state in the layout of the unsharded module, each element once. They
-    appear at ``path`` when whole and on disk; a killed save leaves a hidden directory that a later save removes.
-
-    Collective over the world, between steps. Small messages go over a gloo group of our own, made at the first call.
+    The files contain every parameter and optimizer state in the layout of the unsharded module, each element once. They
+    appear at ``path`` when they are complete and on disk. Collective over the world; call between steps. Small messages
+    use a Gloo process group of te_fsdp, made at the first call.
 
     Args:
-        path: Where the checkpoint shall lie, within reach of all ranks; a directory per checkpoint, for example
-            ``DIR/step-200``, or ``"s3://..."``. Nothing may lie there yet but an empty directory.
-        model: Any model; FSDP2 units that are gathered are resharded first. On each rank of a pipeline its stage or
-            stages, under the names of the whole model. Several models: a dict of them by name.
+        path: A path that all ranks reach, one directory per checkpoint, for example ``DIR/step-200`` or ``"s3://..."``.
+            It must not exist, or be an empty directory.
+        model: Any model. Unsharded FSDP2 units are resharded first. On each rank of a pipeline its stage or stages,
+            under the names of the unsplit model. Several models: a dict of them by name.
         optimizer: torch's or TE's FusedAdam, over the model's current parameters. Several: a dict of them by name.
-        extra: What ``torch.load(weights_only=True)`` takes, of rank 0, and of every rank what is wrapped in
-            :class:`te_fsdp.checkpoint.PerRank`. DTensors are loaded as whole tensors on the CPU.
-        asynchronous: Return as soon as what this rank writes has been copied to the host, and write in a thread:
-            training may change everything at once. A save begins after the one before has ended; the interpreter
-            waits for a running one before it ends.
-        keep_last: Once this checkpoint is whole, remove older ones beside it but for the last so many, this one
-            included.
+        extra: Values that ``torch.load(weights_only=True)`` accepts, taken from rank 0. Values wrapped in
+            :class:`te_fsdp.checkpoint.PerRank` are taken from every rank. DTensors load as full tensors on the CPU.
+        asynchronous: Return once this rank's data are copied to the host, and write in a thread. Training may continue
+            at once. A save starts after the previous save has ended. The interpreter waits for a running save at exit.
+        keep_last: Number of most recent checkpoints to keep, including this one. Older ones are removed once this one
+            is complete.
         progress: Draw a progress bar on rank 0.
-        shared: Names, as shell patterns, of parameters that several stages may hold, bit for bit equal; stored once.
+        shared: Names, as shell patterns, of parameters that several stages share. They must be equal bit for bit, and
+            are stored once.
 
     Returns:
-        A handle. Of an asynchronous save, ``result()`` waits and raises what went wrong on any rank.
+        A handle. For an asynchronous save, ``result()`` waits and raises the error of any rank.
 
     Raises:
-        CheckpointError: Something lies at ``path``, ranks disagree on what they must share, something cannot be stored,
-            a rank failed to write or was silent, or the save before has failed and nobody asked: on all ranks, with
-            nothing at ``path``.
+        CheckpointError: On all ranks, with nothing at ``path``: ``path`` exists, ranks disagree on values that must be
+            identical, a value cannot be stored, a rank failed to write or did not respond, or the previous asynchronous
+            save failed and its error was never retrieved.
         OrderError: The optimizer was built before the model was sharded, or the call is between two microbatches.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
@@ -142,22 +141,25 @@ def save(
 
 @dataclass
 class _SaveCache:
-    """What a save has found out about a model and its optimizer, for the next: no tensors, which may go meanwhile."""
+    """Description of a model and its optimizer, without tensors, that the next save reuses."""
 
-    fields: dict[str, Any]  #: Of the manifest, but for the optimizer's groups
-    names: dict[int, str]  #: Of the files' tensors, by the ``id`` of the parameters in the optimizer's groups
-    digests: dict[str, bytes]  #: Of what must be the same on all ranks
-    #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything anew
+    fields: dict[str, Any]  #: Of the manifest, except the optimizer's groups
+    names: dict[
+        int, str
+    ]  #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
+    digests: dict[str, bytes]  #: Of values that must be identical on all ranks
+    #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything again
     look: list[Any] | None
-    #: Which of the tensors that :func:`_fingerprint` gives is stored, and shape, strides and offset of a part of it
+    #: Index of each stored tensor in those of :func:`_fingerprint`, and shape, strides and offset of a part of it
     views: list[tuple[int, tuple[Any, ...] | None]]
     plan: WritePlan | None = None
 
 
 class _Collected:
-    """What one rank contributes: its tensors, and what the manifest says of them. With all errors that a rank can have.
+    """Contribution of one rank: its tensors and their description in the manifest.
 
-    ``before`` is of the last save of this model, and taken if nothing has changed since.
+    Raises all errors that a rank detects alone. ``before`` is the cache of the previous save of this model, reused if
+    nothing has changed since.
     """
 
     whole: Mapping[str, Any] = {}  #: Fields of all stages of a pipeline; on rank 0
@@ -174,12 +176,12 @@ class _Collected:
         if before is not None and self.is_known:
             self.known = before
         else:
-            self._describe_anew(model, look, before)
+            self._describe_again(model, look, before)
         self.groups = joined_groups(optimizers, self.known.names)
         self.semantics = record(model)
 
-    def _describe_anew(self, model: nn.Module, look: list[Any] | None, before: _SaveCache | None) -> None:
-        """Describe model and optimizer; the plan of the save before is taken if this rank holds the same."""
+    def _describe_again(self, model: nn.Module, look: list[Any] | None, before: _SaveCache | None) -> None:
+        """Describe model and optimizer; reuse the plan of the previous save if this rank's tensors are the same."""
         self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
         if self.optimizers:
             self.optimized = joined_state(model, self.optimizers, self.state.owned)
@@ -196,20 +198,20 @@ class _Collected:
         names = {id(o.parameter): o.key for o in self.state.owned.values()}
         views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
         self.known = _SaveCache(fields, names, digests, None if views is None else look, views or [])
-        # Of all ranks these tell what every rank's experts lack, which is added later.
+        # Missing states of experts are added later; the ranks' messages determine them.
         self.signature = rank(), world_size(), signature_of(self.entries())
         if before is not None and before.plan is not None and before.plan.signature == self.signature:
             self.known.plan = before.plan
 
     def seen(self, target: Path) -> _Seen:
-        """What rank 0 hears."""
+        """Return the message to rank 0."""
         known, stage, kind = self.known, None, class_of(self.optimizers)
         digests = {
             "path": str(target).encode(),
             **known.digests,
             "optimizer": known.digests["optimizer"] + _digest((kind, self.groups)),
             "delayed-scaling state": _digest(self.delayed),
-            # A rank's experts may not have run, and a user's modules may know their rank.
+            # A rank's experts may not have run, and a user's modules may store their rank.
             "settings of modules": _digest(to_json(from_json(self.semantics))),
         }
         if self.stage is not None:
@@ -220,19 +222,19 @@ class _Collected:
         return digests, self.own, experts, token, stage
 
     def fields(self) -> dict[str, Any]:
-        """What this rank says in the manifest."""
+        """Return this rank's fields of the manifest."""
         fields = {**self.known.fields, "delayed": self.delayed, "semantics": self.semantics}
         if self.optimizers:
             fields["optimizer"] = {**fields["optimizer"], "groups": self.groups}
         return fields
 
     def entries(self) -> dict[str, Entry]:
-        """All tensors that have elements."""
+        """Return the entries of all tensors that have elements."""
         return _stored({**self.state.entries, **self.optimized.entries}) | self.others
 
     @torch.no_grad()
     def tensors(self) -> list[torch.Tensor]:
-        """Those of all pieces of :meth:`entries`, by the numbers that pieces have."""
+        """Return the tensors of all pieces of :meth:`entries`, in the order of the pieces' numbers."""
         if not self.is_known:
             return tensors_of(self.entries())
         views = ((self.leaves[at], part) for at, part in self.known.views)
@@ -251,12 +253,12 @@ def _digest(part: Any) -> bytes:
 def _fingerprint(
     model: nn.Module, optimizers: Parts, others: dict[str, Entry]
 ) -> tuple[list[Any], list[torch.Tensor]] | None:
-    """All that the description of a model and its optimizer follows from, to be compared; and their local tensors.
+    """Return everything that determines the description of model and optimizer, and their local tensors.
 
-    In a tenth of the time that it takes to describe them. Objects stand there by their ``id``, with all of them that is
-    described: one with the ``id`` of another, which is gone, is described alike. Tensors are in the order of entries.
-    ``None`` where more matters: quantized weights, grouped ones of experts, state that is cut further than the weights,
-    optimizers by name.
+    Comparing it takes a tenth of the time of a description. Objects are compared by ``id`` together with every
+    described property, so an ``id`` that is reused for an equal object does no harm. Tensors are in the order of
+    entries. ``None`` where more matters: quantized weights, grouped weights of experts, state that is sharded further
+    than the weights, optimizers by name.
     """
     wait_and_reshard(model)
     if optimizers.keys() - {""}:
@@ -275,7 +277,7 @@ def _fingerprint(
         buffers |= {id(buffer): buffer for buffer in saved}
         own = *module._parameters, *map(id, module._parameters.values())
         look.append((prefix, id(module), type(module), tie, own, *module._buffers, *map(id, saved)))
-    # Here and below by columns, which takes a third of the time of a row for each tensor.
+    # Comparing by columns takes a third of the time of one row per tensor.
     kept = [] if optimizer is None else [*optimizer.state.values()]
     values = [value for state in kept for value in state.values()]
     tensor_types = {kind for kind in {*map(type, values)} if issubclass(kind, torch.Tensor)}
@@ -295,7 +297,7 @@ def _fingerprint(
     return look, leaves
 
 
-@without_collector()  # which would take half of the call's time where tensors are many
+@without_collector()  # the collector would take half of the call's time for many tensors
 def _prepare(
     ranks: RankMessenger,
     target: Path,
@@ -305,7 +307,7 @@ def _prepare(
     keep_last: int | None,
     shared: Iterable[str],
 ) -> Writing:
-    """Collect, check, begin the hidden directory, decide who writes what. Collective over the ranks."""
+    """Begin a save. Collect, check, make the hidden directory and assign the writers. Collective over the ranks."""
     model, optimizers = joined_model(given), parts_of(optimizer)
     found, begun = list[_Collected](), list[Path]()
     before: _SaveCache | None = background().plans.get(anchor_of(model))
@@ -323,7 +325,7 @@ def _prepare(
     def begin(seen: list[_Seen]) -> list[tuple[Path, dict[str, States], str] | None]:
         digests, own, experts, tokens, stages = map(list, zip(*seen, strict=True))
         if len({*tokens}) > 1:
-            return [None] * len(seen)  # what is new to one rank is planned anew by all
+            return [None] * len(seen)  # a change on one rank makes all ranks plan again
         check_same_model(digests, [stage and stage[0] for stage in stages])
         found[0].whole = join(stages, shared) or {}
         found[0].extra = join_ranks(found[0].extra, own)
@@ -353,7 +355,10 @@ def _prepare(
 def _describe(
     ranks: RankMessenger, collected: _Collected, experts: dict[str, States], save_id: str
 ) -> Manifest:
-    """The manifest without files; completes what ``experts``, of all ranks, lack here. Collective over the ranks."""
+    """Return the manifest without files.
+
+    Complete the states in ``experts`` that this rank lacks. Collective over the ranks.
+    """
     if experts:  # allocates
 
         def complete() -> None:
@@ -369,7 +374,7 @@ def _describe(
     fields = {**collected.fields(), **collected.whole}
     fields |= {"versions": versions, "extra": collected.extra}
     if fields["optimizer"] is not None:
-        # Not in place: a later save takes what is there now.
+        # Not in place: a later save reuses the dict.
         fields["optimizer"] |= {"state": {**fields["optimizer"]["state"], **experts}}
     return Manifest(saved_at=time.time_ns(), save_id=save_id, **fields)
 
@@ -377,7 +382,7 @@ def _describe(
 def _complete(
     handle: SaveHandle, writing: Writing, keep_last: int | None, progress: bool | None, began: float
 ) -> None:
-    """Write, list, make visible; or raise what has gone wrong on a rank. Collective over the ranks, in any thread."""
+    """Write the files and make them visible, or raise any rank's error. Collective over the ranks, in any thread."""
     ranks, manifest, target, hidden = writing.ranks, writing.manifest, handle.path, []
 
     def mine() -> tuple[Any, Listed]:

@@ -1,13 +1,13 @@
-"""A checkpoint's files of tensors, written and read: each stored piece has a checksum, in a table at the end.
+"""Files of tensors with a checksum for each stored piece, in a table at the end of the file.
 
     file:   piece, piece, ..., table
     table:  mark, id of the save, name of the file, then bytes (u64) and CRC-32 (u32) of each piece in turn
 
-The manifest has each file's size, its table's CRC-32 and where the table begins. A piece is thus checked as it is read,
-and a file of another save, or under another's name, is no good one.
+The manifest has each file's size, its table's CRC-32 and the offset of the table. A piece is therefore checked when it
+is read, and a file of another save or under another name is refused.
 
-A piece is a ``torch.save`` file, as in all of DCP's, which takes torch 0.1 ms: so what stands around the elements is
-made once for all pieces of one dtype and shape.
+A piece is a ``torch.save`` file, as in DCP, which takes torch 0.1 ms. The bytes around the elements are therefore made
+once for all pieces of one dtype and shape.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from te_fsdp.checkpoint.storage import is_remote, read_at
 from te_fsdp.errors import CheckpointError
 
 _log = logging.getLogger("te_fsdp")
-#: Told the bytes that were just read or written.
+#: Called with the number of bytes that were just read or written.
 Tick = Callable[[int], None]
-#: The manifest's entry of a file: bytes and CRC-32; with a third number, that of the part from this byte on, a table.
+#: The manifest's entry of a file: bytes and CRC-32. With a third number, the CRC-32 is of the table from this byte on.
 Listed = list[int]
 
-#: What file systems that cannot sync directories answer; every other error means that entries may be lost.
+#: Errors of file systems that cannot sync directories. Any other error means that entries may be lost.
 _CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.EACCES)
 _FULL = {
     errno.ENOSPC: ("the disk is full", "free some space (keep_last=... removes old checkpoints)"),
@@ -49,18 +49,23 @@ _FULL = {
     errno.EFBIG: ("a file would be too large", "raise the limit (ulimit -f), or that of the file system"),
 }
 
+#: Follows the data of a member of a zip file, with the member's checksum.
+_DATA_END, _DESCRIPTOR = b"PK\x07\x08", struct.Struct("<4sI")
 _HEAD, _ROW = struct.Struct("<8s32sH"), struct.Struct("<QI")
 _MARK = b"te_fsdp\x01"
 _BLOCK = 1 << 20
 
 
 def no_progress(count: int) -> None:
-    """The tick of whoever wants to hear nothing."""
+    """Do nothing: the progress callback for callers that show none."""
 
 
 @contextmanager
 def without_collector() -> Iterator[None]:
-    """Python's garbage collector pauses: it walks over millions of descriptions again and again while they are made."""
+    """Pause Python's garbage collector.
+
+    It would traverse millions of descriptions again and again while they are made.
+    """
     was = gc.isenabled()
     gc.disable()
     try:
@@ -71,13 +76,13 @@ def without_collector() -> Iterator[None]:
 
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """Return the CRC-32 of a file."""
     with path.open("rb") as file:
         return _crc(file, math.inf, no_progress)
 
 
 def _crc(file: Any, length: float, tick: Tick) -> int:
-    """CRC-32 of the next bytes of an open file; of those that there are, if they are fewer."""
+    """Return the CRC-32 of the next ``length`` bytes of an open file, or of the rest if it is shorter."""
     crc = 0
     while block := file.read(min(length, _BLOCK)):
         crc = crc32(block, crc)
@@ -87,7 +92,7 @@ def _crc(file: Any, length: float, tick: Tick) -> int:
 
 
 def view_of(data: torch.Tensor) -> memoryview:
-    """The memory of a uint8 tensor on the host."""
+    """Return the memory of a uint8 tensor on the host."""
     return memoryview(data.numpy())  # type: ignore[arg-type]
 
 
@@ -96,7 +101,10 @@ def view_of(data: torch.Tensor) -> memoryview:
 
 @contextmanager
 def synced(path: Path) -> Iterator[Any]:
-    """A file to write, which is on disk when the context ends well; on object storage when it is closed."""
+    """Yield a file to write that is on disk when the context ends without an error.
+
+    On object storage when it is closed.
+    """
     with path.open("wb") as file:
         yield file
         if not is_remote(path):
@@ -106,9 +114,9 @@ def synced(path: Path) -> Iterator[Any]:
 
 @contextmanager
 def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]:
-    """CheckpointError for what the system refuses to write, of a full disk that it is full.
+    """Raise CheckpointError for an OSError of writing, with the space needed and available for a full disk.
 
-    ``needed`` are the bytes that this process has to write.
+    ``needed`` is the number of bytes that this process writes.
     """
     try:
         yield
@@ -116,7 +124,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
         if error.errno not in _FULL or is_remote(target):
             raise CheckpointError(
                 f"{target}: cannot be written ({error.strerror or error}: {error.filename or target})",
-                why="Nothing has appeared there",
+                why="No file appeared there",
                 fix="check the path and the permissions",
             ) from error
         what, fix = _FULL[error.errno]
@@ -130,7 +138,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries where the system can, to disk."""
+    """Flush a file, or the entries of a directory where the system supports that, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -144,9 +152,9 @@ def sync(path: Path) -> None:
 
 
 class Frame(NamedTuple):
-    """A ``torch.save`` file of a contiguous tensor but for its elements: what stands around them.
+    """Bytes around the elements in a ``torch.save`` file of a contiguous tensor.
 
-    The checksums that the zip format has for its members are zero there, which ``torch.load`` does not look at.
+    The checksums of the zip format are zero in it. ``torch.load`` ignores them.
     """
 
     head: bytes
@@ -155,12 +163,12 @@ class Frame(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Bytes of the file."""
+        """Return the size of the file in bytes."""
         return len(self.head) + self.size + len(self.tail)
 
 
 class _Gaps(io.BytesIO):
-    """A file that leaves out what is skipped, and notes where."""
+    """A file that leaves out skipped data, and records their offsets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,27 +181,44 @@ class _Gaps(io.BytesIO):
 
 @functools.lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: tuple[int, ...]) -> Frame:
-    """The frame of a plain tensor on the host, as torch writes it now. Local operation; takes 0.1 ms once."""
+    """Return the frame of a plain tensor on the host as this torch writes it. Local operation; takes 0.1 ms once."""
     file, size = _Gaps(), math.prod(shape) * dtype.itemsize
     with torch.serialization.skip_data():  # of this thread alone
-        # Its memory is never touched, so that the system gives none.
+        # Its memory is never touched, so the system allocates none.
         torch.save(torch.empty(shape, dtype=dtype, device="cpu"), file)
     assert len(file.found) == 1 or not size, "torch leaves the elements out in one place"
     begin, around = [*file.found, 0][0], file.getvalue()
     return Frame(around[:begin], size, around[begin:])
 
 
-def elements_of(data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """The tensor in the bytes of a piece, uint8 on the host; a view. ``None``: torch writes it otherwise now."""
+def elements_of(
+    data: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], *, check: bool = False
+) -> torch.Tensor | None:
+    """Return the tensor in the bytes of a piece, uint8 on the host; a view. ``None`` for any other frame.
+
+    ``check`` compares the elements with the checksum of ``torch.save``, if it wrote one; raise DamagedFileError.
+    """
+    if math.prod(shape) * dtype.itemsize >= len(data):
+        return None
     frame = frame_of(dtype, shape)
     begin = len(frame.head)
     if len(data) != frame.length or bytes(data[:begin].numpy()) != frame.head:
         return None
-    return data[begin : begin + frame.size].view(dtype).view(shape)
+    elements = data[begin : begin + frame.size]
+    if check and frame.size:
+        mark, crc = _DESCRIPTOR.unpack(data[begin + frame.size :][: _DESCRIPTOR.size].numpy().tobytes())
+        if mark != _DATA_END:
+            return None
+        if crc not in (0, crc32(view_of(elements))):
+            raise DamagedFileError("its contents have changed (CRC-32)")
+    return elements.view(dtype).view(shape)
 
 
 class SummedFile:
-    """A file of pieces, open for writing. Summing up and writing release the interpreter, for all but small tensors."""
+    """A file of pieces, open for writing.
+
+    Writing and summing release the interpreter lock, except for small tensors.
+    """
 
     def __init__(self, raw: Any) -> None:
         self.raw, self.sums = raw, list[tuple[int, int]]()
@@ -207,7 +232,7 @@ class SummedFile:
                 cut = range(0, frame.size, _BLOCK)
                 self.add([frame.head, *(row[at : at + _BLOCK] for at in cut), frame.tail])
             return
-        # Many small ones are put together, and written, at once: their number is the time that training must wait for.
+        # Small pieces are joined and written at once: the number of calls determines how long training waits.
         length, around, together = frame.length, (frame.head, frame.tail), _BLOCK // frame.length
         for some in (data[at : at + together] for at in range(0, len(data), together)):
             head, tail = (np.frombuffer(b * len(some), np.uint8).reshape(len(some), -1) for b in around)
@@ -216,15 +241,15 @@ class SummedFile:
             self.sums += [(length, crc32(piece)) for piece in pieces]
 
     def add(self, parts: list[Any]) -> None:
-        """Add a piece, given as bytes that follow one another."""
+        """Add a piece, given as consecutive parts."""
         crc = length = 0
-        for part in parts:  # each is written while the processor still has it
+        for part in parts:  # written while it is in the processor's cache
             crc = crc32(part, crc)
             length += self.raw.write(part)
         self.sums.append((length, crc))
 
     def finish(self, name: str, save_id: str) -> Listed:
-        """Add the table, with the save's id of 32 characters; the manifest's entry of the file."""
+        """Add the table, with the save id of 32 characters; return the manifest's entry of the file."""
         table = _HEAD.pack(_MARK, save_id.encode(), len(name.encode())) + name.encode()
         table += b"".join(_ROW.pack(*row) for row in self.sums)
         self.raw.write(table)
@@ -236,11 +261,11 @@ class SummedFile:
 
 
 class DamagedFileError(CheckpointError):
-    """A file that is not as it was saved; the text says what is wrong, without the name of the file."""
+    """A file that is not as it was saved. The text describes the damage, without the name of the file."""
 
     def __init__(self, what: str, begin: int | None = None) -> None:
         super().__init__(what)
-        self.begin = begin  #: Byte at which the piece begins that is wrong, where it is one
+        self.begin = begin  #: Offset of the damaged piece, if it is one
 
 
 def _changed(at: int, length: int) -> DamagedFileError:
@@ -249,10 +274,10 @@ def _changed(at: int, length: int) -> DamagedFileError:
 
 @contextmanager
 def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[CheckedFile]:
-    """A file of a checkpoint, to be compared with its checksums as it is read.
+    """Open a file of a checkpoint that is compared with its checksums when it is read.
 
-    Files that te_fsdp wrote before format 3 have no table: only their size is known. DamagedFileError: it is not the
-    file that the manifest, with this id of the save, lists.
+    Files of te_fsdp before format 3 have no table; only their size is known. Raise DamagedFileError if it is not the
+    file that the manifest with this save id lists.
     """
     if listed is None:
         raise DamagedFileError("not listed in the manifest")
@@ -281,7 +306,7 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
 
 @dataclass(frozen=True)
 class CheckedFile:
-    """What :func:`open_checked` gives."""
+    """Result of :func:`open_checked`."""
 
     file: Any
     size: int
@@ -289,9 +314,9 @@ class CheckedFile:
     pieces: dict[int, tuple[int, int]] | None
 
     def read(self, offset: int, lengths: Sequence[int], data: torch.Tensor) -> torch.Tensor:
-        """Fill ``data``, uint8 on the host, with pieces of these lengths from a byte on. Any thread may call this.
+        """Fill ``data``, uint8 on the host, with pieces of these lengths from an offset on. Thread-safe.
 
-        DamagedFileError: they are not the bytes that were saved, or there are no such pieces.
+        Raise DamagedFileError if they are not the saved bytes, or the file has no such pieces.
         """
         view, have = view_of(data), 0
         while have < len(view):
@@ -309,7 +334,10 @@ class CheckedFile:
         return data
 
     def check(self, crc: int, tick: Tick) -> None:
-        """Read all of it; DamagedFileError if something has changed. ``crc`` is of the whole, where it has no table."""
+        """Read the whole file and raise DamagedFileError for a change.
+
+        ``crc`` is the checksum of a file without a table.
+        """
         self.file.seek(0)
         reader = io.BufferedReader(self.file)
         pieces = {0: (self.size, crc)} if self.pieces is None else self.pieces

@@ -1,22 +1,31 @@
 """State dicts of one process, from ``torch.save`` files and plain DCP directories, as a checkpoint's contents.
 
-What they hold is what the unsharded module holds, so names and rows are the canonical ones. State dicts of modules
-whose rows or blocks lie otherwise (stacked for tp, quantized for several shards) say so in their ``_extra_state``
-entry, and are refused.
+Their tensors are those of the unsharded module, so names and rows are canonical. Modules whose rows or blocks are in
+another order (stacked for tp, quantized for several shards) record that in their ``_extra_state`` entry, and are
+refused. Optimizer state is read from DCP directories only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from te_fsdp.checkpoint.index import read_metadata
-from te_fsdp.checkpoint.lazy_tensors import Chunked, InMemory, Lazy, Stored, open_safetensors
+from te_fsdp.checkpoint.lazy_tensors import (
+    Chunked,
+    InMemory,
+    Lazy,
+    Piece,
+    RefusedClassError,
+    load_weights_only,
+    open_safetensors,
+)
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
+from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp, with_leaves
 from te_fsdp.checkpoint.reader import (
     DCP_KIND,
     MANIFEST_KEY,
@@ -26,12 +35,10 @@ from te_fsdp.checkpoint.reader import (
     describe,
     empty_manifest,
     from_portable,
-    portable_name,
     with_other_experts,
 )
 from te_fsdp.checkpoint.shard_files import frame_of
 from te_fsdp.checkpoint.tensor_entries import encode
-from te_fsdp.checkpoint.torch_files import DcpContents, Piece, Window, open_dcp, stored, with_leaves
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.modules.extra_state import (
     DELAYED,
@@ -41,22 +48,31 @@ from te_fsdp.modules.extra_state import (
     marks_of,
     unpack,
 )
-from te_fsdp.quantized.components import components_from
-from te_fsdp.unpickling import UnknownNameError
-from te_fsdp.upstream.te_formats import Quantized, read_extra_state, unreadable_state
+from te_fsdp.quantized.components import components_of, describe_format
+from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.te_formats import read_extra_state, unreadable_state
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
 
 
+@dataclass
+class _Quantized:
+    """One of TE's quantized weights: its format and its components, in the layout of the weight."""
+
+    format: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    components: dict[str, Lazy]
+
+
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
-    """A file that ``torch.save`` wrote: a state dict, or a dict with one in it; CheckpointError if it is neither."""
-    fix = "save a plain state_dict(); of a file of te_fsdp's take that with --key model"
-    with unreadable(path, "objects", fix):
-        tree = with_leaves(Window(path).objects(), _in_place)  # an object that holds itself: RecursionError
-        if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), dict) and choices.key is None:
-            return _own_file(path, tree)
+    """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
+    with unreadable(path, "file of torch.save", "the file is damaged, truncated or of another kind"):
+        tree = with_leaves(
+            load_weights_only(path, str(path)), _leaf
+        )  # an object that holds itself: RecursionError
     return _from_tree(path, "torch.save", tree, choices)
 
 
@@ -67,7 +83,7 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
         return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
     if others := [name for name in tensors if name.startswith(OTHER)]:
         raise CheckpointError(
-            f"{path}: unreadable description by te_fsdp (none, beside {others[0]})",
+            f"{path}: unreadable description by te_fsdp (none, but {others[0]})",
             fix="the file was changed after te_fsdp wrote it",
         )
     contents = Contents(path, "safetensors", empty_manifest())
@@ -80,24 +96,25 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
 
 
 def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None = None) -> Contents:
-    """A directory of ``torch.distributed.checkpoint.save``, perhaps opened before; CheckpointError: none, or ours."""
+    """Return the state dicts in a directory of ``torch.distributed.checkpoint.save``, perhaps opened before.
+
+    Raise CheckpointError for other directories, and for one that te_fsdp.checkpoint.save wrote.
+    """
     if opened is None:
         metadata = read_metadata(path)
         if is_ours(getattr(metadata.storage_meta, "save_id", None)):
             raise CheckpointError(
                 f"{path}: {FILE_NAME} is missing next to its {DCP_METADATA}",
-                expected="a whole checkpoint of te_fsdp, or a directory of plain torch.distributed.checkpoint",
-                got="what te_fsdp.checkpoint.save wrote, without its manifest",
+                expected="a complete checkpoint of te_fsdp, or a directory of plain torch.distributed.checkpoint",
+                got="a directory of te_fsdp.checkpoint.save without its manifest",
                 fix="take an earlier checkpoint or copy this one again",
             )
         opened = open_dcp(path, metadata)
     leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
-    for key, window in opened.others.items():
+    for key, record in opened.others.items():
         try:
-            leaves[key] = with_leaves(window.objects(), _in_place)
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, UnknownNameError):  # it is damaged
-                raise
+            leaves[key] = with_leaves(record.load(), _leaf)
+        except RefusedClassError as error:
             leaves[key] = error
     tree: dict[Any, Any] = {}
     for key, leaf in leaves.items():
@@ -110,7 +127,7 @@ def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None =
 
 
 def _with_lists(node: Any) -> Any:
-    """DCP flattens lists that hold dicts or tensors; here they are lists again."""
+    """Return nested dicts with lists where DCP flattened lists that contain dicts or tensors."""
     if not isinstance(node, dict):
         return node
     values = {key: _with_lists(value) for key, value in node.items()}
@@ -120,52 +137,34 @@ def _with_lists(node: Any) -> Any:
 
 
 def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
-    """DCP writes TE's tensors as pickled objects in the place of a piece."""
+    """Return a tensor, or the quantized weight that DCP wrote as a pickled object in the place of a piece."""
     pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
-    # The metadata says of them what it says of plain tensors; the header of the piece tells. It is read where the
-    # length is not that of a plain one, which is looked at again when it is read.
+    # The metadata describes them like plain tensors; only the length of the record differs.
     if not pieces or not (first := pieces[0]).dtype.is_floating_point:
         return tensor
-    is_plain = first.bytes < first.window.length == frame_of(first.dtype, first.shape).length
-    if is_plain or not isinstance(first.found, Quantized):
+    is_plain = first.bytes < first.length == frame_of(first.dtype, first.shape).length
+    if is_plain or not _te.is_quantized(found := first.load()):
         return tensor
     if len(pieces) > 1:
         raise CheckpointError(
             f"{key}: a quantized weight in {len(pieces)} pieces",
             expected="a state dict of one process",
-            why="Pieces that were quantized apart need not have one scale",
+            why="Pieces that were quantized separately need not have one scale",
             fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
         )
-    return _in_place(first.found, key)
+    return _leaf(found, key)
 
 
-def _in_place(found: Any, key: str) -> Any:
-    """A loaded tensor as one that is read from its place; of TE's the components, unpadded, as the weight lies."""
-    if not isinstance(found, Quantized):
-        return stored(found, key)
-    if found.options.get("nvfp4_use_4over6"):
-        raise CheckpointError(f"{key}: NVFP4 with 4over6 scales has no known layout.")
-    like = found.buffers
+def _leaf(found: torch.Tensor, key: str) -> Any:
+    """Return a loaded tensor as a lazy one, or the components of one of TE's; any other subclass unchanged."""
+    if not _te.is_quantized(found):
+        is_plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided
+        return InMemory(found.detach().resolve_conj().resolve_neg()) if is_plain else found
     try:
-        components = components_from(found.format, {**like, **found.options}, found.shape, key)
+        components: dict[str, Lazy] = {c.name: InMemory(c.tensor) for c in components_of(found, key)}
+        return _Quantized(describe_format(found, key) or "", found.dtype, tuple(found.shape), components)
     except PlacementError as error:
         raise CheckpointError(str(error)) from error
-    return replace(
-        found, buffers={c.name: stored(c.tensor, f"{key}:{c.name}", like=like[c.name]) for c in components}
-    )
-
-
-def _own_file(path: Path, tree: dict[str, Any]) -> Contents:
-    """A file that te_fsdp wrote with everything."""
-    own = tree[MANIFEST_KEY]
-    tensors = {**tree["model"], **own.get("tensors", {})}
-    tensors = {k: t for k, t in tensors.items() if isinstance(t, Lazy) and not _is_extra(k)}
-    optimizer = tree.get("optimizer", {"state": {}, "param_groups": []})
-    names = _listed_names(optimizer["param_groups"])
-    for number, values in optimizer["state"].items():
-        found = {k: v for k, v in values.items() if isinstance(v, Lazy)}
-        tensors |= {portable_name(f"optimizer.state.{names[number]}.{k}"): v for k, v in found.items()}
-    return from_portable(path, "torch.save", tensors, own["manifest"])
 
 
 def _is_extra(name: Any) -> bool:
@@ -175,14 +174,14 @@ def _is_extra(name: Any) -> bool:
 def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     inner = [*tree.values()] if isinstance(tree, dict) and choices.key is None else []
     if len(inner) == 1 and isinstance(inner[0], dict) and inner[0].keys() & {*_MODEL_KEYS}:
-        # One object under a name of its own, as the {"app": AppState(...)} of torch's tutorials.
+        # One object under its own name, such as {"app": AppState(...)} in torch's tutorials.
         return _from_tree(path, kind, inner[0], choices)
     where, state = _find_model(path, tree, choices.key)
     contents = Contents(path, kind, empty_manifest())
     _add_model(contents, state, choices)
     taken = state.keys() if where is None else {where.partition(".")[0]}
     left = [str(key) for key in tree if str(key) not in taken]
-    for key in [k for k in left if k in _OPTIMIZER_KEYS]:
+    for key in [k for k in left if k in _OPTIMIZER_KEYS and kind == DCP_KIND]:
         if _add_optimizer(contents, tree[key], choices):
             left.remove(key)
     if where is not None:
@@ -193,7 +192,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
 
 
 def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dict[str, Any]]:
-    """The model's state dict, and where it is in the tree; ``None`` where it is the tree, but for dicts in it."""
+    """Return the model's state dict and its key in the tree; ``None`` if the tree itself is the state dict."""
     if key is not None:
         node = tree
         for part in key.split("."):
@@ -201,16 +200,16 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         if not isinstance(node, dict):
             raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
-    if isinstance(tree, dict) and any(isinstance(v, Lazy | Quantized) for v in tree.values()):
-        beside = dict | list | str | float | int | None
-        return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, beside)}
+    if isinstance(tree, dict) and any(isinstance(v, Lazy | _Quantized) for v in tree.values()):
+        others = dict | list | str | float | int | None
+        return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, others)}
     found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
     if len(found) != 1:
         raise CheckpointError(
             f"{path}: no state dict found in it",
             expected=f"tensors by name, or a dict with one of {', '.join(_MODEL_KEYS)}",
             got=_keys(tree),
-            fix="save one of these; te-fsdp ckpt convert takes --key, which says where it is",
+            fix="save one of these; te-fsdp ckpt convert has --key for other keys",
         )
     return found[0], tree[found[0]]
 
@@ -220,7 +219,7 @@ def _keys(tree: Any) -> str:
 
 
 def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -> None:
-    """Weights, buffers and delayed-scaling state of a state dict."""
+    """Add weights, buffers and delayed-scaling state of a state dict."""
     manifest, unread = contents.manifest, []
     extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
@@ -229,16 +228,15 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     first: dict[Any, str] = {}
     for name, value in ((name, value) for name, value in state.items() if not _is_extra(name)):
         place: Any = name
-        if isinstance(value, Stored) and value.bytes:
-            record = value.record
-            place = (record.file, record.offset, value.start, value.shape, value.stride, value.dtype)
+        if isinstance(value, InMemory) and value.bytes:
+            place = (value.tensor.data_ptr(), value.shape, value.tensor.stride(), value.dtype)
         if not isinstance(name, str):
-            unread.append(f"{name!r} is no name")
+            unread.append(f"{name!r}, a name that is not text")
         elif first.setdefault(place, name) != name:
-            # Tied weights are one tensor under several names; a checkpoint holds it under the first.
+            # Tied weights are one tensor under several names. A checkpoint stores it under the first.
             contents.notes.append(f"{name}: tied to {first[place]}, stored once")
             manifest.tied[name] = first[place]
-        elif isinstance(value, Quantized):
+        elif isinstance(value, _Quantized):
             _add_quantized(contents, name, value)
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
@@ -247,37 +245,38 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             unread.append(f"{name} ({type(value).__name__})")
     if unread:
         raise CheckpointError(
-            f"{contents.source}: {len(unread)} value(s) of the state dict are no tensors: {', '.join(unread[:5])}",
-            fix="leave them out of it; te-fsdp ckpt convert takes --key, which says where the model's state dict is",
+            f"{contents.source}: {len(unread)} value(s) of the state dict are not tensors: {', '.join(unread[:5])}",
+            fix="leave them out of it; te-fsdp ckpt convert has --key for the key of the model's state dict",
         )
     if read := len(manifest.delayed):
         text = f"delayed-scaling state: taken from TransformerEngine's _extra_state of {read} module(s)"
         contents.notes.append(text)
     if empty := len(extras) - read:
-        why = "dropped as asked" if choices.extra_state == "drop" else "without state"
+        why = "dropped as requested" if choices.extra_state == "drop" else "without state"
         contents.notes.append(f"_extra_state of {empty} module(s): {why}")
     if not extras:
-        contents.notes.append("_extra_state: none in the file; delayed scaling would start anew")
+        contents.notes.append(
+            "_extra_state: none in the file; delayed scaling would start with new histories"
+        )
 
 
-def _add_quantized(contents: Contents, name: str, found: Quantized) -> None:
+def _add_quantized(contents: Contents, name: str, found: _Quantized) -> None:
+    # TE's float8 tensor does not record the origin of its scale; the module's state does.
     is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
-    # TE's float8 tensor does not tell where its scale came from; the module's state does.
-    scaling = "" if found.format != "float8" else " delayed" if is_delayed else " current"
     contents.manifest.parameters[name] = {
         "shape": list(found.shape),
         "dtype": dtype_name(found.dtype),
         "layout": None,
-        "format": f"{found.format}{scaling} {found.element}",
-        "components": sorted(found.buffers),
+        "format": found.format.replace(" current ", " delayed ") if is_delayed else found.format,
+        "components": sorted(found.components),
     }
-    contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in found.buffers.items()}
+    contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in found.components.items()}
 
 
 def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:
-    """One module's ``_extra_state``: a tensor of TE's or ours, nothing, or a dict, perhaps with a condition."""
+    """Add one module's ``_extra_state``: a tensor of TE's or ours, nothing, or a dict, perhaps with a condition."""
     key = f"{contents.source}: {f'{module}.{_EXTRA}'.lstrip('.')}"
-    if isinstance(value, dict) and set(value) != {DELAYED}:  # te_fsdp's until version 0.1
+    if isinstance(value, dict) and set(value) != {DELAYED}:  # te_fsdp before version 0.1
         condition = str(next(iter(value), ""))
         _check_uncut(key, marks_of(condition) if len(value) == 1 else (-1,), condition)
         value = next(iter(value.values()))
@@ -300,7 +299,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
 
 
 def _delayed_state(value: Lazy, key: str) -> dict[str, Any]:
-    """Delayed scaling's state in an entry of TE's or of ours, as a bound module's state dict has it, or nothing."""
+    """Return the delayed-scaling state in an entry of TE's or of ours, in the form of a bound module's state dict."""
     try:
         entry = value.whole()
         own, data = unpack(entry), bytes_of(entry)
@@ -317,33 +316,32 @@ def _delayed_state(value: Lazy, key: str) -> dict[str, Any]:
 
 
 def _check_uncut(key: str, marks: tuple[int, ...], condition: str) -> None:
-    """Rows and blocks must lie as in the unsharded module."""
+    """Raise CheckpointError unless rows and blocks are in the order of the unsharded module."""
     if set(marks) != {1}:
         raise CheckpointError(
             f"{key}: weights of a sharded module",
             expected="a state dict of one process",
             got=condition or "an entry of another kind",
-            why="Its rows or blocks do not lie as in the unsharded module",
+            why="Its rows or blocks are not in the order of the unsharded module",
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
 
 
-# --- the optimizer, in the form of torch's Optimizer.state_dict(), which numbers parameters
+# --- the optimizer of a DCP directory, in the form of torch's Optimizer.state_dict()
 
 
 def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
-    """Take a torch optimizer's state dict into a checkpoint's contents, or note why not; whether it was taken.
+    """Add a torch optimizer's state dict to a checkpoint's contents, or a note why not; return whether it was added.
 
-    Parameters are told by names, where ``torch.distributed.checkpoint.state_dict`` made it; by the ``param_names``
-    of each group (torch writes them if the optimizer was given named parameters); with one group also by their order,
-    if their number and the shapes of their state fit, and the file keeps an order.
+    Parameters are identified by name, as ``torch.distributed.checkpoint.state_dict`` writes them, or by the
+    ``param_names`` of each group, which torch writes for an optimizer of named parameters.
     """
-    # What is damaged is not left: options are read here.
+    # Damage is an error, not a note: options are read here.
     state = with_leaves(state, lambda v, key: _option(v) if key.startswith("param_groups.") else v)
     try:
         described, tensors = _read_optimizer(contents, _nested(state), choices)
     except (CheckpointError, TypeError, KeyError, ValueError, AttributeError) as error:
-        why = f"no torch optimizer's state_dict() ({type(error).__name__}: {error})"
+        why = f"not a torch optimizer's state_dict() ({type(error).__name__}: {error})"
         contents.notes.append(f"optimizer: left, {error if isinstance(error, CheckpointError) else why}")
         return False
     contents.manifest.optimizer = described
@@ -353,7 +351,7 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
 
 
 def _nested(state: Any) -> Any:
-    """A state dict that was flattened (``state.<name>.<key>``, ``param_groups.<name>.<option>``) as nested ones."""
+    """Return a flat state dict (``state.<name>.<key>``, ``param_groups.<name>.<option>``) as a nested one."""
     prefixes = ("state.", "param_groups.")
     if not isinstance(state, Mapping) or not state or not all(str(k).startswith(prefixes) for k in state):
         return state
@@ -365,20 +363,20 @@ def _nested(state: Any) -> Any:
         (states if kind == "state" else options).setdefault(name, {})[last] = value
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
-        alike = [names for known, names in groups if known == own]
-        alike[0].append(name) if alike else groups.append((own, [name]))
+        same = [names for known, names in groups if known == own]
+        same[0].append(name) if same else groups.append((own, [name]))
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
 
 
-# What has no place in the checkpoint is a CheckpointError here, and a note above.
+# A CheckpointError here becomes a note above.
 def _read_optimizer(
     contents: Contents, state: Any, choices: Choices
 ) -> tuple[dict[str, Any], dict[str, Lazy]]:
     if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
-        raise CheckpointError("no torch optimizer's state_dict()")
+        raise CheckpointError("not a torch optimizer's state_dict()")
     groups = with_other_experts(contents.manifest, state["param_groups"], state.get("state", {}))
     names = _names(contents, groups)
-    # DCP makes text of numbers, in the keys of a dict alone.
+    # DCP converts numbers to text in the keys of dicts.
     by_text = {str(number): number for number in names}
     tensors: dict[str, Lazy] = {}
     states: dict[str, dict[str, Any]] = {}
@@ -403,7 +401,7 @@ def _read_optimizer(
     kind = _class_of(groups) or choices.optimizer_class
     if kind is None:
         raise CheckpointError(
-            "its class cannot be told from its options (save it with te_fsdp.checkpoint.save)"
+            "its class cannot be inferred from its options (save it with te_fsdp.checkpoint.save)"
         )
     return {"class": kind, "groups": described_groups, "state": states}, tensors
 
@@ -412,32 +410,25 @@ def _option(value: Any) -> Any:
     return value.whole().item() if isinstance(value, Lazy) and value.shape in ((), (1,)) else value
 
 
-def _listed_names(groups: list[Any]) -> dict[Any, str]:
-    return {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
-
-
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:
-    """Name of each numbered parameter."""
-    known = contents.manifest.parameters
+    """Return the name of each parameter of the groups, by number or by name."""
     numbers = [number for group in groups for number in group["params"]]
     if all(isinstance(number, str) for number in numbers):
         names = dict(zip(numbers, numbers, strict=True))
     elif all("param_names" in group for group in groups):
-        names = _listed_names(groups)
-    elif contents.kind != DCP_KIND and len(groups) == 1 and len(numbers) == len(known):
-        names = dict(zip(numbers, known, strict=True))
+        names = {n: name for g in groups for n, name in zip(g["params"], g["param_names"], strict=True)}
     else:  # DCP keeps no order: its metadata lists what rank 0 writes first
         raise CheckpointError(
-            "it numbers its parameters without names (save what get_state_dict gives, or give the optimizer "
-            "model.named_parameters(); torch.save also keeps the order of one group with all parameters)"
+            "it numbers its parameters without names (save the state of get_state_dict, or give the optimizer "
+            "model.named_parameters())"
         )
-    if strange := [name for name in names.values() if name not in known]:
+    if strange := [name for name in names.values() if name not in contents.manifest.parameters]:
         raise CheckpointError(f"it names {strange[0]}, which the state dict lacks")
     return names
 
 
 def _class_of(groups: list[Any]) -> str | None:
-    """The class whose options these are, ``None`` where several have them (NAdam, RAdam, Adamax, TE's FusedSGD)."""
+    """Return the class with these options; ``None`` if several have them (NAdam, RAdam, Adamax, TE's FusedSGD)."""
     options = groups[0] if groups else {}
     if {"betas", "bias_correction"} <= options.keys():
         return "FusedAdam"

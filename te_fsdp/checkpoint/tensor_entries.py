@@ -1,16 +1,16 @@
-"""What goes into a checkpoint, as rectangles of the original tensors, in the layout of a single process.
+"""Contents of a checkpoint as rectangles of the original tensors, in the layout of a single process.
 
-An entry is one tensor of the files. A rank holds pieces of it: views of its own local tensor, each with its place in
-the original. Writing reads the views, loading writes into them.
+An entry is one tensor of the files. A rank has pieces of it: views of its local tensor, each with its place in the
+original. A save reads the views, a load writes into them.
 
-The weights of a layer's experts are one tensor of the files, with a leading expert dim under global indices, however
-a module holds them: TE's ``GroupedLinear`` has a parameter per expert, or a single one for all.
+The weights of a layer's experts are one tensor of the files, with a leading expert dim under global indices. TE's
+``GroupedLinear`` has a parameter per expert, or a single one for all::
 
     weight0 (out, in), weight1, ...    or    weight (experts, out, in)    ->    weight (experts, out, in)
 
-What belongs to one expert (a scale, an optimizer's step) gets the same leading dim.
+State of one expert (a scale, an optimizer's step) has the same leading dim.
 
-The user's ``extra`` goes to JSON, its tensors become entries; so does the state of random generators, for ``extra``.
+The user's ``extra`` is stored as JSON, with its tensors as entries, including the state of random generators.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ GROUPED = "grouped"
 
 @dataclass(frozen=True)
 class Piece:
-    """A rectangle of the original: where it begins there, and the view of the rank's own tensor that holds it."""
+    """A rectangle of the original: its offsets there, and the view of the rank's local tensor with its elements."""
 
     offsets: tuple[int, ...]
     tensor: torch.Tensor
@@ -47,9 +47,9 @@ class Piece:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of the files, in the shape of the original, with what this rank holds of it, perhaps nothing.
+    """One tensor of the files, in the shape of the original, with this rank's pieces, perhaps none.
 
-    What several ranks hold must be equal, which is checked before it is written once.
+    Pieces of several ranks must be equal, which is checked before they are written once.
     """
 
     shape: tuple[int, ...]
@@ -58,29 +58,29 @@ class Entry:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the original has no element, so that there is nothing to store."""
+        """Return whether the original has no elements, so that nothing is stored."""
         return math.prod(self.shape) == 0
 
 
 def cut_entry(local: torch.Tensor, shape: Sequence[int], boxes: Iterable[Box]) -> Entry:
-    """Entry of a tensor of this shape, of which this rank holds these boxes in a plain local tensor."""
+    """Return the entry of a tensor of this shape, of which this rank has these boxes in a plain local tensor."""
     assert not _te.is_quantized(local), "slices of quantized tensors are temporaries"
     if local.shape == torch.Size(shape):
         return whole_entry(local)
     local, own = local.detach(), tuple(local.shape)
-    # Most shards are one box: no view of all of them is made for it.
+    # Most shards are one box and need no view.
     pieces = tuple(Piece(b.original, local if b.sizes == own else local[b.local_slices()]) for b in boxes)
     return Entry(tuple(shape), local.dtype, pieces)
 
 
 def whole_entry(tensor: torch.Tensor) -> Entry:
-    """Entry of a tensor that every rank holds whole."""
+    """Return the entry of a tensor that every rank has completely."""
     shape = tuple(tensor.shape)
     return Entry(shape, tensor.dtype, (Piece((0,) * len(shape), tensor.detach()),))
 
 
 def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
-    """Add an entry under a key; of one that is there already, the pieces are kept beside the new ones."""
+    """Add an entry under a key; add the pieces to those of an existing entry."""
     have = entries[key].pieces if key in entries else ()
     entries[key] = replace(entry, pieces=(*have, *entry.pieces))
 
@@ -88,7 +88,7 @@ def add_entry(entries: dict[str, Entry], key: str, entry: Entry) -> None:
 def views_of(
     leaves: list[torch.Tensor], entries: list[Entry]
 ) -> list[tuple[int, tuple[Any, ...] | None]] | None:
-    """Where the pieces of entries lie in the tensors that they are of; ``None`` if they lie elsewhere."""
+    """Return the places of the entries' pieces in the tensors that they are views of; ``None`` for other pieces."""
     if len(leaves) != len(entries):
         return None
     views: list[tuple[int, tuple[Any, ...] | None]] = []
@@ -103,14 +103,14 @@ def views_of(
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Where one expert's own parameter lies in the tensor of all: its global index, and the number of experts."""
+    """Place of one expert's parameter in the stacked tensor: its global index, and the number of experts."""
 
     index: int
     total: int
 
 
 def as_grouped_entry(entry: Entry, place: ExpertPlace | None) -> Entry:
-    """An entry of an expert's own tensor as one of the tensor of all; of other tensors, without a place, as it is."""
+    """Return an expert's entry as one of the stacked tensor; entries without a place are unchanged."""
     if place is None:
         return entry
     pieces = tuple(Piece((place.index, *p.offsets), p.tensor.unsqueeze(0)) for p in entry.pieces)
@@ -118,17 +118,17 @@ def as_grouped_entry(entry: Entry, place: ExpertPlace | None) -> Entry:
 
 
 def stacked_name(name: str) -> str:
-    """``"experts.weight"`` of ``"experts.weight3"``."""
+    """Return the name of the stacked tensor, such as ``"experts.weight"`` for ``"experts.weight3"``."""
     return name.rstrip("0123456789")
 
 
 def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str, Any] | None:
-    """The manifest's description of a saved state, for one parameter; ``None`` if this expert has no such state.
+    """Return the description of a saved state for one parameter; ``None`` if this expert has no such state.
 
-    ``experts`` in it lists those that have the state, where each expert has its own, and ``scalar`` tells whether it is
-    one number for each. A parameter without a place holds all experts, and takes the number of the first, or the tensor
-    is no grouped one. Returned with the shape of the parameter's own state, and ``at``, its place in the files' tensor
-    (``None``: it is that tensor).
+    ``experts`` in it lists the experts that have the state, if each has its own, and ``scalar`` whether it is one
+    number for each. A parameter without a place has all experts, and takes the number of the first, or is not grouped.
+    The result has the shape of the parameter's own state, and ``at``, its place in the files' tensor (``None``: it is
+    that tensor).
     """
     experts, shape = described.get("experts"), described.get("shape", [])
     if place is not None and experts is not None and place.index not in experts:
@@ -138,13 +138,13 @@ def per_expert(described: dict[str, Any], place: ExpertPlace | None) -> dict[str
     if place is None:
         at = ExpertPlace(experts[0], shape[0]) if described.get("scalar") and experts else None
     else:
-        # Saved by a module with one parameter, a number is one for all.
+        # A number saved by a module with one parameter belongs to all experts.
         at = place if experts is not None or len(shape) > 1 else None
     return {**described, "shape": shape if at is None else shape[1:], "at": at}
 
 
 def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequence[int]) -> dict[str, Any]:
-    """The inverse of :func:`per_expert`, for a state of one expert, whose own weight has the shape ``whole``."""
+    """Invert :func:`per_expert` for a state of one expert, whose own weight has the shape ``whole``."""
     found = {**described, "experts": [place.index]}
     if "dtype" in described:
         shape = described["shape"]
@@ -153,9 +153,9 @@ def of_all_experts(described: dict[str, Any], place: ExpertPlace, whole: Sequenc
 
 
 def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]], label: str) -> None:
-    """Add descriptions of states of some experts to ``states``, those of others; by name of the state.
+    """Add descriptions of states of more experts to ``states``, by name of the state.
 
-    CheckpointError for the same state of another shape, dtype or value. ``label`` names the tensor of all.
+    Raise CheckpointError for the same state with another shape, dtype or value. ``label`` is the stacked tensor's name.
     """
     for key, described in more.items():
         both = states.setdefault(key, described), described
@@ -174,26 +174,26 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
 # ----------------------------------------------------------------------------------------------------- the user's extra
 
 
-# Single-key objects stand for what JSON lacks.
+# Single-key objects represent types that JSON lacks.
 _TUPLE, _TENSOR, _PER_RANK = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank"
 _RESERVED = (_TUPLE, _TENSOR, _PER_RANK, values.VALUE)
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value in ``extra`` of which every rank has its own, of any kind, such as the state of its random generators.
+    """A value in ``extra`` that differs between ranks, of any kind, such as the state of random generators.
 
-    On the mesh that saved it, each rank gets its own back. On another mesh nobody can say whose it would be: ``load``
-    warns, and gives ``None`` in its place.
+    On the mesh that saved it, each rank gets its own value back. On another mesh ``load`` warns and returns ``None``.
     """
 
     value: Any
 
 
 def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[str, Entry]]:
-    """A user's ``extra``: JSON form, the forms of this rank's values by their PerRank places, tensors that it stores.
+    """Return ``extra`` as JSON, this rank's :class:`PerRank` values by place, and the tensors that it stores.
 
-    Rank 0 stores those of ``extra``, each rank those of its own values. CheckpointError for what cannot be stored.
+    Rank 0 stores the tensors of ``extra``, each rank those of its own values. Raise CheckpointError for values that
+    cannot be stored.
     """
     if extra is not None and not isinstance(extra, Mapping):
         expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
@@ -214,10 +214,10 @@ def encode(
     own: dict[str, Any] | None = None,
     sharded: set[str] | None = None,
 ) -> tuple[Any, dict[str, Entry]]:
-    """JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
+    """Return the JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
 
-    ``own`` takes what :class:`PerRank` values hold, by place; the JSON form names the place alone. ``sharded`` takes
-    the keys of DTensors. Without these arguments they are refused, as all is that :data:`values.KNOWN` does not name:
+    ``own`` receives the values of :class:`PerRank` by place; the JSON form has the place only. ``sharded`` receives the
+    keys of DTensors. Without these arguments they are refused, like all values that :data:`values.KNOWN` does not name:
     CheckpointError.
     """
     entries: dict[str, Entry] = {}
@@ -243,7 +243,7 @@ def encode(
             and not is_counter
             and all(type(k) is str and k not in _RESERVED for k in value)
         ):
-            # Escaped as in a JSON pointer, so that no two paths give one key.
+            # Escaped as in a JSON pointer, so that different paths have different keys.
             escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
             return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
         if type(value) in (list, tuple):
@@ -263,7 +263,7 @@ def encode(
 
 
 def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
-    """A JSON form in which other things stand for the single-key objects with these marks, given value and place."""
+    """Return a JSON form with the single-key objects of these marks replaced, given value and place."""
     if isinstance(node, list):
         return [_replaced(item, marks, f"{where}/{index}") for index, item in enumerate(node)]
     if not isinstance(node, dict):
@@ -275,7 +275,7 @@ def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str
 
 
 def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
-    """Put what each rank holds at the PerRank places, which must be the same, into rank 0's JSON form."""
+    """Insert the values of all ranks at the PerRank places, which must be the same, into rank 0's JSON form."""
     for rank, parts in enumerate(ranks):
         if parts.keys() != ranks[0].keys():
             raise CheckpointError(
@@ -288,9 +288,9 @@ def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
 
 
 def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
-    """A rank's own form of a saved ``extra``, and the places whose values have no home on this mesh (:class:`PerRank`).
+    """Return a rank's form of a saved ``extra``, and the places whose values have no rank on this mesh.
 
-    Meshes are as :func:`te_fsdp.checkpoint.model_state.mesh_sizes` gives them: the one that saved, and this one.
+    The meshes are results of :func:`te_fsdp.checkpoint.model_state.mesh_sizes`: of the save, and of this job.
     """
     ranks = saved.get("ranks", 1)
     same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
@@ -311,14 +311,14 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
 
 
 def references(encoded: Any) -> list[dict[str, Any]]:
-    """What an encoded value says of each tensor in it: ``key``, ``shape``, ``dtype``."""
+    """Return ``key``, ``shape`` and ``dtype`` of each tensor in an encoded value."""
     found: list[dict[str, Any]] = []
     _replaced(encoded, {_TENSOR: lambda described, _: found.append(described)})
     return found
 
 
 def tensor_slots(encoded: Any) -> dict[str, Entry]:
-    """New CPU tensors to load the tensors of an encoded value into, by key."""
+    """Return new CPU tensors to load the tensors of an encoded value into, by key."""
     slots = {}
     for found in references(encoded):
         dtype = getattr(torch, found["dtype"].removeprefix("torch."))
@@ -327,7 +327,7 @@ def tensor_slots(encoded: Any) -> dict[str, Entry]:
 
 
 def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
-    """The value that :func:`encode` was given, its tensors taken from filled slots."""
+    """Return the value that :func:`encode` was given, with its tensors from filled slots."""
     marks: dict[str, Callable[[Any, str], Any]] = {
         _TENSOR: lambda described, _: slots[described["key"]].pieces[0].tensor,
         _TUPLE: lambda items, where: tuple(_replaced(item, marks, where) for item in items),
@@ -339,12 +339,12 @@ def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
 
 
 def rng_state(tracker: Any = None) -> PerRank:
-    """State of this rank's random generators, to be saved in ``extra={"rng": ...}``. Local operation.
+    """Return the state of this rank's random generators, for ``extra={"rng": ...}``. Local operation.
 
-    Covers Python's ``random``, NumPy's global generator, torch's of the CPU and of the current
-    GPU, and TransformerEngine's or Megatron's ``tracker`` of named states (``get_states``, tensors), if the model uses
-    one. A generator that all ranks share (the order of the data, say) does not belong here: its ``get_state()`` is a
-    tensor that ``extra`` takes as it is, and that loads on any mesh.
+    Includes Python's ``random``, NumPy's global generator, torch's generators of the CPU and of the current GPU, and
+    TransformerEngine's or Megatron's ``tracker`` of named states (``get_states``, tensors), if the model uses one. Save
+    a generator that all ranks share (for example of the data order) as its ``get_state()`` tensor in ``extra``, which
+    loads on any mesh.
     """
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
@@ -361,16 +361,16 @@ def rng_state(tracker: Any = None) -> PerRank:
 
 
 def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
-    """Put back what :func:`rng_state` found on this rank, as ``load`` returned it. Local operation.
+    """Restore the result of :func:`rng_state` on this rank, as ``load`` returned it. Local operation.
 
     Raises:
-        CheckpointError: No state, since it was saved on another mesh, or none of a generator that is in use.
+        CheckpointError: No state, because it was saved on another mesh, or none of a generator that is in use.
     """
     if state is None:
         raise CheckpointError(
             "set_rng_state: no state",
-            why="States of single ranks, saved on another mesh, belong to none of these ranks",
-            fix="seed the ranks anew, for example torch.manual_seed(seed + step) with a seed per rank",
+            why="States of ranks of another mesh do not belong to these ranks",
+            fix="seed the ranks again, for example torch.manual_seed(seed + step) with a seed per rank",
         )
     if (tracker is None) != ("tracker" not in state):
         expected = "one here and at the save, or neither"
@@ -378,7 +378,7 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"])
-    if "numpy" in state:  # not where it had not been imported
+    if "numpy" in state:  # early versions saved it only if it had been imported
         words = np.array(state["numpy"]["words"].tolist(), dtype=np.uint32)
         np.random.set_state((state["numpy"]["kind"], words, *state["numpy"]["rest"]))
     if "cuda" in state and torch.cuda.is_available():

@@ -17,8 +17,9 @@ from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.async_save import bytes_bar
 from te_fsdp.checkpoint.directory import damaged, in_place_of
+from te_fsdp.checkpoint.lazy_tensors import check_zip
 from te_fsdp.checkpoint.load_source import problems_of
-from te_fsdp.checkpoint.manifest import check_files, read_manifest
+from te_fsdp.checkpoint.manifest import check_files, read_manifest, unreadable
 from te_fsdp.checkpoint.portable.convert import (
     check_apart,
     check_written,
@@ -54,7 +55,7 @@ _Check = Annotated[
 ]
 _Force = Annotated[bool, arg(help="Replace an existing target. It is kept until the new one is complete.")]
 _Optimizer = Annotated[
-    str | None, arg(help="Class of the optimizer in a torch.save file, if its options do not identify it.")
+    str | None, arg(help="Class of the optimizer in a DCP directory, if its options do not identify it.")
 ]
 _Size = Annotated[
     str,
@@ -123,9 +124,7 @@ def convert(
     ] = None,
     everything: Annotated[
         bool,
-        arg(
-            help="Write optimizer, extra and delayed-scaling state into safetensors and torch.save files, too."
-        ),
+        arg(help="Write optimizer, extra and delayed-scaling state too; only the optimizer into torch.save."),
     ] = False,
     dtype: Annotated[_DType | None, arg(help="Dtype of high-precision floating-point parameters.")] = None,
     quantized: Annotated[
@@ -208,9 +207,12 @@ def _bytes(text: str) -> int:
 
 def _verify_source(contents: Contents, as_json: bool) -> None:
     """Verify the checksums of a checkpoint. Files of other kinds are verified while they are read."""
+    files, path = contents.manifest.files, contents.source
+    if contents.kind == "torch.save":
+        with unreadable(path, "file of torch.save", "the file is damaged, copy it again"):
+            check_zip(path)
     if contents.kind != CHECKPOINT:
         return
-    files, path = contents.manifest.files, contents.source
     with bytes_bar(f"verifying {path.name}", _sum(files), _show_bar(as_json)) as tick:
         problems = check_files(path, contents.manifest, sorted(files), checksums=True, tick=tick)
     damaged(path, problems)
@@ -244,8 +246,8 @@ def _transform_and_write(
     if check == "checksums":  # a copy of damaged data would get valid checksums
         _verify_source(source, as_json)
     into, sources = transformed(source, **form)
-    if target.kind != "checkpoint" and not everything:
-        into = weights_only(into)
+    if target.kind == "torch" or (target.kind != "checkpoint" and not everything):
+        into = weights_only(into, optimizer=everything)
     replacing = in_place_of(path) if target.force and path.exists() else nullcontext(path)
     with bytes_bar(f"writing {path.name}", into.bytes, _show_bar(as_json)) as tick, replacing as place:
         if target.like is not None:
@@ -256,9 +258,9 @@ def _transform_and_write(
         elif target.kind == "safetensors":
             files = write_safetensors(place, into, tick, **shards)
         else:
-            files = write_pt(place, into, tick, everything=everything)
+            files = write_pt(place, into, tick)
         if target.like is None:
-            check_written(place, into)
+            check_written(place, weights_only(into) if target.kind == "torch" else into)
     columns = ("name", "from", "dtype")
     rows = [(name, origin, _described(into, name)["dtype"]) for name, origin in sources.items()]
     if as_json:
@@ -407,7 +409,7 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
             f"{where}: no checksums to verify",
             expected="a te_fsdp checkpoint",
             got=kind,
-            fix="convert it to a checkpoint, or compare it with another copy: te-fsdp ckpt diff",
+            fix="convert it to a checkpoint: te-fsdp ckpt convert SOURCE TARGET --to checkpoint",
         )
     files = read_manifest(where).files
     total = _sum(files)
@@ -436,7 +438,7 @@ def diff(
     strict: Annotated[bool, arg(help="Count different dtypes and formats as differences.")] = False,
     as_json: _Json = False,
 ) -> int:
-    """Compare two checkpoints by logical value, regardless of mesh, format and kind of file.
+    """Compare two checkpoints of te_fsdp by logical value, regardless of mesh and format.
 
     Quantized weights are compared by their dequantized values. The exit code is 1 if the checkpoints differ.
     """
@@ -444,6 +446,13 @@ def diff(
         raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
     one, other = open_any(a), open_any(b)
     for contents in (one, other):
+        if contents.kind != CHECKPOINT:
+            raise CheckpointError(
+                f"{contents.source}: cannot be compared",
+                expected="a te_fsdp checkpoint",
+                got=contents.kind,
+                fix="convert it first: te-fsdp ckpt convert SOURCE TARGET --to checkpoint",
+            )
         _verify_source(contents, as_json)
     with bytes_bar("comparing", one.bytes, _show_bar(as_json)) as tick:
         report = compare_contents(one, other, tick, rtol=rtol, atol=atol, weights_only=weights_only)

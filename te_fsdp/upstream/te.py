@@ -51,7 +51,7 @@ def te() -> ModuleType:
     """
     try:
         return importlib.import_module("transformer_engine.pytorch")
-    except ImportError as error:
+    except (ImportError, RuntimeError) as error:  # RuntimeError: TE's meta package without its library
         raise ImportError(
             f"te_fsdp needs TransformerEngine 2.18 to 2.20, whose import failed: {error}. Fix: pip install "
             "'te-fsdp[gpu]' on a machine with an NVIDIA GPU, or pip install 'te-fsdp[emulation]' and call "

@@ -13,8 +13,8 @@ checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can
 
 Delayed and current scaling use one format, float8. Their data is the same, but the scale is computed differently.
 
-Pickles are read with a table of names (:mod:`te_fsdp.unpickling`). Each name has a substitute that stores the
-arguments.
+Pickles of delayed scaling's state are read with a table of names (:mod:`te_fsdp.unpickling`). Each name has a
+substitute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -100,8 +99,6 @@ class Format:
     short_blocks: bool = False  #: Whether a weight may end with an incomplete block
     #: Buffer with the transposed values (last dim first) that may exist instead of ``data``
     transpose: str = ""
-    #: Arguments of the reconstructor in TE's pickles. The last ones may be missing.
-    pickled: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -150,7 +147,6 @@ _ROWS = (
         buffers=(_FLOAT8_DATA, Buffer("fp8_scale_inv", None, _FP32, attribute="_scale_inv")),
         dropped=(_FLOAT8_DATA,),
         transpose="data_transpose",
-        pickled="data element fp8_scale_inv dtype shape transpose",
     ),
     Format(
         name="mxfp8",
@@ -168,8 +164,6 @@ _ROWS = (
         ),
         unknown_options={"with_gemm_swizzled_scales": True},
         independent_directions=True,
-        pickled="rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv element dtype shape quantizer "
-        "with_gemm_swizzled_scales",
     ),
     Format(
         name="float8-block",
@@ -188,8 +182,6 @@ _ROWS = (
         unknown_options={"is_2D_scaled": False},
         dropped=_BLOCK_ROWWISE,
         short_blocks=True,
-        pickled="shape rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv element dtype quantizer "
-        "is_2D_scaled data_format",
     ),
     Format(
         name="nvfp4",
@@ -211,9 +203,6 @@ _ROWS = (
         unknown_options={"with_gemm_swizzled_scales": True, "row_scaled_nvfp4": True},
         # TE 2.20: scales up to 256 instead of 448.
         unrecorded_options={"nvfp4_use_4over6": True},
-        pickled="shape rowwise_data rowwise_scale_inv columnwise_data columnwise_scale_inv amax_rowwise "
-        "amax_columnwise element dtype quantizer with_gemm_swizzled_scales row_scaled_nvfp4 nvfp4_use_4over6 "
-        "nvfp4_e4m3_max",
     ),
     # Each direction has its own format. Only the parts have buffers.
     Format("hybrid", "HybridQuantizedTensor", "hybrid_tensor", quantizers={"HybridQuantizer": "parts"}),
@@ -245,68 +234,6 @@ def unknown_format(name: str) -> Format:
 
 
 # ------------------------------------------------------------------------------------------------------------- pickles
-
-#: TE's enum values (``transformer_engine.pytorch.constants.DType``, TE 2.18 to 2.20).
-_DTYPES = {7: "kFloat8E4M3", 8: "kFloat8E5M2", 9: "kFloat8E8M0", 10: "kFloat4E2M1"}
-
-
-def with_record(tensor: torch.Tensor, record: Any) -> Any:
-    """Attach the location of a tensor's storage in a file to a tensor without data."""
-    tensor.record = record  # type: ignore[attr-defined]
-    return tensor
-
-
-@dataclass
-class Quantized:
-    """One of TE's quantized tensors as stored in a pickle."""
-
-    format: str  #: Name of its format
-    dtype: torch.dtype  #: Nominal dtype
-    shape: tuple[int, ...]  #: Shape of the weight
-    element: str  #: TE's name of the element type
-    buffers: dict[str, Any]  #: TE's name in ``get_metadata()`` -> tensor without data, or location in a file
-    options: dict[str, Any]  #: Further stored options of the buffers' layout
-
-
-class _Opaque:
-    """Substitute for a TE object that is not needed."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-
-
-class _DType:
-    def __init__(self, value: int) -> None:
-        self.name = _DTYPES.get(int(value), str(value))
-
-
-def _quantized(row: Format, *args: Any) -> Quantized:
-    """Substitute for the reconstructor of a format."""
-    names = row.pickled.split()
-    if len(args) > len(names):
-        raise TypeError(f"{len(args)} arguments for a tensor of {row}")
-    values = dict(zip(names, args, strict=False))  # the last ones are newer than TE 2.18
-    transpose = values.pop("transpose", None)
-    if "transpose" in names and values["data"] is None:
-        # Stored transposed only (TE 2.20): the same data, last dim first.
-        values["data"] = with_record(torch.movedim(transpose, 0, -1), transpose.record)
-    buffers = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    options = {name: bool(values.get(name)) for name in (*row.unknown_options, *row.unrecorded_options)}
-    element = getattr(values["element"], "name", str(values["element"]))
-    return Quantized(row.name, values["dtype"], tuple(values["shape"]), element, buffers, options)
-
-
-_TENSORS = "transformer_engine.pytorch.tensor"
-_PICKLED = [row for row in _ROWS if row.pickled]
-#: Names in TE's pickled state dicts -> substitute.
-TENSORS: dict[str, Any] = (
-    {f"{_TENSORS}.{row.module}._make_{row.module}_in_reduce_ex": partial(_quantized, row) for row in _PICKLED}
-    | {f"{_TENSORS}.{row.module}.{name}": _Opaque for row in _PICKLED for name in row.quantizers}
-    | dict.fromkeys(
-        ("transformer_engine.pytorch.constants.DType", "transformer_engine_torch.DType"),
-        EnumNames(_DType, {name: _DType(value) for value, name in _DTYPES.items()}),
-    )
-)
 
 #: Largest forward and backward values of TE's formats (``transformer_engine.common.recipe.Format``).
 _RANGES = {(448.0, 448.0): "E4M3", (57344.0, 57344.0): "E5M2", (448.0, 57344.0): "HYBRID"}
@@ -356,7 +283,7 @@ def _rebuild_whole(
     return whole.as_strided(size, stride, offset).clone()
 
 
-_ENTRIES = {
+ENTRIES = {
     "transformer_engine.common.recipe.DelayedScaling": _Recipe,
     "transformer_engine.common.recipe.Format": EnumNames(
         lambda largest: largest, {name: largest for largest, name in _RANGES.items()}
@@ -385,7 +312,7 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
     if not data:
         return None
     try:
-        state = TableUnpickler(data, _ENTRIES).load()
+        state = TableUnpickler(data, ENTRIES).load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
             raise pickle.UnpicklingError("no recipe of delayed scaling")
         if "scale_fwd" not in state:

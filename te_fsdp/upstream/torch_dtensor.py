@@ -352,14 +352,6 @@ group_by_name: Callable[[str], torch.distributed.ProcessGroup] = _resolve_proces
 # --- files
 
 
-def fake_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without memory, which ``torch.serialization.skip_data`` writes as a gap (``FakeTensorMode``)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return torch.empty(shape, dtype=dtype)
-
-
 def storage_info_class() -> Any:
     """Return DCP's class for the location of a stored tensor: file, offset, length (``_StorageInfo``)."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo

@@ -125,7 +125,7 @@ def test_a_manifest_that_still_can_be_read(tmp_path: Path) -> None:
 
 def test_a_save_that_fails_after_it_is_whole_says_so(tmp_path: Path) -> None:
     lost = CheckpointError("on rank(s) 1: the rank has ended")
-    assert "Nothing has appeared there" in str(as_failed_save(tmp_path / "a", lost, "0" * 32))
+    assert "No checkpoint appeared at the path" in str(as_failed_save(tmp_path / "a", lost, "0" * 32))
     checkpoint.save(tmp_path / "a", model())
     ours = read_manifest(tmp_path / "a").save_id
     assert "was complete by then, and exists" in str(as_failed_save(tmp_path / "a", lost, ours))

@@ -94,7 +94,7 @@ def test_rectangles_take_what_they_overlap(tmp_path: Path, monkeypatch: pytest.M
                     [(begin, own)] = [
                         (row[3 : 3 + len(shape)], row[3 + len(shape) :])
                         for row in by_name(described, [key])[key]
-                        if (row[0], row[1]) == (piece.window.file.name, piece.window.offset)
+                        if (row[0], row[1]) == (piece.file.name, piece.offset)
                     ]
                     assert piece.shape == tuple(own)
                     for part in parts:

@@ -18,10 +18,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import manifest as manifests, reading, shard_files
+from te_fsdp.checkpoint import lazy_tensors, manifest as manifests, reading, shard_files
 from te_fsdp.checkpoint.index import read_index
+from te_fsdp.checkpoint.lazy_tensors import Piece
 from te_fsdp.checkpoint.load_source import Source
-from te_fsdp.checkpoint.torch_files import Piece, Window
 from te_fsdp.errors import CheckpointError
 from tests.unit.damage import (
     DATA,
@@ -161,12 +161,12 @@ def test_pipes_and_directories_are_no_files(saves: tuple[Path, Path], tmp_path: 
     path, before = tmp_path / "a", signal.signal(signal.SIGALRM, alarm)
     signal.setitimer(signal.ITIMER_REAL, 20.0)
     try:
-        for name, told in ((DATA, "is no file"), (INDEX, "is no file"), (MANIFEST, "is missing")):
+        for name, told in ((DATA, "is not a file"), (INDEX, "is not a file"), (MANIFEST, "is missing")):
             shutil.copytree(saves[0], path, dirs_exist_ok=True)
             (path / name).unlink()
             os.mkfifo(path / name)
             assert f"{name} {told}" in loaded_or_error(path, *training(1))
-            with pytest.raises(CheckpointError, match="no such|is missing|is no file"):
+            with pytest.raises(CheckpointError, match="no such|is missing|is not a file"):
                 checkpoint.verify(path)
             (path / name).unlink()
             (path / name).mkdir()
@@ -258,15 +258,17 @@ def test_elements_are_found_in_any_piece(tmp_path: Path, shape: tuple[int, ...],
 
 def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
     """One shape, dtype and length, but other strides: each has its own pickle, which tells."""
-    values, heads = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()], {}
+    values = [torch.arange(16.0).view(4, 4), torch.arange(16.0).view(4, 4).t()]
     lengths = set()
     for value in (*values, *values):
         torch.save(value, tmp_path / "a")
         piece = torch.frombuffer(bytearray((tmp_path / "a").read_bytes()), dtype=torch.uint8)
         lengths.add(len(piece))
-        stored = Piece(Window(tmp_path / "a", "a", 0, len(piece)), (4, 4), torch.float32, heads)
-        assert torch.equal(stored.within(piece, check=False), value)
-    assert len(heads) == len(lengths) == 1 and len(*heads.values()) == 2
+        stored = Piece(tmp_path / "a", "a", 0, len(piece), (4, 4), torch.float32)
+        for check in (False, True):
+            assert torch.equal(stored.tensor_in(piece, check=check), value)
+        assert torch.equal(stored.rows(1, 3), value[1:3])
+    assert len(lengths) == 1
 
 
 def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
@@ -282,7 +284,7 @@ def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
         assert torch.equal(found, value) if value is values else found is None
     model, fresh = nn.Linear(4, 4), nn.Linear(4, 4)
     checkpoint.save(tmp_path / "a", model)
-    monkeypatch.setattr(reading, "elements_of", lambda *_: None)
+    monkeypatch.setattr(lazy_tensors, "elements_of", lambda *_, **how: None)
     checkpoint.load(tmp_path / "a", fresh)
     assert torch.equal(fresh.weight, model.weight) and torch.equal(fresh.bias, model.bias)
 

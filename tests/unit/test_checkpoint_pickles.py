@@ -1,7 +1,7 @@
 """Pickles of every supported release of Python: members of enums by name (3.11.0 to 3.11.4) and by value (all others).
 
-The kind: whatever te_fsdp unpickles through a table of names, and has enums in it. These are DCP's ``.metadata``,
-the ``_extra_state`` of delayed scaling, and quantized tensors of TE. The bytes below were recorded.
+The kind: whatever te_fsdp unpickles through a table of names, and has enums in it. These are DCP's ``.metadata``
+and the ``_extra_state`` of delayed scaling. The bytes below were recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.index import unpickle_metadata
 from te_fsdp.unpickling import TableUnpickler
-from te_fsdp.upstream.te_formats import TENSORS, read_extra_state
+from te_fsdp.upstream.te_formats import ENTRIES, read_extra_state
 
 #: ``.metadata`` of ``dcp.save({"w": torch.arange(3.0), "n": {"step": 4}})``, torch 2.13.
 METADATA = {
@@ -121,15 +121,6 @@ def test_delayed_scaling_state_of_every_release(kind: str) -> None:
     assert tensors["scaling_fwd.scale"].shape == (3,) and tensors["scaling_bwd.scale"].shape == (2,)
 
 
-@pytest.mark.parametrize("module", ["transformer_engine.pytorch.constants", "transformer_engine_torch"])
-def test_element_types_of_quantized_tensors_of_every_release(module: str) -> None:
-    named = f"c{module}\nDType\n".encode()
-    by_name = b"cbuiltins\ngetattr\n(" + named + b"VkFloat8E5M2\ntR."
-    old = b"c__builtin__\ngetattr\n(" + named + b"VkFloat8E5M2\ntR."
-    by_value = named + b"(I8\ntR."
-    assert [TableUnpickler(d, TENSORS).load().name for d in (by_name, old, by_value)] == ["kFloat8E5M2"] * 3
-
-
 @pytest.mark.parametrize("release", [by_name, by_value], ids=["3.11.2", "3.11.7"])
 def test_a_save_writes_enums_by_value_on_every_release(
     release: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -172,7 +163,7 @@ def test_getattr_returns_members_of_known_enums_only(arguments: bytes) -> None:
         unpickle_metadata(call)
     assert "instead of DCP's Metadata" not in str(refused.value)
     with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)):
-        TableUnpickler(call, TENSORS).load()
+        TableUnpickler(call, ENTRIES).load()
 
 
 def test_getattr_itself_is_not_handed_out() -> None:

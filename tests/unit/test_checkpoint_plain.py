@@ -85,7 +85,7 @@ def test_what_is_no_state_dict_is_refused_with_a_way_that_there_is(tmp_path: Pat
     unclear = {"models": [model], "others": []}, {"optimizer": optimizer}, {"average": model}
     for number, state in enumerate(unclear):
         dcp.save(state, checkpoint_id=tmp_path / f"{number}")
-        with pytest.raises(CheckpointError, match="no state dict found.*te-fsdp ckpt convert takes --key"):
+        with pytest.raises(CheckpointError, match="no state dict found.*te-fsdp ckpt convert has --key"):
             checkpoint.load(tmp_path / f"{number}", trained(1)[0])
 
 
@@ -112,7 +112,7 @@ def test_other_formats_than_that_of_torch_save(tmp_path: Path, capsys: pytest.Ca
     state = trained(0)[0].state_dict()
     writer = dcp.FileSystemWriter(tmp_path / "a", serialization_format=SerializationFormat.SAFETENSORS)
     dcp.save(state, storage_writer=writer)
-    with pytest.raises(CheckpointError, match="another piece lie there .safetensors"):
+    with pytest.raises(CheckpointError, match="another piece stored there .safetensors"):
         checkpoint.load(tmp_path / "a", trained(1)[0])
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(tmp_path / "b"))
     with pytest.raises(CheckpointError, match="no such checkpoint.*te-fsdp ckpt convert .*/b TARGET --to"):

@@ -107,7 +107,9 @@ def test_a_plain_directory(memory: str, tmp_path: Path) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(tmp_path / "plain"), no_dist=True)
     fsspec.filesystem("memory").put(str(tmp_path / "plain"), "/bucket/plain", recursive=True)
     assert torch.equal(loaded_weights("memory://bucket/plain"), model.weight)
-    assert main(["ckpt", "diff", "memory://bucket/plain", str(tmp_path / "plain")]) == 0
+    target = str(tmp_path / "converted")
+    assert main(["ckpt", "convert", "memory://bucket/plain", target, "--to", "checkpoint"]) == 0
+    assert torch.equal(loaded_weights(target), model.weight)
 
 
 def loaded_weights(path: Any) -> torch.Tensor:

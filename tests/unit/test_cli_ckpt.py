@@ -264,15 +264,20 @@ def test_diff_of_names_shapes_and_dtypes(tmp_path: Path, capsys: pytest.CaptureF
         "n": torch.tensor(2**53),
     }
     right = {"w": left["w"].bfloat16(), "x": torch.ones(5), "z": torch.ones(2), "n": torch.tensor(2**53 + 1)}
-    torch.save(left, tmp_path / "a.pt")
-    torch.save(right, tmp_path / "b.pt")
-    words = ["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]
+
+    def convert(state: dict[str, torch.Tensor], name: str) -> str:
+        torch.save(state, tmp_path / f"{name}.pt")
+        target = str(tmp_path / name)
+        assert main(["ckpt", "convert", f"{target}.pt", target, "--to", "checkpoint"]) == 0
+        return target
+
+    words = ["diff", convert(left, "a"), convert(right, "b")]
     found = run_json(words, capsys, code=1)
     kinds = {(d["name"], d["kind"]) for d in found["differences"]}
     assert kinds == {("w", "dtype"), ("x", "shape"), ("y", "only in A"), ("z", "only in B"), ("n", "values")}
-    torch.save({"w": left["w"]}, tmp_path / "a.pt")
-    torch.save({"w": right["w"]}, tmp_path / "b.pt")
+    words = ["diff", convert({"w": left["w"]}, "c"), convert({"w": right["w"]}, "d")]
     run_json(words, capsys)
+    assert "cannot be compared" in run_json([*words[:2], f"{words[2]}.pt"], capsys, code=1)["error"]
     run_json([*words, "--strict"], capsys, code=1)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint.portable.convert import open_any
@@ -70,7 +71,7 @@ def differing(a: Contents, b: Contents) -> list[str]:
 
 @pytest.mark.parametrize(
     "way",
-    [["x.safetensors"], ["x", "--to", "safetensors", "--max-shard-size", "4kB"], ["x.pt"], ["x.ckpt"]],
+    [["x.safetensors"], ["x", "--to", "safetensors", "--max-shard-size", "4kB"]],
     ids=str,
 )
 def test_everything_there_and_back(
@@ -138,7 +139,7 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     torch.save({"model": state, "optimizer": optimizer.state_dict(), "step": 3}, tmp_path / "s.pt")
     run("convert", tmp_path / "s.pt", tmp_path / "a", "--to", "checkpoint")
     notes = json.loads(capsys.readouterr().out)["notes"]
-    assert "optimizer: taken, AdamW with 7 states" in notes and "left: step" in notes
+    assert "left: optimizer, step" in notes, "optimizer state is read from DCP directories only"
     assert "tied.weight: tied to a.weight, stored once" in notes
     got = open_any(tmp_path / "a")
     assert set(got.names) == {name for name in state if not name.startswith("tied")}
@@ -159,32 +160,34 @@ def test_a_foreign_state_dict(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     torch.save({"state": {"net": state}, "optimizer": optimizer.state_dict()}, tmp_path / "deep.pt")
     run("convert", tmp_path / "deep.pt", tmp_path / "c", "--to", "checkpoint", "--key", "state.net")
     (fresh, fresh_optimizer), want = trained(seed=1), optimizer.state_dict()["state"]
-    run("convert", tmp_path / "s.pt", tmp_path / "e", "--to", "checkpoint")
     checkpoint.load(tmp_path / "c", fresh)
     torch.testing.assert_close(fresh.state_dict(), model.state_dict(), rtol=0, atol=0)
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=tmp_path / "s", no_dist=True)
+    capsys.readouterr()
+    run("convert", tmp_path / "s", tmp_path / "e", "--to", "checkpoint")
+    assert "optimizer: taken, AdamW with 7 states" in json.loads(capsys.readouterr().out)["notes"]
     checkpoint.load(tmp_path / "e", fresh, fresh_optimizer, strict=False)
     torch.testing.assert_close(fresh_optimizer.state_dict()["state"], want, rtol=0, atol=0)
 
 
 def test_an_optimizer_without_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Taken by order from one group if everything fits; never guessed from several."""
+    """Never matched by order: DCP keeps none, and a torch.save file's optimizer is not read at all."""
     model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
-    groups = [{"params": [model[0].weight, model[1].weight]}, {"params": [model[0].bias, model[1].bias]}]
     for name, parameters, note in (
-        ("one", model.parameters(), "optimizer: taken, SGD with 4 states"),
+        ("named", model.named_parameters(), "optimizer: taken, SGD with 4 states"),
+        ("one", model.parameters(), "optimizer: left, it numbers its parameters without names"),
         ("few", [model[0].weight], "optimizer: left, it numbers its parameters without names"),
-        ("two", groups, "optimizer: left, it numbers its parameters without names"),
     ):
         optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
         model(torch.randn(3, 4)).sum().backward()
         optimizer.step()
-        torch.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{name}.pt"
-        )
-        run("convert", tmp_path / f"{name}.pt", tmp_path / name, "--to", "checkpoint")
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        dcp.save(state, checkpoint_id=tmp_path / f"{name}-plain", no_dist=True)
+        run("convert", tmp_path / f"{name}-plain", tmp_path / name, "--to", "checkpoint")
         notes = json.loads(capsys.readouterr().out)["notes"]
         assert any(text.startswith(note) for text in notes), notes
-        assert (open_any(tmp_path / name).manifest.optimizer is not None) == (name == "one")
+        assert (open_any(tmp_path / name).manifest.optimizer is not None) == (name == "named")
 
 
 def test_dtype_of_parameters_alone(tmp_path: Path) -> None:

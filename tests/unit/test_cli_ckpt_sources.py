@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from te_fsdp.checkpoint.portable.convert import open_any
-from te_fsdp.checkpoint.torch_files import Window
 from te_fsdp.cli import ckpt, main
 from te_fsdp.errors import CheckpointError
 
@@ -59,45 +58,27 @@ def places(file: Path, count: int) -> list[int]:
 def test_every_flipped_bit_of_a_torch_file_is_found(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the data and of the pickle, in what torch.save wrote and in what `convert` did; nothing appears."""
+    """Of the data and of the pickle, in files of torch.save and of `convert`; no target appears."""
     file, target = tmp_path / "a.pt", tmp_path / "x"
     torch.save(state(), tmp_path / "s.pt")
     if kind == "torch":
         shutil.copy(tmp_path / "s.pt", file)
     else:
-        assert (
-            main(["ckpt", "convert", str(tmp_path / "s.pt"), str(tmp_path / "ours"), "--to", "checkpoint"])
-            == 0
-        )
-        assert main(["ckpt", "convert", str(tmp_path / "ours"), str(file), "--everything"]) == 0
-        with zipfile.ZipFile(file) as archive:
-            assert archive.testzip() is None and len(archive.infolist()) > 8
-            sums = [struct.pack("<4sI", b"PK\x07\x08", m.CRC) for m in archive.infolist() if m.file_size]
-        assert all(text in file.read_bytes() for text in sums), "once more behind the data"
+        ours = str(tmp_path / "ours")
+        assert main(["ckpt", "convert", str(tmp_path / "s.pt"), ours, "--to", "checkpoint"]) == 0
+        assert main(["ckpt", "convert", ours, str(file), "--everything"]) == 0
         for mapped in (False, True):
             torch.testing.assert_close(
-                torch.load(file, weights_only=True, mmap=mapped)["model"], state(), rtol=0, atol=0
+                torch.load(file, weights_only=True, mmap=mapped), state(), rtol=0, atol=0
             )
     good = file.read_bytes()
     for at in places(file, 5):
         flipped(file, at)
-        with pytest.raises(CheckpointError, match="CRC-32"):
-            contents = open_any(file)
-            for name in contents.names:
-                for first, last in contents.value(name).blocks(256):
-                    contents.value(name).rows(first, last)
+        for words in (["convert", file, target, "--to", "checkpoint"], ["export", file, target]):
+            capsys.readouterr()
+            assert main(["ckpt", *map(str, words)]) == 1
+            assert str(file) in capsys.readouterr().err and not target.exists()
         file.write_bytes(good)
-    flipped(file, places(file, 2)[-1])
-    capsys.readouterr()
-    for words in (
-        ["convert", file, target, "--to", "checkpoint"],
-        ["export", file, target],
-        ["diff", file, file],
-    ):
-        assert main(["ckpt", *map(str, words)]) == 1
-        assert "its contents have changed (CRC-32)" in capsys.readouterr().err
-        assert not target.exists()
-    file.write_bytes(good)
     assert main(["ckpt", "export", str(file), str(target)]) == 0, "the control"
 
 
@@ -110,13 +91,12 @@ def test_every_flipped_bit_of_a_plain_directory_is_found(
     value = state()["a.weight"].numpy().tobytes()
     for at in range(good.index(value), good.index(value) + len(value), len(value) // 7):
         flipped(file, at)
-        for words in (["convert", "x", "--to", "checkpoint"], ["export", "x"], ["diff", str(tmp_path / "d")]):
+        for words in (["convert", "x", "--to", "checkpoint"], ["export", "x"]):
             capsys.readouterr()
-            target = words[1] if words[0] == "diff" else str(tmp_path / words[1])
-            assert main(["ckpt", words[0], str(tmp_path / "d"), target, *words[2:]]) == 1
+            assert main(["ckpt", words[0], str(tmp_path / "d"), str(tmp_path / "x"), *words[2:]]) == 1
             assert "CRC-32" in capsys.readouterr().err and not (tmp_path / "x").exists()
         file.write_bytes(good)
-    assert main(["ckpt", "diff", str(tmp_path / "d"), str(tmp_path / "d")]) == 0, "the control"
+    assert main(["ckpt", "export", str(tmp_path / "d"), str(tmp_path / "x")]) == 0, "the control"
 
 
 def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
@@ -163,70 +143,26 @@ def test_no_flipped_bit_of_its_metadata_is_believed(tmp_path: Path) -> None:
     assert read().keys() == whole.keys(), "the control"
 
 
-@pytest.mark.parametrize("kind", ["torch", "DCP"])
 def test_damaged_options_are_no_reason_to_leave_the_optimizer(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Values other than tensors, and tensors of one number, are read before, and damage in them is an error."""
+    """Objects next to tensors, and tensors of one number, are read first, and damage there is an error."""
     model = torch.nn.Linear(3, 2)
     rate = torch.tensor(0.3728)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, capturable=True)
-    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    source = file = tmp_path / "source"
-    if kind == "torch":
-        torch.save(tree, source)
-        numbers = [rate]
-    else:
-        group = {**tree["optimizer"]["param_groups"][0], "params": ["weight", "bias"]}
-        tree["optimizer"] = {"state": {}, "param_groups": [group]}
-        dcp.save(tree, checkpoint_id=source, no_dist=True)
-        file = next(source.glob("*.distcp"))
-        numbers = [rate, b"G?\xef\xf7\xce\xd9\x16\x87+"]  # and the betas, in a pickle
+    group = {**optimizer.state_dict()["param_groups"][0], "params": ["weight", "bias"]}
+    tree = {"model": model.state_dict(), "optimizer": {"state": {}, "param_groups": [group]}}
+    source = tmp_path / "source"
+    dcp.save(tree, checkpoint_id=source, no_dist=True)
+    file = next(source.glob("*.distcp"))
     good = file.read_bytes()
-    for number in numbers:
-        place = good.index(number.numpy().tobytes() if isinstance(number, torch.Tensor) else number)
-        flipped(file, place + 2)
+    for number in (rate.numpy().tobytes(), b"G?\xef\xf7\xce\xd9\x16\x87+"):  # and the betas, in a pickle
+        flipped(file, good.index(number) + 2)
         assert main(["ckpt", "convert", str(source), str(tmp_path / "t"), "--to", "checkpoint"]) == 1
         assert "CRC-32" in capsys.readouterr().err and not (tmp_path / "t").exists()
         file.write_bytes(good)
     assert main(["ckpt", "convert", str(source), str(tmp_path / "t"), "--to", "checkpoint"]) == 0
     assert "optimizer: taken, AdamW" in capsys.readouterr().out
-
-
-def test_two_members_of_one_name(tmp_path: Path) -> None:
-    """Python's zipfile takes the last, torch.load the first."""
-    torch.save({"w": torch.ones(3)}, tmp_path / "a.pt")
-    assert open_any(tmp_path / "a.pt").value("w").whole().tolist() == [1, 1, 1]
-    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
-        archive.writestr("a/data/0", bytes(12))
-    assert torch.load(tmp_path / "a.pt")["w"].tolist() == [1, 1, 1]
-    with pytest.raises(CheckpointError, match="BadZipFile: a/data/0 at byte"):
-        open_any(tmp_path / "a.pt")
-
-
-class Large:
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return bytearray, (3 << 30,)
-
-
-@pytest.mark.parametrize(
-    ("pickled", "text"),
-    [
-        (b"\x80\x02}r\xff\xff\xff\x0f.", "object number 268,435,455 in a pickle of 9 bytes"),
-        (pickle.dumps({"w": Large()}, 2), "bytes-like object is required, not 'int'"),
-        (pickle.dumps({"w": bytearray(b"a\xff")}, 2), ""),
-        (pickle.dumps({"w": bytearray(b"a\xff"), "v": bytearray()}, 4), ""),
-    ],
-    ids=["numbers", "bytes", "a good one", "a newer one"],
-)
-def test_pickles_that_would_fill_the_memory(tmp_path: Path, pickled: bytes, text: str) -> None:
-    with zipfile.ZipFile(tmp_path / "a.pt", "w") as archive:
-        archive.writestr("a/data.pkl", pickled)
-    if text:
-        with pytest.raises(CheckpointError, match=text):
-            Window(tmp_path / "a.pt").objects()
-    else:
-        assert Window(tmp_path / "a.pt").objects()["w"] == b"a\xff"
 
 
 @pytest.mark.parametrize("lost", ["state_dict_metadata", "planner_data"])
@@ -237,7 +173,7 @@ def test_metadata_that_does_not_say_all(tmp_path: Path, lost: str) -> None:
     metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
     del getattr(metadata, lost)["model.a.bias"]
     (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"not all is said of model\.a\.bias"):
+    with pytest.raises(CheckpointError, match=r"the description of model\.a\.bias is incomplete"):
         open_any(tmp_path / "d")
 
 
@@ -293,8 +229,6 @@ OBJECTS = [
     {"w": TENSOR, "l": RECURSIVE},
     torch.nn.Linear(2, 2),
     {"w": TENSOR.to_sparse()},
-    {"model": {"w": TENSOR}, "te_fsdp": {"manifest": "[]", "tensors": 3}},
-    {"model": {"w": TENSOR}, "te_fsdp": {"manifest": "[" * 100_000, "tensors": {}}},
     {"l.weight": TENSOR, "l._extra_state": torch.frombuffer(bytearray(b"\x80\x05junk"), dtype=torch.uint8)},
 ]
 OPTIMIZERS = [
@@ -393,10 +327,15 @@ def test_a_fault_that_no_check_knows_ends_in_a_text(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=range(len(OPTIMIZERS)))
 def test_what_is_no_optimizer_is_left(tmp_path: Path, optimizer: object) -> None:
-    torch.save({"model": {"w": TENSOR}, "optimizer": optimizer}, tmp_path / "a.pt")
-    contents = open_any(tmp_path / "a.pt")
-    assert contents.manifest.optimizer is None and contents.names == ["w"]
-    assert any(note.startswith("optimizer: left, ") for note in contents.notes)
+    """In a DCP directory with a note that says why; in a torch.save file every optimizer is left."""
+    tree = {"model": {"w": TENSOR}, "optimizer": optimizer}
+    torch.save(tree, tmp_path / "a.pt")
+    dcp.save(tree, checkpoint_id=tmp_path / "a", no_dist=True)
+    for name, note in (("a.pt", "left: optimizer"), ("a", "optimizer: left, ")):
+        contents = open_any(tmp_path / name)
+        assert contents.manifest.optimizer is None and contents.names == ["w"]
+        if name == "a.pt" or optimizer != {"param_groups": [{}]}:  # of which DCP writes nothing
+            assert any(one.startswith(note) for one in contents.notes), contents.notes
 
 
 def test_names_of_any_script(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ def test_what_the_model_does_not_tell(te: Any, originals: dict[str, nn.Module]) 
     # The norm of a user's own class: only the user knows.
     model = TeModel(te, hf.read_config(originals["llama"].config))
     model.norm = OwnNorm(32)
-    with pytest.raises(CheckpointError, match=r"nothing tells: final_norm_zero_centered"):
+    with pytest.raises(CheckpointError, match=r"unknown options of the layers: final_norm_zero_centered"):
         hf.load_huggingface(originals["llama"].state_dict(), model, config=originals["llama"].config)
     told = hf.TeBlocks(final_norm_zero_centered=False)
     hf.load_huggingface(originals["llama"].state_dict(), model, config=originals["llama"].config, blocks=told)
@@ -276,14 +276,15 @@ def test_a_state_dict_does_not_tell_its_layers(
     config = originals["llama"].config
     model = TeModel(te, hf.read_config(config), fuse_qkv_params=True)
     with pytest.raises(
-        CheckpointError, match=r"nothing tells: qkv_weight_interleaved, zero_centered_gamma, final"
+        CheckpointError,
+        match=r"unknown options of the layers: qkv_weight_interleaved, zero_centered_gamma, final",
     ):
         hf.export_huggingface(model.state_dict(), tmp_path / "x", config=config)
     sharded = dict(model.state_dict())
     mesh = DeviceMesh("cpu", [0], _init_backend=False, _rank=0)
     sharded["norm.weight"] = DTensor.from_local(sharded["norm.weight"], mesh, run_check=False)
     with pytest.raises(
-        CheckpointError, match=r"nothing tells.*Fix: te_fsdp\.checkpoint\.save_huggingface\(path, model"
+        CheckpointError, match=r"unknown options.*Fix: te_fsdp\.checkpoint\.save_huggingface\(path, model"
     ):
         hf.export_huggingface(sharded, tmp_path / "x", config=config)
     with pytest.raises(CheckpointError, match=r"norm.weight is a DTensor.*save_huggingface\(path, model"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from te_fsdp import checkpoint
-from te_fsdp.checkpoint import torch_files
+from te_fsdp.checkpoint import plain_dcp
 from te_fsdp.checkpoint.lazy_tensors import InMemory, open_safetensors, write_folder
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.planner import write_tensors
@@ -141,8 +141,11 @@ def test_another_layout_is_noticed(
     old = ("export", saved, tmp_path / "old", "--like", folder)
     assert ckpt(*old) == 1
     lacking = "zero_centered_gamma, final_norm_zero_centered"
-    assert f"nothing tells: qkv_weight_interleaved, {lacking}" in capsys.readouterr().err.replace(
-        "zero_centered_gamma, qkv_weight_interleaved", "qkv_weight_interleaved, zero_centered_gamma"
+    assert (
+        f"unknown options of the layers: qkv_weight_interleaved, {lacking}"
+        in capsys.readouterr().err.replace(
+            "zero_centered_gamma, qkv_weight_interleaved", "qkv_weight_interleaved, zero_centered_gamma"
+        )
     )
     centered = ("--te.layers.zero-centered-gamma", "False", "--te.layers.final-norm-zero-centered", "False")
     assert ckpt(*old, *centered, "--te.layers.qkv-weight-interleaved", "True") == 1
@@ -227,5 +230,5 @@ def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "x").mkdir()
     write_tensors(tmp_path / "x", tensors, lambda _: None, empty_manifest())
     assert len(given) == 9
-    read = torch_files.open_dcp(tmp_path / "x").tensors
+    read = plain_dcp.open_dcp(tmp_path / "x").tensors
     assert all(torch.equal(read[key].whole(), tensor.tensor) for key, tensor in tensors.items())

@@ -322,46 +322,36 @@ def encoder(te: Any, activation: Any) -> nn.Module:
     return nn.TransformerEncoderLayer(32, 4, 64, activation=activation)
 
 
-def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: x * factor
-
-
-GELU = nn.functional.gelu
-EXACT, TANH = (functools.partial(GELU, approximate=how) for how in ("none", "tanh"))
-
-
 def test_functions_that_modules_are_given(te: Any, saved: Any) -> None:
-    """Arguments of a partial are compared; of lambdas a digest alone is known, which a note tells."""
-    path = saved(encoder, {"activation": EXACT})[1]
-    text = r"activation: saved partial\(gelu, approximate='none'\), model has partial\(gelu, approximate='tanh'\)"
+    """Functions are compared by name; of partials and lambdas nothing is recorded, which a note says."""
+    gelu, relu = nn.functional.gelu, nn.functional.relu
+    path = saved(encoder, {"activation": gelu})[1]
     for strict in (True, False):
-        with pytest.raises(CheckpointError, match=text):
-            checkpoint.load(path, encoder(te, TANH), strict=strict)
-    assert not checkpoint.load(path, encoder(te, functools.partial(GELU, approximate="none"))).notes
-    (note,) = checkpoint.load(path, encoder(te, times(2.0))).notes
-    assert note.startswith("activation: saved partial(gelu, approximate='none'), model has <lambda ")
-    path = saved(encoder, {"activation": times(2.0)})[1]
-    assert not checkpoint.load(path, encoder(te, times(2.0))).notes
-    (note,) = checkpoint.load(path, encoder(te, times(3.0))).notes
-    assert re.search(r"activation: saved <lambda \w{8}>, model has <lambda \w{8}>", note)
+        with pytest.raises(CheckpointError, match="activation: saved gelu, model has relu"):
+            checkpoint.load(path, encoder(te, relu), strict=strict)
+    assert not checkpoint.load(path, encoder(te, gelu)).notes
+    for other in (functools.partial(gelu, approximate="none"), lambda x: gelu(x)):
+        (note,) = checkpoint.load(path, encoder(te, other)).notes
+        assert note == "recorded on one side only, not compared: activation"
+    path = saved(encoder, {"activation": functools.partial(gelu, approximate="none")})[1]
+    assert not checkpoint.load(path, encoder(te, lambda x: gelu(x))).notes
 
 
 def test_attributes_of_modules_of_ones_own(te: Any, saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """A different function is an error, a different value is logged; wrappers and private attributes are ignored."""
-    same = {"act": EXACT, "factor": 0.5, "_rank": 0, "forward": times(1.0), "table": torch.ones(1)}
+    gelu, relu = nn.functional.gelu, nn.functional.relu
+    same = {"act": gelu, "factor": 0.5, "_rank": 0, "forward": nn.Identity.forward, "table": torch.ones(1)}
     path = saved(Scaled, same)[1]
-    assert not checkpoint.load(path, Scaled(te, **{**same, "_rank": 1, "forward": times(2.0)})).notes
+    assert not checkpoint.load(path, Scaled(te, **{**same, "_rank": 1, "forward": nn.Linear.forward})).notes
     loaded = checkpoint.load(path, Scaled(te, **{**same, "factor": 0.25, "more": 1}))
     assert loaded.is_complete and loaded.notes == ["factor: saved 0.5, model has 0.25"]
-    other = Scaled(te, **{**same, "act": TANH})
-    with pytest.raises(
-        CheckpointError, match=r"act: saved function partial\(gelu, approximate='none'\), model"
-    ):
+    other = Scaled(te, **{**same, "act": relu})
+    with pytest.raises(CheckpointError, match="act: saved function gelu, model has function relu"):
         checkpoint.load(path, other)
     assert "act" in checkpoint.load(path, other, strict=False).left
     assert checkpoint.load(path, other, allow=["act"]).left
-    assert main(["ckpt", "diff", str(path), str(saved(Scaled, {**same, "act": TANH})[1])]) == 1
-    assert "act: function partial(gelu, approximate='none') / function" in capsys.readouterr().out
+    assert main(["ckpt", "diff", str(path), str(saved(Scaled, {**same, "act": relu})[1])]) == 1
+    assert "act: function gelu / function relu" in capsys.readouterr().out
 
 
 def test_all_differences_in_one_text(te: Any, saved: Any) -> None:

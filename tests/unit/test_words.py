@@ -37,31 +37,7 @@ PATTERNS = {re.compile(rf"\b(?:{words})\b", re.IGNORECASE): instead for words, i
 OPENING = re.compile(r"(What|Who|Whose|Of which|That which|Those that|Which of) ")
 
 #: Files and folders that are not rewritten yet. Entries are only ever removed.
-NOT_YET = (
-    "docs/internals.md",
-    "te_fsdp/checkpoint/async_save.py",
-    "te_fsdp/checkpoint/compare.py",
-    "te_fsdp/checkpoint/reader.py",
-    "te_fsdp/checkpoint/tensor_entries.py",
-    "te_fsdp/checkpoint/index.py",
-    "te_fsdp/checkpoint/lazy_tensors.py",
-    "te_fsdp/checkpoint/loading.py",
-    "te_fsdp/checkpoint/manifest.py",
-    "te_fsdp/checkpoint/model_state.py",
-    "te_fsdp/checkpoint/optimizer_state.py",
-    "te_fsdp/checkpoint/portable/convert.py",
-    "te_fsdp/checkpoint/portable/huggingface.py",
-    "te_fsdp/checkpoint/portable/huggingface_config.py",
-    "te_fsdp/checkpoint/portable/huggingface_map.py",
-    "te_fsdp/checkpoint/portable/huggingface_model.py",
-    "te_fsdp/checkpoint/reading.py",
-    "te_fsdp/checkpoint/saving.py",
-    "te_fsdp/checkpoint/load_source.py",
-    "te_fsdp/checkpoint/state_dicts.py",
-    "te_fsdp/checkpoint/shard_files.py",
-    "te_fsdp/checkpoint/torch_files.py",
-    "te_fsdp/checkpoint/planner.py",
-)
+NOT_YET = ("docs/internals.md",)
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:

@@ -1,6 +1,6 @@
-"""Contents of any checkpoint, written as one of te_fsdp, as safetensors or with ``torch.save``; or compared.
+"""Checkpoints of any kind, written as one of te_fsdp, as safetensors or with ``torch.save``, or compared.
 
-Two checkpoints are compared by logical value: quantized weights dequantized, whatever mesh or format wrote them.
+Two checkpoints are compared by logical value: quantized weights are dequantized, independent of mesh and format.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from te_fsdp.checkpoint.lazy_tensors import (
     write_folder,
 )
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
+from te_fsdp.checkpoint.plain_dcp import with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.reader import (
     CHECKPOINT,
@@ -44,18 +45,17 @@ from te_fsdp.checkpoint.reader import (
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_safetensors_contents, open_torch_contents
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
 from te_fsdp.checkpoint.tensor_entries import decode
-from te_fsdp.checkpoint.torch_files import write_torch
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
 
 
 def resolve(path: Path) -> tuple[Path, str]:
-    """Where a checkpoint lies, and of what kind it is: that of the path, or the newest in a folder of them.
+    """Return the location and kind of a checkpoint: of the path, or of the newest in a folder of checkpoints.
 
     Kinds: :data:`CHECKPOINT`, ``"DCP"``, ``"safetensors"``, ``"torch"``. Local operation.
 
     Raises:
-        CheckpointError: Nothing that can be read lies there, or a save that did not finish.
+        CheckpointError: No readable checkpoint, or an unfinished save.
     """
     path = resolve_path(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
@@ -70,7 +70,7 @@ def resolve(path: Path) -> tuple[Path, str]:
         if not is_safetensors(path):
             if newest := latest(path):
                 return newest, CHECKPOINT
-            open_checkpoint(path)  # raises, and tells what is there and what is near
+            open_checkpoint(path)  # raises an error that names checkpoints nearby
     elif not path.is_file():
         raise CheckpointError(f"{path}: path does not exist", fix="check the path")
     if is_remote(path):
@@ -140,7 +140,7 @@ def check_written(target: Path, contents: Contents) -> None:
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """CheckpointError where a target would be written into its source, or replace it; links are followed. Local."""
+    """Raise CheckpointError if a target is inside its source, or would replace it; links are followed. Local."""
     places = (source, target)
     one, other = (Path(str(path)) if is_remote(path) else Path(os.path.realpath(path)) for path in places)
     is_link = one.exists() and other.exists() and os.path.samefile(one, other)
@@ -148,8 +148,8 @@ def check_apart(source: Path, target: Path) -> None:
         raise CheckpointError(
             f"{target}: cannot be written",
             expected=f"a path outside of the source {source}",
-            got="the source itself, or one inside of it or around it",
-            why="The source would be changed while it is read, and be another checkpoint afterwards",
+            got="the source itself, a path inside of it, or a parent directory",
+            why="The source would be changed while it is read",
             fix="choose another target",
         )
 
@@ -157,11 +157,12 @@ def check_apart(source: Path, target: Path) -> None:
 def transformed(
     contents: Contents, *, dtype: torch.dtype | None, dequantize: bool, weights: str = "compute"
 ) -> tuple[Contents, dict[str, str]]:
-    """Contents with other weights, and by name where each value comes from.
+    """Return contents with converted weights, and the origin of each value by name.
 
-    Sources: ``"main"``, ``"dequantized"``, ``"stored"``, and ``"quantized"`` for what stays so. ``dtype`` is that of
-    floating-point parameters in high precision (``None``: as they are), ``weights`` as for :meth:`Contents.best_value`;
-    ``"auto"`` and ``"main"`` need ``dequantize``. Buffers stay as they are. CheckpointError: not there in that form.
+    Origins: ``"main"``, ``"dequantized"``, ``"stored"``, and ``"quantized"`` for unchanged components. ``dtype`` is
+    that of floating-point parameters in high precision (``None``: unchanged), ``weights`` as for
+    :meth:`Contents.best_value`; ``"auto"`` and ``"main"`` need ``dequantize``. Buffers are unchanged. Raise
+    CheckpointError for values that do not exist in that form.
     """
     manifest = replace(contents.manifest, parameters=dict(contents.manifest.parameters), files={})
     tensors = {k: t for k, t in contents.tensors.items() if not k.startswith("model.")}
@@ -188,24 +189,26 @@ def transformed(
     return replace(contents, manifest=manifest, tensors=tensors, notes=notes), sources
 
 
-def weights_only(contents: Contents) -> Contents:
-    """Contents without optimizer, extra and delayed-scaling state; notes what was left."""
+def weights_only(contents: Contents, *, optimizer: bool = False) -> Contents:
+    """Return contents without extra, delayed-scaling state and, unless requested, the optimizer; notes name them."""
     manifest, notes = contents.manifest, list(contents.notes)
-    if manifest.optimizer is not None:
+    kept = manifest.optimizer if optimizer else None
+    if manifest.optimizer is not None and kept is None:
         notes.append(f"optimizer: left ({len(manifest.optimizer['state'])} states)")
     if manifest.extra:
         notes.append(f"extra: left ({', '.join(sorted(manifest.extra))})")
     if manifest.delayed:
         notes.append(f"delayed-scaling state of {len(manifest.delayed)} module(s): left")
-    bare = replace(manifest, optimizer=None, extra={}, delayed={})
-    tensors = {key: tensor for key, tensor in contents.tensors.items() if key.startswith("model.")}
+    bare = replace(manifest, optimizer=kept, extra={}, delayed={})
+    prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
+    tensors = {key: tensor for key, tensor in contents.tensors.items() if key.startswith(prefixes)}
     return replace(contents, manifest=bare, tensors=tensors, notes=notes)
 
 
 def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
-    """Write a checkpoint of te_fsdp, loadable on any mesh; it appears when it is whole. Returns its files.
+    """Write a checkpoint of te_fsdp, loadable on any mesh; it appears when it is complete. Return its files.
 
-    CheckpointError: something lies at the target, or a tensor cannot be read or written.
+    Raise CheckpointError if the target exists, or a tensor cannot be read or written.
     """
     with new_directory(target, needed=contents.bytes, is_checkpoint=True) as folder:
         manifest = write_tensors(folder, contents.tensors, tick, contents.manifest)
@@ -214,7 +217,7 @@ def write_checkpoint(target: Path, contents: Contents, tick: Tick) -> list[str]:
 
 
 def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_bytes: int) -> list[str]:
-    """Write a ``.safetensors`` file, or a folder with shards and their index. As :func:`write_checkpoint`."""
+    """Write a ``.safetensors`` file, or a folder with shards and their index. Like :func:`write_checkpoint`."""
     tensors = {portable_name(key): tensor for key, tensor in contents.tensors.items()}
     metadata = {MANIFEST_KEY: portable_text(contents.manifest)}
     is_file = target.suffix == ".safetensors"
@@ -225,12 +228,11 @@ def write_safetensors(target: Path, contents: Contents, tick: Tick, *, shard_byt
     return [target.name]
 
 
-def write_pt(target: Path, contents: Contents, tick: Tick, *, everything: bool) -> list[str]:
-    """Write a file with ``torch.save``: a state dict, or a dict with it, the optimizer's, and the rest.
+def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
+    """Write a file with ``torch.save``: a state dict, or ``{"model": ..., "optimizer": ...}`` with an optimizer.
 
-    The state dict has the entries ``_extra_state`` that stock modules want, empty, and a weight for each expert.
-    With ``everything`` the file is ``{"model": ..., "optimizer": ..., "te_fsdp": ...}``; the last is what te_fsdp
-    needs to read it back. As :func:`write_checkpoint`.
+    The state dict has the entries ``_extra_state`` of stock modules, empty, and a weight for each expert. All tensors
+    are in memory at once. Raise as :func:`write_checkpoint`.
     """
     contents = split_experts(contents)
     objects: dict[str, Any]
@@ -241,20 +243,32 @@ def write_pt(target: Path, contents: Contents, tick: Tick, *, everything: bool) 
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     extras = [f"{module}._extra_state".lstrip(".") for module in contents.manifest.extra_states]
     objects |= {name: InMemory(empty) for name in extras}
-    if everything:
-        others = {k: t for k, t in contents.tensors.items() if not k.startswith(("model.", "optimizer."))}
-        rest = {portable_name(key): tensor for key, tensor in others.items()}
-        own = {"manifest": portable_text(contents.manifest), "tensors": rest}
-        objects = {"model": objects, MANIFEST_KEY: own}
-        if contents.manifest.optimizer is not None:
-            objects["optimizer"] = _optimizer_state_dict(contents, contents.manifest.optimizer)
-    with new_directory(target, needed=contents.bytes, is_file=True) as file:
-        write_torch(file, objects, tick)
+    if contents.manifest.optimizer is not None:
+        objects = {
+            "model": objects,
+            "optimizer": _optimizer_state_dict(contents, contents.manifest.optimizer),
+        }
+    read: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
+
+    def whole(tensor: Lazy, key: str) -> torch.Tensor:
+        if id(tensor) not in read:
+            read[id(tensor)] = tensor.whole()
+            tick(tensor.bytes)
+        return read[id(tensor)]
+
+    with new_directory(target, needed=contents.bytes, is_file=True) as place, place.open("wb") as file:
+        try:
+            torch.save(with_leaves(objects, whole), file)
+        except RuntimeError as error:  # torch's writer fails again when it is closed after a failed write
+            cause = error.__context__ if isinstance(error.__context__, OSError) else error
+            raise cause from None
+        file.flush()
+        os.fsync(file.fileno())
     return [target.name]
 
 
 def _optimizer_state_dict(contents: Contents, described: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint's optimizer in the form that torch's ``load_state_dict`` takes, tensors lazy."""
+    """Return a checkpoint's optimizer in the form of torch's ``load_state_dict``, with lazy tensors."""
     names = chain.from_iterable(group["parameters"] for group in described["groups"])
     numbers = {name: number for number, name in enumerate(names)}
     groups = []
@@ -274,13 +288,13 @@ def _optimizer_state_dict(contents: Contents, described: dict[str, Any]) -> dict
 
 @dataclass
 class Difference:
-    """One tensor that is not the same in both."""
+    """One tensor that differs between two checkpoints."""
 
     name: str  #: Of the parameter or buffer, or the key of optimizer state and the like
     kind: str  #: ``"only in A"``, ``"only in B"``, ``"shape"``, ``"dtype"``, ``"format"``, or ``"values"``, as follows
     detail: str = ""
     elements: int = 0  #: Number of them beyond the tolerance
-    max_abs: float = 0.0  #: Infinite where one of the two is no number
+    max_abs: float = 0.0  #: Infinite if one of the two is NaN
     max_rel: float = 0.0  #: Relative to the larger magnitude
 
 
@@ -289,13 +303,13 @@ class Report:
     """All differences."""
 
     differences: list[Difference] = field(default_factory=list)
-    #: Of options, ``extra`` and the settings of modules, in words.
+    #: Differences of options, ``extra`` and the settings of modules, as texts.
     others: list[str] = field(default_factory=list)
     compared: int = 0  #: Tensors whose values were compared
     equal: int = 0  #: Of these, those within the tolerance
 
     def is_same(self, *, strict: bool = False) -> bool:
-        """Whether nothing differs; dtypes and formats, whose values may be the same, count if ``strict``."""
+        """Return whether nothing differs. Dtypes and formats, whose values may be equal, count if ``strict``."""
         counted = [d for d in self.differences if strict or d.kind not in ("dtype", "format")]
         return not (self.others or counted)
 
@@ -305,8 +319,8 @@ def compare_contents(
 ) -> Report:
     """Compare two checkpoints. Local operation; a block of each tensor is in memory at a time.
 
-    An element is beyond the tolerance if ``|a - b| > atol + rtol * |b|``, or if one of the two is no number and
-    the other is not the same. ``tick`` is told the bytes of A; ``weights_only`` leaves all that is no weight.
+    An element is beyond the tolerance if ``|a - b| > atol + rtol * |b|``, or if one of the two is NaN and the other is
+    not. ``tick`` is called with the bytes of A. ``weights_only`` skips everything except weights.
     """
     report = Report()
     for of_weights in (True,) if weights_only else (True, False):
@@ -369,7 +383,7 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
 
 
 def _compare_plain(a: Contents, b: Contents) -> list[str]:
-    """Differences of the optimizer's options, the user's values and what modules compute, in words."""
+    """Return differences of the optimizer's options, the user's values and the settings of modules, as texts."""
     texts = []
     one, other = a.manifest.optimizer, b.manifest.optimizer
     if one is not None and other is not None:

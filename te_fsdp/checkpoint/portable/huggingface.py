@@ -1,7 +1,7 @@
-"""Hugging Face models of Llama's and GPT-2's style, as models of TransformerEngine's modules, and back.
+"""Hugging Face models of Llama's and GPT-2's style as models of TransformerEngine's modules, and back.
 
-torch's ``HuggingFaceStorageReader`` (2.11 to 2.15) fills tensors of the names and shapes that the files have, with no
-index and no check of one; here query, key and value become one tensor, norms are shifted, and all is checked before.
+torch's ``HuggingFaceStorageReader`` (2.11 to 2.15) fills tensors with the names and shapes of the files, without an
+index or a check. Here query, key and value become one tensor, norms are shifted, and everything is checked first.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from te_fsdp.checkpoint.compare import Differences, check_whole_job, compare_mod
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy_tensors import (
     Lazy,
-    deal,
+    assign_files,
     open_safetensors,
     total_bytes,
     write_file,
@@ -76,7 +76,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger("te_fsdp")
-#: Files are begun for more ranks to write at once only where each gets so many bytes.
+#: Least bytes of a file that is started only to let more ranks write at once.
 _SMALLEST_FILE = 256 << 20
 
 
@@ -88,19 +88,19 @@ def import_huggingface(
     names: TeNames | None = None,
     dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and plain CPU tensors of the unsharded TransformerEngine model, from a Hugging Face model's, in order.
+    """Yield names and plain CPU tensors of the unsharded TransformerEngine model for a Hugging Face model, in order.
 
     Local operation.
 
     Args:
         source: A folder with ``config.json`` and safetensors files, read group by group; or the tensors.
-        config: The model's description, as :func:`read_config` takes it; ``None``: of the folder.
-        blocks: Options of the layers that shall hold the weights; default: TransformerEngine's defaults.
+        config: The model's description, as for :func:`read_config`; ``None``: that of the folder.
+        blocks: Options of the target's layers; default: TransformerEngine's defaults.
         names: Names of the model's parts.
-        dtype: Of the results; ``None`` keeps each tensor's.
+        dtype: Dtype of the results; ``None`` keeps each tensor's.
 
     Raises:
-        CheckpointError: A model that is not supported; missing, unexpected or wrongly shaped tensors.
+        CheckpointError: An unsupported model; missing, unexpected or wrongly shaped tensors.
     """
     tensors, described, _ = _opened(source, config)
     weights = WeightMap.build(described, blocks, names)
@@ -120,10 +120,10 @@ def export_huggingface(
 ) -> None:
     """Write a Hugging Face model's folder from an unsharded TransformerEngine model's tensors. Local operation.
 
-    Of a model that is there, :func:`save_huggingface` does it without options; what is not told here is as there.
-    ``source`` is the model's state dict, or tensors yet to be read: plain tensors of the unsharded model, beside which
-    one group is held at a time. ``blocks`` are the options of the layers, ``TeBlocks.of(model)``: a state dict does not
-    tell them. CheckpointError: something lies at ``target``, options that are not known, tensors that do not fit.
+    :func:`save_huggingface` writes an existing model without options. ``source`` is the model's state dict, or lazy
+    tensors: plain tensors of the unsharded model. One group is in memory in addition. ``blocks`` are the options of the
+    layers, ``TeBlocks.of(model)``, which a state dict does not record. Other arguments are those of
+    :func:`save_huggingface`. Raise CheckpointError if ``target`` exists, options are unknown, or tensors do not fit.
     """
     held, described, _ = _opened(source, config)
     weights = WeightMap.build(described, blocks, names, ModelDescription(held.keys(), {}, {}))
@@ -134,7 +134,7 @@ def export_huggingface(
 def write_huggingface(
     target: Path, tensors: Mapping[str, Lazy], config: Any, tick: Tick, *, shard_bytes: int
 ) -> list[str]:
-    """Write a Hugging Face model's folder, whole or not at all. Returns its files. Local operation.
+    """Write a Hugging Face model's folder, atomically. Return its files. Local operation.
 
     ``config`` is the model's description, or a folder with it and with a tokenizer, which is copied.
     """
@@ -154,24 +154,24 @@ def load_huggingface(
 ) -> None:
     """Load a Hugging Face model's weights into a model of TransformerEngine's modules, on any mesh, in place.
 
-    The layers' options are read off the model. Each rank reads what it has pieces of, into the CPU's memory; when all
-    have theirs they are converted to the parameter's dtype, or quantized once, with the scale of the whole weight.
-    Buffers are left alone, main weights of optimizers follow, biases that the files lack become zero and are frozen.
-    Collective over the world: call on all ranks.
+    The layers' options are read from the model. Each rank reads the data of its pieces into the CPU's memory. When all
+    ranks have theirs, they are converted to the parameter's dtype, or quantized once, with the scale of the unsharded
+    weight. Buffers are unchanged, main weights of optimizers follow, biases that the files lack become zero and are
+    frozen. Collective over the world: call on all ranks.
 
     Args:
-        source: As for :func:`import_huggingface`, and ``config`` and ``names`` as well.
+        source: As for :func:`import_huggingface`, like ``config`` and ``names``.
         model: On its device, sharded or not, quantized or not.
-        optimizer: If it keeps main weights, those of quantized weights are made of the values that were read, before
-            its first step too.
-        config: The model's description; ``None``: of the folder.
+        optimizer: If it has main weights, those of quantized weights are made from the values that were read, also
+            before its first step.
+        config: The model's description; ``None``: that of the folder.
         names: Names of the model's parts.
-        blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
+        blocks: Options of the layers that the model does not show, because its norms are of a custom class.
 
     Raises:
-        CheckpointError: What :func:`import_huggingface` raises, parameters that the Hugging Face model does not have,
-            layers that would compute something else, values that cannot be read or contradict each other. The same on
-            all ranks, and nothing has changed.
+        CheckpointError: The errors of :func:`import_huggingface`, parameters that the Hugging Face model does not have,
+            layers with another function, values that cannot be read or contradict each other. The same on all ranks,
+            with nothing changed.
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.load_huggingface"):
@@ -191,7 +191,7 @@ def _filling(
     names: TeNames | None,
     blocks: TeBlocks | None,
 ) -> tuple[Filling, set[str]]:
-    """A Hugging Face model's tensors that are to go into a model, if they fit; and biases that it lacks. Local."""
+    """Return the load of a Hugging Face model's tensors into a model that fits, and the biases that it lacks. Local."""
     if optimizer is not None:
         check_optimizer(model, optimizer)
     check_whole_job(model, None)
@@ -202,22 +202,24 @@ def _filling(
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
     contents = Contents(folder, "Hugging Face model", manifest, keys)
     stack_experts(contents)
-    for name in tied_names(model) if weights.architecture.tied else ():  # which a checkpoint does not have
+    for name in (
+        tied_names(model) if weights.architecture.tied else ()
+    ):  # a checkpoint has the first name only
         manifest.parameters.pop(name, None)
     found = compare_model(manifest, state).without([*state.buffers], strict=True)
     _check_fits("load_huggingface", model, weights, found.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
     lacked = {name for group in weights.groups for name in group.zeros}
-    told = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
-    opened = Source(folder, manifest, contents.tensors, [told] if lacked else [])
+    note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
+    opened = Source(folder, manifest, contents.tensors, [note] if lacked else [])
     return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), lacked
 
 
 def _check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
-    """Raise what does not fit, if anything. Local operation.
+    """Raise CheckpointError for problems of a model and its map. Local operation.
 
-    To ``problems`` those are added where tensor parallelism has cut two blocks as one: each rank then takes other rows
-    for gate and up than the unsharded model does.
+    Adds weights where tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
+    up that differ from the unsharded model's.
     """
     forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
     gated = {name for form in forms if form.groups == 1 for name in form.names}
@@ -255,27 +257,27 @@ def save_huggingface(
 ) -> None:
     """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
 
-    Norms, heads, activation and how weights lie are read off the model. Each tensor is put together on the one rank
-    that writes its file, a group of tensors at a time (query, key and value of a layer; gate and up; one expert):
-    besides the model a rank has in the CPU's memory at most five times the bytes of the largest group, and on its
-    device the pieces of one parameter. The folder, where nothing may lie yet but an empty directory, appears when it is
-    whole and on disk. Collective over the world: call on all ranks, between steps; all must reach the folder. Weights
-    and small messages go over a gloo group of te_fsdp's own.
+    Norms, heads, activation and layouts are read from the model. Each tensor is assembled on the rank that writes its
+    file, one group of tensors at a time (query, key and value of a layer; gate and up; one expert). In addition to the
+    model, a rank needs at most five times the bytes of the largest group in the CPU's memory, and on its device the
+    pieces of one parameter. The folder appears when it is complete and on disk. Collective over the world: call on all
+    ranks, between steps; all ranks must reach the folder. Weights and small messages use te_fsdp's own Gloo process
+    group.
 
     Args:
-        path: The folder to make.
+        path: The folder to make. It must not exist, or be an empty directory.
         model: Sharded or not, quantized or not.
-        optimizer: If it keeps main weights, these are written, rounded once.
-        config: A Hugging Face folder of the same model, whose tokenizer and the like are copied; or a ``transformers``
-            configuration, or the contents of a ``config.json``.
+        optimizer: If it has main weights, these are written, rounded once.
+        config: A Hugging Face folder of the same model, whose tokenizer and similar files are copied; or a
+            ``transformers`` configuration, or the contents of a ``config.json``.
         names: Names of the model's parts.
-        blocks: Options of the layers where the model does not tell them, since its norms are of a class of its own.
-        dtype: Of the files; ``None``: that of each parameter.
-        max_file_bytes: Beyond which another file is begun.
+        blocks: Options of the layers that the model does not show, because its norms are of a custom class.
+        dtype: Dtype of the files; ``None``: that of each parameter.
+        max_file_bytes: Size after which another file is started.
 
     Raises:
-        CheckpointError: Something lies at ``path``; a model that is not supported, or another than ``config`` says;
-            ranks that do not hold every element; files that cannot be written. The same on all ranks, nothing appears.
+        CheckpointError: ``path`` exists; an unsupported model, or another one than ``config`` describes; ranks that do
+            not have every element; files that cannot be written. The same on all ranks, and no folder appears.
         OrderError: An optimizer of other parameters.
     """
     with collective_call("checkpoint.save_huggingface"):
@@ -309,7 +311,7 @@ def shares_to_write(
     weights = WeightMap.build(config, blocks, names, describe_model(model))
     _check_fits("save_huggingface", model, weights, [])
     shares, known = shares_of(model, optimizer), weights.shapes(te=True)
-    for name, first in tied_names(model).items():  # whichever of a tied weight's names the map knows
+    for name, first in tied_names(model).items():  # under the name that the map has
         if first in shares and first not in known and name in known:
             shares[name] = shares.pop(first)
     return shares, weights
@@ -324,7 +326,7 @@ class _Saving(NamedTuple):
     max_file_bytes: int
 
     def plan(self, seen: list[dict[str, Description]]) -> list[tuple[dict[str, Description], list[Transfer]]]:
-        """For each rank what it needs to know of all, and what it does."""
+        """Return the description of all tensors and the transfers, for each rank. Rank 0 alone calls this."""
         described = describe_shares(seen)
         files = self.files(self.tensors(described, iter(())))
         writers = {name: writer for writer, names in files.values() for name in names}
@@ -337,29 +339,34 @@ class _Saving(NamedTuple):
     def tensors(
         self, described: dict[str, Description], arriving: Iterator[tuple[str, torch.Tensor]]
     ) -> dict[str, Lazy]:
-        """What is written, of tensors that arrive in the order in which they are read."""
+        """Return the tensors to write, from unsharded tensors that arrive in the order of reading."""
 
-        def come(name: str, first: int, last: int) -> torch.Tensor:
-            came, tensor = next(arriving)
-            assert came == name
+        def read(name: str, first: int, last: int) -> torch.Tensor:
+            found, tensor = next(arriving)
+            assert found == name
             return tensor
 
-        source = {n: Lazy(one.shape, one.dtype, partial(come, n)) for n, one in described.items()}
+        source = {n: Lazy(one.shape, one.dtype, partial(read, n)) for n, one in described.items()}
         return self.weights.lazily(source, to_te=False, dtype=self.dtype)
 
     def files(self, tensors: Mapping[str, Lazy]) -> dict[str, tuple[int, list[str]]]:
-        """Writers and tensors by file; what is read together is in one."""
+        """Return writers and tensors by file; a group is in one file."""
         ranks = world_size()
         most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
-        files = deal(tensors, (group.names(te=False, tied=False) for group in self.weights.groups), most)
-        count = len(files)  # spread over the world, whose neighbours share a host
+        files = assign_files(
+            tensors, (group.names(te=False, tied=False) for group in self.weights.groups), most
+        )
+        count = len(files)  # spread over the world: adjacent ranks share a host
         writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
         return {file: (writer, names) for writer, (file, names) in zip(writers, files.items(), strict=True)}
 
     def write(
         self, folder: Path, described: dict[str, Description], plan: list[Transfer]
     ) -> tuple[dict[str, Lazy], dict[str, list[str]]]:
-        """Write this rank's files; all tensors, and their names by file. Collective over the world, failing or not."""
+        """Write this rank's files; return all tensors, and their names by file.
+
+        Collective over the world, also after an error.
+        """
         arriving = arrivals(rank_messenger(), self.shares, described, plan)
         tensors = self.tensors(described, arriving)
         files = self.files(tensors)
@@ -369,7 +376,7 @@ class _Saving(NamedTuple):
                     write_file(folder / file, {name: tensors[name] for name in names}, {}, no_progress)
                     sync(folder / file)
         finally:
-            for _ in arriving:  # what is left: others wait for this rank there
+            for _ in arriving:  # other ranks wait for the remaining transfers
                 pass
         return tensors, {file: names for file, (_, names) in files.items()}
 
@@ -377,10 +384,10 @@ class _Saving(NamedTuple):
 def values_for_huggingface(
     contents: Contents, like: Path, blocks: TeBlocks, names: TeNames
 ) -> dict[str, Lazy]:
-    """A checkpoint's weights as tensors of the Hugging Face model in a folder, converted when read. Local operation.
+    """Return a checkpoint's weights as tensors of the Hugging Face model in a folder, converted on demand. Local.
 
-    What its modules compute stands in its manifest, ``blocks`` are options of layers that this does not tell. What does
-    not fit, or would compute something else, is an error.
+    The settings of its modules are in its manifest; ``blocks`` are options of layers that it lacks. Raise
+    CheckpointError for tensors that do not fit, or layers with another function.
     """
     notes, contents = contents.notes, split_experts(contents)
     saved = {name: described.get("layout") for name, described in contents.manifest.parameters.items()}
@@ -404,10 +411,10 @@ def values_for_huggingface(
 
 
 def _opened(source: str | os.PathLike[str] | Tensors, config: Any) -> tuple[Tensors, Any, Path]:
-    """Tensors, their description, and the folder that they lie in."""
+    """Return tensors, their description, and their folder."""
     if isinstance(source, (str, os.PathLike)):
         folder = Path(source)
-        if folder.name == "config.json":  # names a model as its folder does
+        if folder.name == "config.json":  # accepted for its folder
             folder = folder.parent
         return open_safetensors(folder)[0], folder if config is None else config, folder
     if not isinstance(source, Mapping):

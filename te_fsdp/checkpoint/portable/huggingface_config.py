@@ -1,4 +1,4 @@
-"""What a Hugging Face ``config.json`` says about a model, as far as weights and TransformerEngine need it.
+"""Properties of a model in a Hugging Face ``config.json`` that determine weights and TransformerEngine's modules.
 
 Read without the ``transformers`` package. Keys, defaults and rules are those of transformers 4.57 and 5.23
 (``models/*/configuration_*.py``).
@@ -53,7 +53,7 @@ class Architecture:
     activation: str = "swiglu"  #: TransformerEngine's name of the MLP's activation
     qk_norm: bool = False  #: Whether query and key are normalised per head, before the rotary embedding
     zero_centered: bool = False  #: Whether the Hugging Face model stores its norms' weights minus one
-    embedding_scale: float = 1.0  #: What embeddings are multiplied by before the first layer
+    embedding_scale: float = 1.0  #: Factor of the embeddings before the first layer
     experts: Experts | None = None  #: The layers' experts, if any
     rope_theta: float = 10000.0  #: Base of the rotary embedding
     rope_scaling: Mapping[str, Any] | None = None  #: Its further settings; ``None`` for the plain one
@@ -62,7 +62,7 @@ class Architecture:
     hidden_dropout: float = 0.0  #: Of the branches' outputs
 
     def te_attention_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``te.MultiheadAttention`` for the attention of a layer, its norm included."""
+        """Return arguments of ``te.MultiheadAttention`` for the attention of a layer, including its norm."""
         kwargs: dict[str, Any] = {
             "hidden_size": self.hidden,
             "num_attention_heads": self.heads,
@@ -80,9 +80,9 @@ class Architecture:
         return kwargs if self.window is None else {**kwargs, "window_size": (self.window - 1, 0)}
 
     def te_kwargs(self) -> dict[str, Any]:
-        """Arguments of ``te.TransformerLayer`` for a layer that computes what the Hugging Face layer does.
+        """Return arguments of ``te.TransformerLayer`` for a layer with the function of the Hugging Face layer.
 
-        Add what is yours to choose: ``fuse_qkv_params``, ``zero_centered_gamma``, ``params_dtype``, parallelism.
+        Add your own choices: ``fuse_qkv_params``, ``zero_centered_gamma``, ``params_dtype``, parallelism.
 
         Raises:
             CheckpointError: The layers have experts.
@@ -101,7 +101,7 @@ class Architecture:
         return kwargs | mlp | mask | {"hidden_dropout": self.hidden_dropout}
 
     def te_rotary_kwargs(self) -> dict[str, Any]:
-        """Arguments of TransformerEngine's ``RotaryPositionEmbedding``, whose result each layer takes.
+        """Return arguments of TransformerEngine's ``RotaryPositionEmbedding``, whose result each layer takes.
 
         Raises:
             CheckpointError: No rotary embedding, or scaled frequencies, which that class does not compute.
@@ -135,10 +135,10 @@ class Names(NamedTuple):
 
 
 class _Family(NamedTuple):
-    """A row of the table: what tells a family's models from Llama's."""
+    """A row of the table: differences between a family's models and Llama's."""
 
-    defaults: Mapping[str, Any] = {}  #: What the configuration has where ``config.json`` says nothing
-    always: Mapping[str, Any] = {}  #: What :class:`Architecture` has for all its models
+    defaults: Mapping[str, Any] = {}  #: Defaults of keys that ``config.json`` lacks
+    always: Mapping[str, Any] = {}  #: Fields of :class:`Architecture` that all its models share
     activations: tuple[str, ...] = (
         "silu",
         "swish",
@@ -147,12 +147,12 @@ class _Family(NamedTuple):
     #: Keys of the number of experts and of their width, and of the shared expert's
     experts: tuple[str, ...] = ()
     windowed: bool = False  #: Whether the layers have the window, if there is one
-    keys: Mapping[str, str] = {}  #: Keys of ``config.json`` that are called otherwise than Llama's
+    keys: Mapping[str, str] = {}  #: Keys of ``config.json`` by Llama's names, where they differ
 
 
 # fmt: off
-#: Files beside the weights that a copy of a model needs.
-_BESIDE = (
+#: Files next to the weights that a copy of a model needs.
+_COMPANIONS = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "chat_template*", "LICENSE*",
 )
@@ -209,7 +209,7 @@ class _Config(NamedTuple):
     family: _Family
 
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
-        """A value, ``default`` for ``null``; ValueError: none, or one of another kind."""
+        """Return a value, or ``default`` for ``null``; raise ValueError for a missing value or one of another kind."""
         own = self.family.keys.get(key, key)
         value = self.entries.get(own, self.family.defaults.get(key, default))
         value = default if value is None else value
@@ -249,7 +249,7 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
 
 
 def config_contents(source: Any) -> Mapping[str, Any]:
-    """The entries of a configuration, as :func:`read_config` takes it."""
+    """Return the entries of a configuration, as for :func:`read_config`."""
     if isinstance(source, Mapping):
         return source
     if hasattr(source, "to_dict"):
@@ -265,7 +265,7 @@ def config_contents(source: Any) -> Mapping[str, Any]:
     try:
         contents = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(contents, dict):
-            raise ValueError("no JSON object")
+            raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:  # deep nesting ends the recursion of the parser
         hub = "one of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
         fix = "" if path.exists() else f"the folder of a model, with config.json; {hub}"
@@ -274,14 +274,14 @@ def config_contents(source: Any) -> Mapping[str, Any]:
 
 
 def write_config(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list[str]:
-    """Write ``config.json``, which tells the files' dtype, and copy what lies beside it; the files' names."""
+    """Write ``config.json`` with the files' dtype, and copy the files next to the original; return the names."""
     contents = dict(config_contents(config))
     dtypes = {dtype_name(tensor.dtype) for tensor in tensors.values()}
     if len(dtypes) == 1:
         contents["dtype" if "dtype" in contents else "torch_dtype"] = dtypes.pop()
     (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
     names = ["config.json"]
-    patterns = _BESIDE if isinstance(config, (str, os.PathLike)) else ()  # of a file there is nothing beside
+    patterns = _COMPANIONS if isinstance(config, (str, os.PathLike)) else ()  # only a folder has companions
     for path in (path for pattern in patterns for path in Path(config).glob(pattern) if path.is_file()):
         shutil.copyfile(path, folder / path.name)
         names.append(path.name)
@@ -289,7 +289,7 @@ def write_config(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list
 
 
 def _unsupported(entries: Mapping[str, Any], family: _Family) -> list[str]:
-    """Settings with which the layer computes something that TransformerEngine's modules do not."""
+    """Return settings with which the layer has a function that TransformerEngine's modules lack."""
     wanted: dict[str, tuple[Any, ...]] = {
         family.keys.get("hidden_act", "hidden_act"): family.activations,
         "add_cross_attention": (False,),
@@ -297,7 +297,7 @@ def _unsupported(entries: Mapping[str, Any], family: _Family) -> list[str]:
         "scale_attn_weights": (True,),
         "quantization_config": (None,),
         "use_bidirectional_attention": (None, False),
-        # Of these, some layers would be others than the rest.
+        # With these, some layers would differ from the rest.
         "use_sliding_window": (None, False),
         "mlp_only_layers": (None, []),
         "decoder_sparse_step": (None, 1),
@@ -310,7 +310,7 @@ def _unsupported(entries: Mapping[str, Any], family: _Family) -> list[str]:
 
 
 def _architecture(config: _Config, model_type: str) -> Architecture:
-    """The description of a model; ValueError: keys that are missing, of another kind, or contradict each other."""
+    """Return the description of a model; raise ValueError for missing, invalid or contradictory keys."""
     get, family = config.get, config.family
     hidden, layers = get("hidden_size", _WHOLE), get("num_hidden_layers", _LAYERS)
     heads, bias = get("num_attention_heads", _WHOLE), get("attention_bias", _FLAG, False)
@@ -349,8 +349,8 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
 
 
 def _rope(config: _Config) -> tuple[float, Mapping[str, Any] | None]:
-    """Base of the rotary embedding, and what else is told of its frequencies, if they are not plain ones."""
-    # Of both, transformers takes the older key.
+    """Return the base of the rotary embedding, and further settings of its frequencies unless they are plain."""
+    # If both exist, transformers takes the older key.
     rope = config.get("rope_scaling", _OBJECT, None) or config.get("rope_parameters", _OBJECT, None) or {}
     theta = config._replace(entries={**config.entries, **rope}).get("rope_theta", _NUMBER, 10000.0)
     plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": theta}

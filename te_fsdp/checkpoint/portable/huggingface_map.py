@@ -49,36 +49,36 @@ Shape = tuple[int, ...]
 
 # Causal masks and frequencies that older versions of transformers saved; recomputed there, not needed here.
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
-# Pickles of TransformerEngine's modules and the frequencies of its RotaryPositionEmbedding.
+# Extra state of TransformerEngine's modules, and the frequencies of its RotaryPositionEmbedding.
 _IGNORED_TE = r"(.*\.)?(_extra_state|inv_freq)"
 _ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
 
 
 @dataclass(frozen=True)
 class Form:
-    """How one side stores the parts of a group.
+    """Storage of the parts of a group on one side.
 
-    A name for each part; or one name for all, which lie one below the other; or several names for one part, of which
-    all but the first may be absent (a tied weight).
+    A name for each part; or one name for all, one below the other; or several names for one part, of which all but the
+    first may be absent (a tied weight).
     """
 
     names: tuple[str, ...]
     transposed: bool = False  #: Matrices are stored as ``(in, out)``
     zero_centered: bool = False  #: Stored is the part minus one
-    #: Under one name for all, rows are interleaved: for each of so many attention groups those of every part in turn
+    #: Number of attention groups whose rows are interleaved under one name: for each group the rows of every part
     groups: int = 1
-    #: In a checkpoint: stacked where te_fsdp must know the parts to cut them, grouped for what is an expert's
+    #: Layout in a checkpoint: stacked if te_fsdp shards the parts separately, grouped for experts
     layout: Layout = PLAIN
 
     def shapes(self, parts: Sequence[Shape]) -> dict[str, Shape]:
-        """Shape under each name, for parts of the given shapes."""
+        """Return the shape under each name, for parts of the given shapes."""
         if len(self.names) < len(parts):
             parts = [(sum(part[0] for part in parts), *parts[0][1:])]
         stored = cycle(part[::-1] if self.transposed else part for part in parts)
         return dict(zip(self.names, stored, strict=False))
 
     def unpack(self, tensors: Mapping[str, torch.Tensor], parts: Sequence[Shape]) -> list[torch.Tensor]:
-        """The parts, views where that is possible; names for one part must have one value."""
+        """Return the parts, as views if possible; all names of one part must have the same value."""
         found = [tensors[name] for name in self.names[: len(parts)]]
         for name in (name for name in self.names[len(parts) :] if name in tensors):
             both = tensors[name], found[0]
@@ -98,7 +98,7 @@ class Form:
         return found
 
     def pack(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors to store under the form's names; the reverse of :meth:`unpack`."""
+        """Return the tensors to store under the form's names; the inverse of :meth:`unpack`."""
         if len(self.names) < len(parts):
             pieces = [part.unflatten(0, (self.groups, -1)) for part in parts]
             parts = [torch.cat(pieces, 1).flatten(0, 1)]
@@ -117,18 +117,18 @@ class Group:
     zeros: Mapping[str, Shape] = field(default_factory=dict)
 
     def names(self, *, te: bool, tied: bool) -> tuple[str, ...]:
-        """Names on one side; ``tied``: with the further ones of a tied weight, which may be absent."""
+        """Return the names on one side; ``tied``: with the further names of a tied weight, which may be absent."""
         names = (self.te if te else self.huggingface).names
         return (*(names if tied else names[: len(self.parts)]), *(self.zeros if te else ()))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
-        """Shape under each name on one side."""
+        """Return the shape under each name on one side."""
         return self.te.shapes(self.parts) | dict(self.zeros) if te else self.huggingface.shapes(self.parts)
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], *, to_te: bool, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
-        """The other side's tensors, from this side's, of the right shapes; what it lacks must be zero."""
+        """Return the other side's tensors; values that it lacks must be zero."""
         source, target = (self.huggingface, self.te) if to_te else (self.te, self.huggingface)
         parts = source.unpack(tensors, self.parts)
         if source.zero_centered != target.zero_centered:
@@ -154,7 +154,7 @@ class Group:
             )
 
     def rounds(self, tensors: Mapping[str, torch.Tensor], converted: Mapping[str, torch.Tensor]) -> bool:
-        """Whether zero-centering had to round, so that converting back would not give every bit again."""
+        """Return whether zero-centering had to round, so that the inverse conversion would not be exact."""
         if self.huggingface.zero_centered == self.te.zero_centered:
             return False
         mine, other = next(iter(tensors.values())), next(iter(converted.values()))
@@ -163,7 +163,7 @@ class Group:
 
 @dataclass(frozen=True)
 class _Tables:
-    """All groups of one model, in its order. Prefixes: ``theirs`` Hugging Face's, ``ours`` TransformerEngine's."""
+    """All groups of one model, in its order. Prefixes: ``theirs`` of Hugging Face, ``ours`` of TransformerEngine."""
 
     a: Architecture
     style: Names
@@ -220,7 +220,7 @@ class _Tables:
             yield _one((a.head_dim,), f"{theirs}self_attn.{part}_norm.weight", f"{ours}{part}_norm.weight")
 
     def experts(self, block: str, ours: str) -> Iterator[Group]:
-        """Router, each expert by itself, and the shared expert."""
+        """Yield the groups of the router, of each expert separately, and of the shared expert."""
         a, e, names = self.a, self.a.experts, self.names
         assert e is not None
         yield _one((e.count, a.hidden), f"{block}gate.weight", ours + names.router)
@@ -239,7 +239,7 @@ class _Tables:
             yield _one((1, a.hidden), f"{block}shared_expert_gate.weight", ours + names.shared_gate)
 
     def norm(self, theirs: str, ours: str) -> Iterator[Group]:
-        """Weight, and bias if there is one. ``ours`` is their prefix."""
+        """Yield the groups of weight and bias, if there is one. ``ours`` is their prefix."""
         told = centering(self.recorded, ours.removesuffix("layer_norm_").removesuffix("."))
         if told is None:
             last = ours == self.names.final_norm
@@ -257,7 +257,7 @@ class _Tables:
         shapes: Sequence[Shape],
         biases: Sequence[bool] = (False, False),
     ) -> Iterator[Group]:
-        """Projections that are one module of TE's: ``*`` is weight or bias; ``biases``: whether there, and here."""
+        """Yield projections that are one module of TE: ``*`` is weight or bias; ``biases``: on each side."""
 
         def named(form: Form, kind: str) -> Form:
             return replace(form, names=tuple(name.replace("*", kind) for name in form.names))
@@ -271,18 +271,20 @@ class _Tables:
 
 
 def _one(shape: Shape, theirs: str, ours: str) -> Group:
-    """A tensor that has one name on either side."""
+    """Return the group of a tensor with one name on either side."""
     return Group((shape,), Form((theirs,)), Form((ours,)))
 
 
 @dataclass(frozen=True)
 class WeightMap:
-    """All groups of a model, in its order, and the conversions; holds no tensors."""
+    """All groups of a model in its order, and the conversions, without tensors."""
 
     architecture: Architecture
     groups: tuple[Group, ...]
-    ignored_te: str = _IGNORED_TE  #: A pattern: what is no weight in the TransformerEngine model's state dict
-    #: What layers of the model compute otherwise than Hugging Face's, in words
+    ignored_te: str = (
+        _IGNORED_TE  #: Pattern of names in the TransformerEngine model's state dict that are not weights
+    )
+    #: Differences between the functions of the model's layers and Hugging Face's, as texts
     differences: tuple[str, ...] = ()
 
     @classmethod
@@ -293,10 +295,10 @@ class WeightMap:
         names: TeNames | None = None,
         told: ModelDescription | None = None,
     ) -> WeightMap:
-        """Make the map of a model from what :func:`read_config` takes, or an :class:`Architecture`.
+        """Return the map of a model from the arguments of :func:`read_config`, or an :class:`Architecture`.
 
-        What a model that exists tells of itself comes before ``blocks``, which must tell the rest; without one, their
-        default is TransformerEngine's.
+        Properties of an existing model have priority over ``blocks``, which must have the rest; without a model their
+        defaults are TransformerEngine's.
         """
         blocks, names = blocks or TeBlocks(), names or TeNames()
         if told is not None:
@@ -321,24 +323,24 @@ class WeightMap:
         return cls(a, tuple(tables.model()), ignored, tuple(layer_differences(told, a, names)))
 
     def shapes(self, *, te: bool) -> dict[str, Shape]:
-        """Every tensor's shape, of the TransformerEngine model (unsharded), or of the Hugging Face model."""
+        """Return every tensor's shape, of the unsharded TransformerEngine model or of the Hugging Face model."""
         return {name: shape for group in self.groups for name, shape in group.shapes(te=te).items()}
 
     def layouts(self) -> dict[str, str]:
-        """Layout of every tensor of the TransformerEngine model, in the words of a checkpoint's manifest."""
+        """Return the layout of every tensor of the TransformerEngine model, as in a checkpoint's manifest."""
         return {n: str(group.te.layout) for group in self.groups for n in group.names(te=True, tied=True)}
 
     def lazily(self, source: Tensors, *, to_te: bool, dtype: torch.dtype | None = None) -> dict[str, Lazy]:
-        """The other side's tensors as ones that are converted when read. Local operation.
+        """Return the other side's tensors, converted on demand. Local operation.
 
-        Reading them in order holds one group at a time, and reads each source tensor once. A tied head becomes none of
-        Hugging Face's: their own files have it under the embedding's name alone. ``dtype=None`` keeps each tensor's; of
-        several in one group the result has the one that holds them all.
+        Reading in order keeps one group in memory at a time, and reads each source tensor once. A tied head is not
+        written to Hugging Face's files, which have it under the embedding's name only. ``dtype=None`` keeps each
+        tensor's dtype; a group of several dtypes is promoted.
 
         Raises:
-            CheckpointError: Missing, unexpected or wrongly shaped tensors, and such that are not plain, all named in
-                one error before anything is read; a ``dtype`` that loses values. When read: copies of a tied weight
-                that differ, values that the Hugging Face model has no place for.
+            CheckpointError: Missing, unexpected, wrongly shaped or non-plain tensors, all named in one error before any
+                is read; a ``dtype`` that loses values. On reading: copies of a tied weight that differ, values that the
+                Hugging Face model has no place for.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and _is_high(dtype)):
             raise CheckpointError(
@@ -379,7 +381,7 @@ class WeightMap:
 def _check(
     source: Tensors, shapes: Mapping[str, Shape], required: list[str], ignored: re.Pattern[str]
 ) -> None:
-    """Raise all at once in which a source differs from what the map expects, values aside."""
+    """Raise one CheckpointError for all differences between a source and the map, except values."""
     missing = [name for name in required if name not in source]
     unexpected = [name for name in source if name not in shapes and not ignored.fullmatch(name)]
     problems = [f"missing: {shorten(missing, 20)}"] if missing else []

@@ -1,10 +1,9 @@
-"""The TransformerEngine model of a Hugging Face one: names and options of parts, what they compute, what ranks hold.
+"""The TransformerEngine model of a Hugging Face model: names, options and functions of its parts, and ranks' shares.
 
-torch's ``HuggingFaceStorageWriter`` (2.11 to 2.15) does not put tensors together: it writes tensors that are whole on a
-rank, a file of them in memory at once, or every rank's shards, which a second pass over the disk must then join, and
-leaves both; it does not sync, and renames nothing at the end; and its tensors are the model's own, not other rows of
-these. Measured on 2 CPU ranks with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; there 6.8 to 13 s, 2.3 to 3.0 s,
-twice the disk.
+torch's ``HuggingFaceStorageWriter`` (2.11 to 2.15) does not assemble tensors: it writes tensors that are unsharded on a
+rank, with a file of them in memory at once, or every rank's shards, which a second pass over the disk must join. It
+does not sync or rename at the end, and its tensors are the model's own, not other rows of them. Measured on 2 CPU ranks
+with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; 6.8 to 13 s, 2.3 to 3.0 s and twice the disk there.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ Recorded = Mapping[str, Semantics]
 
 @dataclass(frozen=True)
 class TeNames:
-    """Names of a model's parts. Change what your model calls otherwise."""
+    """Names of a model's parts. Change the names that differ in your model."""
 
     layer: str = "layers.{layer}."  #: Prefix of a layer, with ``{layer}`` for its number from 0
     embedding: str = "embedding.weight"  #: Token embedding, shape (vocabulary, hidden)
@@ -66,10 +65,10 @@ class TeNames:
 
 @dataclass(frozen=True)
 class TeBlocks:
-    """Options of the model's layers that decide how parameters are named and laid out.
+    """Options of the model's layers that determine names and layouts of parameters.
 
-    For weights on their way in, ``None`` is TransformerEngine's default. On their way out nothing is assumed: what is
-    ``None`` is read off the model, or off the checkpoint, and is an error where these do not tell.
+    For an import, ``None`` is TransformerEngine's default. An export assumes nothing: ``None`` is read from the model
+    or the checkpoint, and is an error if these do not record it.
     """
 
     fuse_qkv_params: bool | None = None  #: As given to the layer
@@ -81,12 +80,12 @@ class TeBlocks:
 
     @classmethod
     def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
-        """Read the options off a model, sharded or on meta; CheckpointError for those that it does not tell. Local."""
+        """Read the options of a model, sharded or on meta; raise CheckpointError for unknown ones. Local operation."""
         return known_blocks(cls(), describe_model(model), names or TeNames())
 
 
 class ModelDescription(NamedTuple):
-    """What a model, or a checkpoint, tells of itself: names of its parameters, and its modules' semantics if known."""
+    """Properties of a model or checkpoint: names of its parameters, and its modules' semantics if known."""
 
     parameters: Collection[str]
     recorded: Recorded
@@ -94,14 +93,14 @@ class ModelDescription(NamedTuple):
 
 
 def describe_model(model: nn.Module) -> ModelDescription:
-    """What a model tells of itself, names without what wrappers add. Local operation."""
+    """Return the properties of a model, with names without the prefixes of wrappers. Local operation."""
     names = {_torch.without_wrappers(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     held = {_torch.without_wrappers(name): held for name, held in model.named_buffers() if not held.is_meta}
     return ModelDescription(names, semantics_of(model), frequencies_of(held, held.__getitem__))
 
 
 def known_blocks(blocks: TeBlocks, told: ModelDescription, names: TeNames) -> TeBlocks:
-    """Options of a model's layers, all known: what it tells, else ``blocks``."""
+    """Return the options of a model's layers, all known: from the model, else from ``blocks``."""
     parameters, recorded, _ = told
     _check_names(parameters, names)
     attention = names.layer.format(layer=0) + names.attention
@@ -119,7 +118,7 @@ def known_blocks(blocks: TeBlocks, told: ModelDescription, names: TeNames) -> Te
     unknown = [field.name for field in fields(blocks) if getattr(blocks, field.name) is None]
     if unknown:
         raise CheckpointError(
-            f"options of the layers that nothing tells: {', '.join(unknown)}",
+            f"unknown options of the layers: {', '.join(unknown)}",
             why="Other options are other weights under the same names and shapes. A state dict does not have them, "
             "nor has a checkpoint that was saved without its modules' semantics, or with other names of modules",
             fix="te_fsdp.checkpoint.save_huggingface(path, model, config=...), which reads them off the model; or "
@@ -148,15 +147,15 @@ def _check_names(parameters: Collection[str], names: TeNames) -> None:
 
 
 def centering(recorded: Recorded, module: str) -> bool | None:
-    """Whether the norm in a module is zero-centered; ``None`` where that is not known."""
+    """Return whether the norm in a module is zero-centered; ``None`` if that is unknown."""
     return recorded[module]["zero_centered_gamma"] if module in recorded else None
 
 
 def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -> list[str]:
-    """Settings of modules with which the same weights would compute something else, in words. Local operation.
+    """Return settings of modules with which the same weights have another function, as texts. Local operation.
 
-    What is not wanted here must be as in a module without it. Not compared: dropout, centering of norms (which is
-    converted), modules of a user's own classes.
+    Settings without an expected value must be as in a module without them. Not compared: dropout, centering of norms
+    (which is converted), modules of custom classes.
     """
     wanted, recorded = dict[str, Semantics](), told.recorded
 
@@ -170,7 +169,7 @@ def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -
     for layer in (names.layer.format(layer=n) for n in range(a.layers)):
         mask: dict[str, Any] = {"window_size": window, "attn_mask_type": causal}
         here = recorded.get(layer.removesuffix("."))
-        if here is not None and here.kind == "TransformerLayer":  # it tells its attention both in calls
+        if here is not None and here.kind == "TransformerLayer":  # passes both to its attention
             want(layer, here.kind, window_size=window, self_attn_mask_type=causal)
             mask = {}
         want(layer + names.attention, "MultiheadAttention", **attention, **mask)
@@ -195,12 +194,12 @@ def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -
 
 #: A rectangle of a tensor of the unsharded model: offsets and sizes.
 Place = tuple[tuple[int, ...], tuple[int, ...]]
-#: What a rank holds of a tensor, with the offsets; read when it is sent.
+#: A rank's pieces of a tensor, with their offsets; read when they are sent.
 Pieces = list[tuple[tuple[int, ...], Lazy]]
 
 
 class Description(NamedTuple):
-    """What a rank tells of a tensor of the unsharded model."""
+    """A rank's description of a tensor of the unsharded model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype  # of the parameter
@@ -209,7 +208,7 @@ class Description(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What this rank holds of one tensor of the unsharded model."""
+    """This rank's part of one tensor of the unsharded model."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -218,15 +217,15 @@ class Share(NamedTuple):
 
     @property
     def about(self) -> Description:
-        """What other ranks are told."""
+        """Return the description for other ranks."""
         return Description(*self[:3], tuple((at, piece.shape) for at, piece in self.pieces))
 
 
 def shares_of(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Share]:
-    """This rank's share of every parameter, by the name in the unsharded model. Local operation.
+    """Return this rank's share of every parameter, by name in the unsharded model. Local operation.
 
-    FSDP2 units are resharded. Values are an fp32 main weight where the optimizer has one, else the parameter's. A tied
-    parameter comes under its first name; one for all experts as one for each, under the global index.
+    FSDP2 units are resharded. Values are those of an fp32 main weight if the optimizer has one, else the parameter's. A
+    tied parameter has its first name; a stacked parameter of experts becomes one for each, with global indices.
     """
     found: dict[str, Share] = {}
     for owned in owned_parameters(model):
@@ -266,7 +265,7 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
 
     def piece(box: Box) -> Lazy:
         at = box.local_slices()
-        if main is not None:  # what FusedAdam keeps beside bf16 weights
+        if main is not None:  # FusedAdam's remainders of bf16 weights
             return with_remainders(InMemory(local[at]), InMemory(main[at]))
         if not _te.is_quantized(local):
             return InMemory(local[at])
@@ -277,12 +276,12 @@ def _share(owned: OwnedTensor, optimizer: Optimizer | None) -> Share:
 
 
 def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Description]:
-    """Every tensor of the unsharded model, without shares, from what the ranks tell, which must agree."""
+    """Return every tensor of the unsharded model, without shares, from the ranks' descriptions, which must agree."""
     found: dict[str, Description] = {}
     for number, every in enumerate(seen):
         for name, about in every.items():
             one = about._replace(places=())
-            # Of what it has nothing of, a rank may have no main weight either: it is not asked.
+            # A rank without elements may have no main weight either.
             if about.places and found.setdefault(name, one) != one:
                 raise CheckpointError(
                     f"{name}: of another kind on rank {number}",
@@ -294,7 +293,7 @@ def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Desc
 
 
 class Transfer(NamedTuple):
-    """A rectangle on its way to the rank that writes its tensor, perhaps the same."""
+    """A rectangle on its way to the rank that writes its tensor, perhaps the same rank."""
 
     holder: int
     index: int  # among what the holder has of the tensor
@@ -335,11 +334,11 @@ def holders_of(
 def plan_exchange(
     seen: Sequence[Mapping[str, Description]], queues: Sequence[Sequence[Sequence[str]]]
 ) -> list[list[Transfer]]:
-    """What each rank sends and receives, in one order for all, so that no two wait for each other. Local operation.
+    """Return the transfers of each rank, in one order for all, so that no two ranks wait for each other. Local.
 
-    The writers' groups take turns. A rectangle that several ranks hold comes from the rank that needs it, or from the
-    one with the least to send. ``queues`` are for each rank the groups that it needs, in order: names of tensors.
-    The ranks must hold every element of each tensor once.
+    ``queues`` are the groups of names that each rank needs, in order. The writers' groups take turns. A replicated
+    rectangle is sent by its writer itself, or by the rank with the least to send. The ranks must have every element of
+    each tensor once.
     """
     described = describe_shares(seen)
     holders = holders_of(seen, described)
@@ -361,11 +360,11 @@ def arrivals(
     described: Mapping[str, Description],
     plan: Sequence[Transfer],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that this rank writes, in their order and in the dtype of their values, each when it is whole.
+    """Yield the tensors that this rank writes in order, in the dtype of their values, each when it is complete.
 
-    Every rank takes part in all of its transfers, whatever goes wrong on it: others wait for it there, and it raises at
-    the end. Tensors pass through the CPU's memory, a rectangle at a time, over a gloo group of te_fsdp's own, so that
-    training's memory and collectives are not touched.
+    Every rank takes part in all of its transfers, even after an error, because others wait for it; it raises at the
+    end. Tensors pass through the CPU's memory one rectangle at a time, over te_fsdp's own Gloo group, so they do not
+    interfere with training's memory and collectives.
     """
     missing = Counter(one.name for one in plan if one.writer == ranks.rank)
     here: dict[str, torch.Tensor] = {}
@@ -379,7 +378,7 @@ def arrivals(
         else:
             try:
                 data = shares[name].pieces[index][1].whole().reshape(-1).view(torch.uint8)
-            except Exception as error:  # zeros go instead
+            except Exception as error:  # zeros are sent instead
                 failed, data = failed or error, torch.zeros(count, dtype=torch.uint8, device="cpu")
         if writer != ranks.rank:
             dist.send(data, writer, group=ranks.group)

@@ -74,7 +74,7 @@ def test_saves_run_one_after_the_other_and_none_fails_silently(pool, tmp_path):
         )
         name, text = outcome["refused"]
         assert name == "CheckpointError" and "/4: save failed on rank(s) 1" in text
-        assert "save: the one before has failed, and nobody has asked for its result" in text
+        assert "save: the previous asynchronous save failed and its error was never retrieved" in text
         assert outcome["again"] and outcome["left"] == ["1", "2", "5"]
     assert results[0]["told"] == results[1]["told"] and results[0]["refused"] == results[1]["refused"]
 

@@ -171,7 +171,7 @@ def test_delayed_state_that_does_not_fit(pool, tmp_path):
     assert '"mlp": "with another recipe' in outcome["left"]
     assert outcome["wrong"] == []
     (note,) = outcome["notes"]
-    assert "delayed-scaling state of 3 module(s) not in the checkpoint: histories begin anew" in note
+    assert "delayed-scaling state of 3 module(s) not in the checkpoint: histories start again" in note
 
 
 @pytest.mark.ranks(4)

@@ -22,7 +22,7 @@ BEFORE = 2  # delayed scaling reads its histories from the second step on
 
 
 def save_with_torch(case: Case, directory: str) -> list[float]:
-    """Train stock TE, save model and optimizer with torch.save, train on; returns the further losses."""
+    """Train stock TE, save model and optimizer state dicts with plain DCP, train on; return the further losses."""
     run = Run(case, None, seed=0)
     run.steps(BEFORE)
     torch.save(logical_state(run), f"{directory}/expected.pt")
@@ -31,10 +31,16 @@ def save_with_torch(case: Case, directory: str) -> list[float]:
     for saved, group in zip(optimizer["param_groups"], run.optimizer.param_groups, strict=True):
         # As torch does for an optimizer that was given named parameters.
         saved["param_names"] = [names[id(p)] for p in group["params"]]
-    torch.save(
-        {"model": run.model.state_dict(), "optimizer": optimizer, "step": BEFORE}, f"{directory}/plain.pt"
-    )
+    state = {"model": run.model.state_dict(), "optimizer": optimizer, "step": BEFORE}
+    dcp.save(state, checkpoint_id=f"{directory}/plain", no_dist=True)
     return run.steps(AFTER)
+
+
+def convert(directory: str) -> None:
+    """Convert what :func:`save_with_torch` saved to a checkpoint of te_fsdp."""
+    from te_fsdp.cli import main
+
+    assert main(["ckpt", "convert", f"{directory}/plain", f"{directory}/ours", "--to", "checkpoint"]) == 0
 
 
 def load_converted(

@@ -1,0 +1,42 @@
+"""Plain JSON values of module settings, and names of functions."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+UNKNOWN = object()
+
+
+def plain_value(value: Any) -> Any:
+    """Return a value as JSON reads it back, with functions described."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, (tuple, list)):
+        items = [plain_value(item) for item in value]
+        return UNKNOWN if UNKNOWN in items else items
+    if isinstance(value, enum.Enum):
+        return f"{type(value).__name__}.{value.name}"
+    return _function_name(value)
+
+
+def _function_name(function: Any) -> Any:
+    """Return the name of a function, method or class; unknown for lambdas, closures, partials and other objects."""
+    owner = getattr(function, "__self__", None)
+    if inspect.ismethod(function) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
+        return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{function.__name__}"
+    if not (inspect.isroutine(function) or isinstance(function, type)):
+        return UNKNOWN
+    # The defaults of a local function are captured values too, as in ``def act(x, k=k)``.
+    is_local = "<locals>" in getattr(function, "__qualname__", "")
+    values = getattr(function, "__closure__", None) or (is_local and getattr(function, "__defaults__", None))
+    return UNKNOWN if values or function.__name__ == "<lambda>" else function.__name__
