@@ -45,6 +45,7 @@ from te_fsdp.modules.extra_state import (
     DamagedEntryError,
     bytes_of,
     describe_load_condition,
+    has_expert_rows,
     marks_of,
     unpack,
 )
@@ -280,7 +281,7 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         condition = str(next(iter(value), ""))
         _check_uncut(key, marks_of(condition) if len(value) == 1 else (-1,), condition)
         value = next(iter(value.values()))
-    if isinstance(value, Lazy) and len(value.shape) > 1:
+    if isinstance(value, Lazy) and len(value.shape) > 1 and not has_expert_rows(value.whole()):
         _check_uncut(key, tuple(value.shape[1:]), describe_load_condition(tuple(value.shape[1:])))
     if choices.extra_state == "drop":
         return

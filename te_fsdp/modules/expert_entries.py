@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from te_fsdp.boxed_dtensor import wrapper
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
+from te_fsdp.modules.extra_state import ExpertEntry
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -138,6 +139,7 @@ def _values(tensor: torch.Tensor) -> torch.Tensor:
 def _wrap_plan(stock: Any) -> Any:
     @functools.wraps(stock)
     def create_local_plan(self: Any) -> Any:
+        _place_entries(self)
         fit = _Fit(self)
         if fit.find():
             self.state_dict = fit.fitted()
@@ -146,6 +148,40 @@ def _wrap_plan(stock: Any) -> Any:
         return stock(self)
 
     return create_local_plan
+
+
+def _place_entries(planner: Any) -> None:
+    """Replace delayed-scaling entries of experts by entries that read the rows of a rank's own experts."""
+    saved, entries = planner.metadata.state_dict_metadata, {}
+    for key, value in planner.state_dict.items():
+        stored = saved.get(key)
+        if not isinstance(value, ExpertEntry) or not isinstance(stored, TensorStorageMetadata):
+            continue
+        if len(stored.size) != 2:
+            continue
+        if value.experts is None or value.experts[2] != stored.size[0]:
+            raise CheckpointError(
+                f"{key}: delayed-scaling state of experts",
+                expected=f"{value.experts[2] if value.experts else 'an unknown number of'} experts",
+                got=f"{stored.size[0]} in the checkpoint",
+                fix="load into the state_dict() of a model with the same number of experts",
+            )
+        # The width is the checkpoint's, because a new model has no state before its first forward.
+        entries[key] = value.target(stored.size[1])
+    for key, entry in entries.items():
+        holder, last = _holder(planner, key)
+        holder[last] = entry
+    if entries:
+        planner.state_dict = {**planner.state_dict, **entries}
+
+
+def _holder(planner: Any, key: str) -> tuple[Any, Any]:
+    """Return the container of the state dict that has the entry of a flat key, and the entry's key in it."""
+    *path, last = planner.mappings.get(key, (key,))
+    holder: Any = planner.original_state_dict
+    for step in path:
+        holder = holder[step]
+    return holder, last
 
 
 class ExpertTarget(torch.Tensor):
@@ -243,11 +279,8 @@ class _Fit:
         for key in targets:
             value.seek(0)
             stock(replace(item, dest_index=replace(item.dest_index, fqn=key)), value)
-            *path, last = self.planner.mappings.get(key, (key,))
+            holder, last = _holder(self.planner, key)
             if last == "params":
-                holder: Any = self.planner.original_state_dict
-                for step in path:
-                    holder = holder[step]
                 holder[last] = list(dict.fromkeys(self._own_names(holder[last])))
 
     def commit_tensor(self, stock: Callable[..., None], item: Any, tensor: torch.Tensor) -> None:

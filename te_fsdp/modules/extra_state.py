@@ -5,9 +5,8 @@ TE's entry is a tensor. It is empty for stateless recipes and contains a pickle 
 ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. te_fsdp's entry is a tensor that every te_fsdp module loads. Until
 version 0.1 it was a dict, which is still supported.
 
-Plain ``torch.distributed.checkpoint`` raises when it writes delayed scaling's state. It would store one rank's copy,
-whose newest amaxes differ from those of other ranks. A new model has no state before its first forward and could not
-load it.
+The delayed-scaling state of experts has one row for each expert (:class:`ExpertEntry`). The ranks of an
+expert-parallel mesh have different experts under one name, and a load plan reads the rows of a rank's own experts.
 
 Plain DCP cannot reshard quantized tensors: a slice may be a temporary, so that a write to it is lost. The entry of a
 module with quantized weights therefore encodes the load condition in its shape. On a different mesh DCP raises with
@@ -21,6 +20,7 @@ unsharded weight. Contents and shapes of entries:
     rows stacked for tp=2           text                      (n, 2)
     quantized, tp=2 and 4 shards    text                      (n, 2, 4)
     delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
+    delayed scaling, experts        the same for each expert  (experts, n)
 
 If nothing is sharded (dims of 1) and the entry has no state, the text is omitted. Then ``n`` is 0 and stock TE
 accepts the entry. In other cases stock TE rejects it as an unsupported pickle. Scripts may clone and cast
@@ -34,9 +34,11 @@ import math
 import re
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from te_fsdp import boxed_dtensor
 from te_fsdp.errors import CheckpointError
@@ -89,12 +91,41 @@ def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(-1, *marks)
 
 
+def pack_experts(state: dict[str, Any], first: int) -> torch.Tensor:
+    """Return an entry with one row of equal length for each expert, from global index ``first`` on."""
+    count = state["recipe"]["num_gemms"]
+    rows = []
+    for index in range(count):
+        recipe = {**state["recipe"], "num_gemms": 1, _EXPERT: f"{first + index:08d}"}
+        tensors = {key: value.chunk(count, -1)[index] for key, value in state.items() if key != "recipe"}
+        rows.append(pack((), {"recipe": recipe, **tensors}))
+    return torch.stack(rows)
+
+
+def has_expert_rows(entry: torch.Tensor) -> bool:
+    """Return whether an entry has a row for each expert."""
+    return entry.ndim == 2 and bytes_of(entry[:1]).startswith(_text(()))
+
+
+def _unpack_experts(entry: torch.Tensor) -> dict[str, Any]:
+    """Return the joined state of all experts of an entry."""
+    states = [state for row in entry if (state := (unpack(row) or ((), None))[1]) is not None]
+    if len(states) != len(entry) or any(state.keys() != states[0].keys() for state in states):
+        raise DamagedEntryError("rows of experts")
+    recipe = {**states[0]["recipe"], "num_gemms": len(states)}
+    recipe.pop(_EXPERT, None)
+    keys = [key for key in states[0] if key != "recipe"]
+    return {"recipe": recipe, **{key: torch.cat([state[key] for state in states], -1) for key in keys}}
+
+
 def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None] | None:
     """Return marks and state of an entry; ``None`` for an entry of TE. Local operation.
 
     Raises:
         DamagedEntryError: Values were changed.
     """
+    if has_expert_rows(entry):
+        return (), _unpack_experts(entry)
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)
     if not data.startswith(_MAGIC):
         if entry.ndim == 1:
@@ -156,8 +187,9 @@ def _text(marks: tuple[int, ...]) -> bytes:
     return _MAGIC + (describe_load_condition(marks) if marks else "state of delayed scaling").encode() + b"\n"
 
 
-#: Key of delayed scaling's state in an entry.
+#: Keys of delayed scaling's state in an entry, and of an expert's index in its row.
 DELAYED = "delayed scaling"
+_EXPERT = "expert"
 
 
 class _AnySize(Sequence[int]):
@@ -214,21 +246,47 @@ class _Entry(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
 
 
-class _NotForDcp(_Entry):
-    """An entry that plain DCP must not write. Copies and casts have this class, too."""
+class ExpertEntry(_Entry):
+    """Entry of experts. DCP writes and reads it by rows."""
 
-    # Binds torch.Tensor's class method to this class.
+    #: First expert of this rank, number of its experts, and number of all experts; ``None`` in copies.
+    experts: tuple[int, int, int] | None = None
+    is_target: bool = False  #: Whether a load plan created it
+
+    # Binds torch.Tensor's class method to this class. DCP refuses copies, because it would lose rows of them.
     __torch_function__ = classmethod(torch.Tensor.__torch_function__.__func__)  # type: ignore[bad-override]
 
-    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> NoReturn:
-        """Raise when DCP plans to write the tensor."""
-        raise CheckpointError(
-            f"{fqn}: delayed scaling's state in a plain state dict",
-            expected="a state dict for torch.save or load_state_dict",
-            got="torch.distributed.checkpoint",
-            why="A new model could not load it before its first forward and would silently lose the amax history",
-            fix="save with te_fsdp.checkpoint.save (removing the _extra_state keys loses the amax history)",
-        )
+    def target(self, width: int) -> ExpertEntry:
+        """Return the entry that a load plan reads rows of this width into."""
+        assert self.experts is not None
+        found = torch.zeros((self.experts[1], width), dtype=torch.uint8).as_subclass(ExpertEntry)
+        found.experts, found.is_target = self.experts, True
+        return found
+
+    def _chunk(self) -> ChunkStorageMetadata:
+        assert self.experts is not None
+        return ChunkStorageMetadata(torch.Size((self.experts[0], 0)), self.shape)
+
+    def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
+        """Return the rows as a shard of the entry of all experts, when DCP plans to write the tensor."""
+        if not self.numel():
+            return super().__create_write_items__(fqn, tensor)
+        if self.experts is None:
+            raise CheckpointError(
+                f"{fqn}: delayed scaling's state of experts in a copy of a state dict",
+                expected="the entry that state_dict() returned",
+                got="a copy",
+                why="A copy does not record which experts its rows belong to",
+                fix="save the state dict itself, or save with te_fsdp.checkpoint.save",
+            )
+        properties = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
+        size = torch.Size((self.experts[2], self.shape[1]))
+        data = TensorWriteData(chunk=self._chunk(), properties=properties, size=size)
+        index = MetadataIndex(fqn, self._chunk().offsets)
+        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [self._chunk()] if self.is_target else []
 
 
 def encode_extra_state(module: nn.Module, stock: Any) -> Any:
@@ -241,15 +299,35 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
         return stock
     # Bytes without states are the pickle of a custom recipe. TE ignores it when it loads the entry.
     states = _te.delayed_states(module) if stock.numel() else None
+    experts = _experts_of(module)
     if states is None:
-        return stock.new_empty(0).as_subclass(_Entry)
+        found = stock.new_empty(0).as_subclass(_Entry if experts is None else ExpertEntry)
+    else:
+        found = _pack_states(module, states, experts)
+    if isinstance(found, ExpertEntry):
+        found.experts = experts
+    return found
+
+
+def _experts_of(module: nn.Module) -> tuple[int, int, int] | None:
+    """Return first index, number and total number of a module's experts; ``None`` for other modules."""
+    if _te.kind_of(module) != "GroupedLinear":
+        return None
+    binding, count = binding_of(module), int(module.num_gemms)  # type: ignore[arg-type]
+    own = binding.experts if binding is not None else None
+    return (0, count, count) if own is None else (own.first, own.count, own.total)
+
+
+def _pack_states(
+    module: nn.Module, states: dict[str, Any], experts: tuple[int, int, int] | None
+) -> torch.Tensor:
     # Its tensors, and the recipe needed to create the state again.
     described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
     for key, state in states.items():
         described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
-    # Experts of other ranks have states of their own under the same name.
-    kind = _NotForDcp if (binding_of(module).ep.mesh is not None) else _Entry  # type: ignore[missing-attribute]
-    return pack((), described).as_subclass(kind)
+    if experts is None:
+        return pack((), described).as_subclass(_Entry)
+    return pack_experts(described, experts[0]).as_subclass(ExpertEntry)
 
 
 def decode_extra_state(module: nn.Module, state: Any) -> Any:
@@ -278,7 +356,7 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
     if not isinstance(state, torch.Tensor):
         return saved, None, state
     try:
-        found = unpack(state.as_subclass(torch.Tensor))
+        found = unpack(_own_rows(module, state.as_subclass(torch.Tensor)))
     except DamagedEntryError as error:
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
@@ -288,6 +366,24 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
             fix="exclude uint8 entries from conversions, or use a dtype of at least 16 bits",
         ) from error
     return (saved, None, state) if found is None else (found[0] or None, found[1], None)
+
+
+def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
+    """Return the rows of the module's own experts, if the entry has rows of experts."""
+    own = _experts_of(module)
+    if own is None or not has_expert_rows(entry):
+        return entry
+    states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]
+    have = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
+    expected = range(own[0], own[0] + own[1])
+    if not set(expected) <= set(have):
+        raise CheckpointError(
+            f"{name_of(module)}._extra_state of a state dict",
+            expected=f"the state of experts {own[0]} to {expected[-1]}",
+            got=f"the state of experts {have}",
+            fix="load the state dict of this rank, or load with torch.distributed.checkpoint",
+        )
+    return entry[[have.index(index) for index in expected]]
 
 
 def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:

@@ -13,7 +13,15 @@ import torch
 
 from te_fsdp.errors import CheckpointError
 from te_fsdp.modules import extra_state
-from te_fsdp.modules.extra_state import DamagedEntryError, describe_load_condition, marks_of, pack, unpack
+from te_fsdp.modules.extra_state import (
+    DamagedEntryError,
+    describe_load_condition,
+    has_expert_rows,
+    marks_of,
+    pack,
+    pack_experts,
+    unpack,
+)
 
 MARKS = [(), (1,), (2,), (16,), (1, 1), (1, 2), (2, 4), (8, 256)]
 
@@ -25,6 +33,11 @@ def state() -> dict[str, Any]:
         "scaling_fwd.scale": torch.rand(6, generator=generator),
         "scaling_fwd.amax_history": torch.rand(4, 6, generator=generator),
     }
+
+
+def state_of_experts() -> dict[str, Any]:
+    found = state()
+    return {**found, "recipe": {**found["recipe"], "num_gemms": 3}}
 
 
 def check_same(found: dict[str, Any] | None) -> None:
@@ -108,14 +121,30 @@ def test_what_torch_sees():
         assert type(made) is torch.Tensor
 
 
-def test_plain_dcp_cannot_write_delayed_scaling_nor_copies_of_it():
-    entry = pack((), state()).as_subclass(extra_state._NotForDcp)
+def test_plain_dcp_cannot_write_copies_of_the_state_of_experts():
+    """Rows of experts without the experts' indices would overwrite those of other ranks."""
+    entry = pack_experts(state_of_experts(), 2).as_subclass(extra_state.ExpertEntry)
     for own in (entry, entry.clone(), entry.float(), entry.detach().cpu(), copy.deepcopy(entry)):
         with pytest.raises(
-            CheckpointError, match=r"fc1\._extra_state: delayed scaling's state in a plain state dict"
+            CheckpointError, match=r"fc1\._extra_state: delayed scaling's state of experts in a copy"
         ):
             own.__create_write_items__("fc1._extra_state", own)
     assert type(saved(entry)) is torch.Tensor
+    entry.experts = (2, len(entry), 2 + len(entry))
+    (item,) = entry.__create_write_items__("fc1._extra_state", entry)
+    assert tuple(item.index.offset) == (2, 0) and item.tensor_data.size[0] == 2 + len(entry)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_rows_of_experts_come_back(dtype):
+    """The same state as before, with a row for each expert, in any dtype that a script casts entries to."""
+    own = state_of_experts()
+    entry = pack_experts(own, 7).to(dtype)
+    assert len(entry) == 3 and has_expert_rows(entry)
+    marks, found = unpack(entry)
+    assert marks == () and found["recipe"] == own["recipe"]
+    assert all(torch.equal(found[key], own[key]) for key in own if key != "recipe")
+    assert not has_expert_rows(pack((), own)) and not has_expert_rows(pack((2,), own))
 
 
 def test_stock_te_refuses_what_is_cut(te, monkeypatch):
