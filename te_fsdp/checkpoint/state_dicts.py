@@ -8,7 +8,6 @@ refused. Optimizer state is read from DCP directories only.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,30 +15,29 @@ import torch
 
 from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.lazy_tensors import (
-    Chunked,
     InMemory,
     Lazy,
-    Piece,
     RefusedClassError,
     load_weights_only,
     open_safetensors,
 )
 from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
 from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp, with_leaves
+from te_fsdp.checkpoint.quantized_pieces import Quantized, as_lazy, quantized_or_plain
 from te_fsdp.checkpoint.reader import (
     DCP_KIND,
     MANIFEST_KEY,
     OTHER,
     Choices,
     Contents,
+    cut_by_tp,
     describe,
     empty_manifest,
     from_portable,
     with_other_experts,
 )
-from te_fsdp.checkpoint.shard_files import frame_of
 from te_fsdp.checkpoint.tensor_entries import encode
-from te_fsdp.errors import CheckpointError, PlacementError, shorten
+from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import (
     DELAYED,
     DamagedEntryError,
@@ -49,8 +47,6 @@ from te_fsdp.modules.extra_state import (
     marks_of,
     unpack,
 )
-from te_fsdp.quantized.components import components_of, describe_format
-from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.te_formats import read_extra_state, unreadable_state
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -58,21 +54,11 @@ _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
 _EXTRA = "_extra_state"
 
 
-@dataclass
-class _Quantized:
-    """One of TE's quantized weights: its format and its components, in the layout of the weight."""
-
-    format: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    components: dict[str, Lazy]
-
-
 def open_torch_contents(path: Path, choices: Choices) -> Contents:
     """Return the model's state dict in a ``torch.save`` file, which is mapped; raise CheckpointError for others."""
     with unreadable(path, "file of torch.save", "the file is damaged, truncated or of another kind"):
         tree = with_leaves(
-            load_weights_only(path, str(path)), _leaf
+            load_weights_only(path, str(path)), as_lazy
         )  # an object that holds itself: RecursionError
     return _from_tree(path, "torch.save", tree, choices)
 
@@ -111,10 +97,13 @@ def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None =
                 fix="take an earlier checkpoint or copy this one again",
             )
         opened = open_dcp(path, metadata)
-    leaves: dict[str, Any] = {key: _quantized_or_plain(key, t) for key, t in opened.tensors.items()}
+    cut = cut_by_tp(opened.tensors)
+    leaves: dict[str, Any] = {
+        key: quantized_or_plain(key, tensor, scrambled=key in cut) for key, tensor in opened.tensors.items()
+    }
     for key, record in opened.others.items():
         try:
-            leaves[key] = with_leaves(record.load(), _leaf)
+            leaves[key] = with_leaves(record.load(), as_lazy)
         except RefusedClassError as error:
             leaves[key] = error
     tree: dict[Any, Any] = {}
@@ -135,37 +124,6 @@ def _with_lists(node: Any) -> Any:
     if values and all(isinstance(key, int) for key in values):
         return [values[index] for index in sorted(values)]
     return values
-
-
-def _quantized_or_plain(key: str, tensor: Lazy) -> Any:
-    """Return a tensor, or the quantized weight that DCP wrote as a pickled object in the place of a piece."""
-    pieces = [p for _, p in tensor.chunks if isinstance(p, Piece)] if isinstance(tensor, Chunked) else []
-    # The metadata describes them like plain tensors; only the length of the record differs.
-    if not pieces or not (first := pieces[0]).dtype.is_floating_point:
-        return tensor
-    is_plain = first.bytes < first.length == frame_of(first.dtype, first.shape).length
-    if is_plain or not _te.is_quantized(found := first.load()):
-        return tensor
-    if len(pieces) > 1:
-        raise CheckpointError(
-            f"{key}: a quantized weight in {len(pieces)} pieces",
-            expected="a state dict of one process",
-            why="Pieces that were quantized separately need not have one scale",
-            fix="load it as it was saved, and save it with te_fsdp.checkpoint.save",
-        )
-    return _leaf(found, key)
-
-
-def _leaf(found: torch.Tensor, key: str) -> Any:
-    """Return a loaded tensor as a lazy one, or the components of one of TE's; any other subclass unchanged."""
-    if not _te.is_quantized(found):
-        is_plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout == torch.strided
-        return InMemory(found.detach().resolve_conj().resolve_neg()) if is_plain else found
-    try:
-        components: dict[str, Lazy] = {c.name: InMemory(c.tensor) for c in components_of(found, key)}
-        return _Quantized(describe_format(found, key) or "", found.dtype, tuple(found.shape), components)
-    except PlacementError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _is_extra(name: Any) -> bool:
@@ -201,7 +159,7 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
         if not isinstance(node, dict):
             raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
-    if isinstance(tree, dict) and any(isinstance(v, Lazy | _Quantized) for v in tree.values()):
+    if isinstance(tree, dict) and any(isinstance(v, Lazy | Quantized) for v in tree.values()):
         others = dict | list | str | float | int | None
         return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, others)}
     found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
@@ -237,7 +195,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             # Tied weights are one tensor under several names. A checkpoint stores it under the first.
             contents.notes.append(f"{name}: tied to {first[place]}, stored once")
             manifest.tied[name] = first[place]
-        elif isinstance(value, _Quantized):
+        elif isinstance(value, Quantized):
             _add_quantized(contents, name, value)
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
@@ -261,7 +219,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
         )
 
 
-def _add_quantized(contents: Contents, name: str, found: _Quantized) -> None:
+def _add_quantized(contents: Contents, name: str, found: Quantized) -> None:
     # TE's float8 tensor does not record the origin of its scale; the module's state does.
     is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
     contents.manifest.parameters[name] = {

@@ -155,3 +155,35 @@ def test_load_without_load_state_dict(pool, tmp_path, arch, recipe, saved, shard
             round_trip.load_only, math.prod(axes.values()), axes=axes, env=ENVIRONMENT, **where
         ):
             assert found == {"control": True, "wrong": [], "same output": True}, (axes, found)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.arch("9.0", "10.0")
+@pytest.mark.covering(strength=0, always=[{"kind": "one parameter", "recipe": "mxfp8", "sharder": "torch"}])
+@pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("kind", ["gated MLP", "TransformerLayer", "experts", "one parameter"])
+def test_pieces_of_quantized_weights_in_checkpoint_load(pool, tmp_path, arch, kind, recipe, sharder):
+    """What ``dcp.load`` reads, ``te_fsdp.checkpoint.load`` reads too (kind: directories that only one of them reads).
+
+    Components of the pieces are joined bit for bit.
+    """
+    if (recipe == "block") != (arch == "9.0"):
+        pytest.skip("block scaling on Hopper, all others on Blackwell")
+    if kind == "one parameter" and recipe == "delayed":
+        pytest.skip("TransformerEngine has no grouped kernels for it")
+    if kind == "experts" and recipe == "current":
+        pytest.skip("TransformerEngine's GroupedLinear takes current scaling without tp only")
+    where = {"recipe": recipe, "sharder": sharder, "keep": True, "directory": str(tmp_path), "kind": kind}
+    axes = (
+        {"ep": 2, "tp": 2}
+        if kind in round_trip.EXPERT_KINDS and recipe != "current"
+        else {"dp_shard": 2, "tp": 2}
+    )
+    axes = {"dp_shard": 2, "ep": 2} if kind == "one parameter" and recipe == "current" else axes
+    pool.run(round_trip.begin, 4, axes=axes, env=ENVIRONMENT, **where)
+    for target in ({"dp_shard": 4}, {"dp_shard": 2}, {"dp_shard": 1}):
+        ranks = math.prod(target.values())
+        for found in pool.run(round_trip.load_checkpoint, ranks, axes=target, env=ENVIRONMENT, **where):
+            assert found["control"] > 0 and found["wrong"] == [] and found["converted"] == [], (target, found)
+            assert found["after"] <= NEXT_STEP[recipe], (target, found)

@@ -361,6 +361,23 @@ def load_only(
     }
 
 
+def load_checkpoint(
+    kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str
+) -> dict[str, Any]:
+    """Load by ``te_fsdp.checkpoint.load`` what a mesh has saved by ``dcp.save``; compare values and the next step."""
+    import te_fsdp
+
+    oracle = torch.load(f"{directory}/oracle.pt", weights_only=True)
+    job = Job(kind, recipe, axes, sharder, keep, seed=4)
+    outcome: dict[str, Any] = {"control": len(differing(oracle["values"], job.values()))}
+    loaded = te_fsdp.checkpoint.load(f"{directory}/0", job.model, job.optimizer)
+    outcome["wrong"] = differing(oracle["values"], job.values())
+    outcome["converted"] = sorted(loaded.converted)
+    job.step(2)
+    outcome["after"] = farthest(oracle["after"], job.values())
+    return outcome
+
+
 def save_values(
     kind: str, recipe: str, axes: dict[str, int], sharder: str, keep: bool, directory: str
 ) -> None:

@@ -1,0 +1,101 @@
+"""Quantized weights that plain DCP wrote in pieces: their components joined, or their values."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Piece
+from te_fsdp.checkpoint.quantized_pieces import Quantized, quantized_or_plain
+from te_fsdp.errors import CheckpointError
+from te_fsdp.quantized.boxed import QuantizedSlice, values_of
+from te_fsdp.quantized.components import components_of
+from te_fsdp.upstream import te as _te
+
+SHAPE = (256, 128)
+HALVES = [(0, 0), (128, 0)]
+
+
+def weight_of(te: Any, recipe: str, seed: int) -> torch.Tensor:
+    from transformer_engine.common import recipe as recipes
+
+    kind = {
+        "current": recipes.Float8CurrentScaling,
+        "block": recipes.Float8BlockScaling,
+        "mxfp8": recipes.MXFP8BlockScaling,
+        "nvfp4": recipes.NVFP4BlockScaling,
+    }[recipe]
+    torch.manual_seed(seed)
+    with te.quantized_model_init(recipe=kind()):
+        return te.Linear(SHAPE[1], SHAPE[0], bias=False, params_dtype=torch.bfloat16).weight.detach()
+
+
+def chunked(folder: Path, pieces: list[torch.Tensor], *, offsets: Any = HALVES) -> Chunked:
+    """Return the tensor in records as DCP writes them."""
+    chunks: list[tuple[tuple[int, ...], Lazy]] = []
+    for number, (at, piece) in enumerate(zip(offsets, pieces, strict=True)):
+        file, record = folder / str(number), io.BytesIO()
+        torch.save(piece, record)
+        file.write_bytes(record.getvalue())
+        stored = Piece(file, "w", 0, file.stat().st_size, tuple(piece.shape), torch.bfloat16, check=True)
+        chunks.append((at, stored))
+    return Chunked("w", SHAPE, torch.bfloat16, chunks)
+
+
+def half_of(weight: torch.Tensor, at: tuple[int, int], size: tuple[int, int] = (128, 128)) -> torch.Tensor:
+    return QuantizedSlice(weight, at, size).stored()
+
+
+@pytest.mark.parametrize("recipe", ["current", "block", "mxfp8", "nvfp4"])
+def test_components_of_pieces_are_joined(te, tmp_path, recipe):
+    """Bit for bit those of the weight that was cut."""
+    weight = weight_of(te, recipe, 0)
+    found = quantized_or_plain(
+        "w", chunked(tmp_path, [half_of(weight, at) for at in HALVES]), scrambled=False
+    )
+    assert isinstance(found, Quantized) and (found.shape, found.dtype) == (SHAPE, torch.bfloat16)
+    own = {component.name: component.tensor for component in components_of(weight, "w")}
+    assert found.components.keys() == own.keys()
+    assert [name for name, part in found.components.items() if not torch.equal(part.whole(), own[name])] == []
+    assert torch.equal(found.values("w").whole().bfloat16(), values_of(weight, torch.bfloat16))
+
+
+@pytest.mark.parametrize("recipe", ["current", "nvfp4"])
+def test_pieces_with_scales_of_their_own_are_values(te, tmp_path, recipe):
+    """One scale of several is wrong for the rest of the weight, so the values are quantized again in a load."""
+    one, other = weight_of(te, recipe, 0), weight_of(te, recipe, 1)
+    pieces = [half_of(one, HALVES[0]), half_of(other, HALVES[1])]
+    found = quantized_or_plain("w", chunked(tmp_path, pieces), scrambled=False)
+    assert isinstance(found, Chunked) and found.dtype is torch.float32
+    assert torch.equal(found.whole(), torch.cat([values_of(one)[:128], values_of(other)[128:]]))
+    assert not torch.equal(found.whole(), values_of(one)), "the control"
+
+
+def test_values_next_to_components(te, tmp_path):
+    """A rank whose rectangle splits a block of scales writes values."""
+    weight, offsets = weight_of(te, "nvfp4", 0), [(0, 0), (128, 0), (136, 0)]
+    pieces = [half_of(weight, at, (n, 128)) for at, n in zip(offsets, (128, 8, 120), strict=True)]
+    assert list(map(_te.is_quantized, pieces)) == [True, False, False]
+    found = quantized_or_plain("w", chunked(tmp_path, pieces, offsets=offsets), scrambled=False)
+    assert found.dtype is torch.float32 and torch.equal(
+        found.whole().bfloat16(), values_of(weight, torch.bfloat16)
+    )
+
+
+def test_pieces_in_an_unknown_order_are_refused(te, tmp_path):
+    weight = weight_of(te, "mxfp8", 0)
+    stored = chunked(tmp_path, [half_of(weight, at) for at in HALVES])
+    with pytest.raises(CheckpointError, match="w: a quantized weight in 2 pieces of tensor parallelism"):
+        quantized_or_plain("w", stored, scrambled=True)
+
+
+def test_plain_pieces_are_not_read(tmp_path):
+    """Their values are read by the load, a rank's rows at a time."""
+    stored = chunked(tmp_path, [torch.ones(128, 128, dtype=torch.bfloat16)] * 2)
+    for number in range(2):
+        (tmp_path / str(number)).unlink()
+    assert quantized_or_plain("w", stored, scrambled=True) is stored
