@@ -72,6 +72,9 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "gradients of a bound model", When.BOUND, "tp", gradients.compare_gradients_of_bound, GradientError
     ),
+    Check(
+        "losses of a part of the logits", When.BOUND, "tp", heads.watch_head_gradients_of_bound, GradientError
+    ),
     Check("batches over cp", When.BATCH, "cp", inputs.check_same_batch, InputError),
     # forward
     Check("errors of one rank", When.FIRST, "dp_shard, tp", forward.raise_together, OrderError),

@@ -35,6 +35,8 @@ _BACKWARDS = 2
 _ROWS = 64
 # Largest sum of a row relative to its magnitudes that counts as zero. Rounding to bf16 causes at most 1/256.
 _ZERO = 1 / 128
+#: Key of the check in the ``__dict__`` of a bound model.
+_KEY = "_te_fsdp_heads"
 
 
 def watch_head_gradients(state: ShardedModel) -> None:
@@ -42,14 +44,27 @@ def watch_head_gradients(state: ShardedModel) -> None:
 
     Such a backward becomes collective over tp: one max all-reduce of two numbers.
     """
-    tp, every = state.meshes.tp_or_none, state.checks.level == "full"
-    outermost = dict(_outermost_te_modules(state.model))
+    if (tp := state.meshes.tp_or_none) is not None:
+        _watch(state.model, tp, every=state.checks.level == "full")
+
+
+def watch_head_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
+    """Check them in a bound model, or without ``tp_mesh`` no longer, unless it is a TE module. Local operation."""
+    for module in model.modules():
+        if (check := module.__dict__.pop(_KEY, None)) is not None:
+            check.stop()
+    if tp_mesh is not None and tp_mesh.size() > 1 and _te.kind_of(model) is None:
+        model.__dict__[_KEY] = _watch(model, tp_mesh)
+
+
+def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGradientCheck:
+    """Register the hooks of a check on a model's outermost TE modules, if a head is among them."""
+    check, outermost = _HeadGradientCheck(tp, every), dict(_outermost_te_modules(model))
     heads = {name for name, module in outermost.items() if _is_column_parallel(module)}
-    if tp is None or not heads or is_simulated():
-        return
-    check = _HeadGradientCheck(tp, every)
-    for name, module in outermost.items():
-        check.handles.append(module.register_forward_hook(check.hook(name, name in heads)))
+    if heads and not is_simulated():
+        for name, module in outermost.items():
+            check.handles.append(module.register_forward_hook(check.hook(name, name in heads)))
+    return check
 
 
 def _outermost_te_modules(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -78,6 +93,16 @@ class _HeadGradientCheck:
         self.handles: list[Any] = []
         #: Number of executed TE modules that are not heads. An output that one of them may read is not a model's.
         self._others = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _HeadGradientCheck:
+        """Share the mesh with the copy, because process groups cannot be copied."""
+        return _HeadGradientCheck(self.tp, self._left < 0)
+
+    def stop(self) -> None:
+        """Remove all hooks. Local operation."""
+        self._left = 0
+        while self.handles:
+            self.handles.pop().remove()
 
     def hook(self, name: str, is_head: bool) -> Callable[..., None]:
         """Return a forward hook that counts a module, or that registers the check on a head's output."""
@@ -116,8 +141,9 @@ class _HeadGradientCheck:
                 why="Each rank normalizes over its own classes, which gives a different loss",
                 fix="compute the loss of DTensors inside torch.distributed.tensor.parallel.loss_parallel "
                 "(docs/train.md), or with transformer_engine.pytorch.parallel_cross_entropy; or gather the outputs "
-                "over tp before the loss. If this is intended, pass checks='setup' to fully_shard",
+                "over tp before the loss. If this is intended, pass checks='setup' to fully_shard, or "
+                "check_inputs=False to set_device_mesh",
             )
         self._left -= self._left > 0
-        while self._left == 0 and self.handles:
-            self.handles.pop().remove()
+        if self._left == 0:
+            self.stop()

@@ -32,16 +32,27 @@ class Model(nn.Module):
         return self.head(self.mlp(self.embedding(tokens)))
 
 
-def step(how: str, dtype: torch.dtype, checks: str | None = None, only_first: bool = False) -> list[float]:
+def step(
+    how: str,
+    dtype: torch.dtype,
+    checks: str | None = None,
+    only_first: bool = False,
+    is_bound: bool = False,
+) -> list[float]:
     """Return the loss of three backwards, computed as ``how`` says, and the loss over all logits.
 
     ``only_first``: the classes of the second rank have no probability, as bytes that no text contains.
+    ``is_bound``: only ``set_device_mesh``, as before torch's own ``fully_shard``.
     """
     import transformer_engine.pytorch as te
 
     meshes = te_fsdp.Meshes.build(tp=2)
     model = Model(dtype, **meshes.te_kwargs())
-    te_fsdp.fully_shard(model, meshes, **({} if checks is None else {"checks": checks}))
+    if is_bound:
+        options = {"check_inputs": checks != "setup"}
+        te_fsdp.set_device_mesh(model, tp_mesh=meshes.tp, weight_mesh=meshes.weight, **options)
+    else:
+        te_fsdp.fully_shard(model, meshes, **({} if checks is None else {"checks": checks}))
     te_fsdp.materialize(model, seed=0)
     if only_first and meshes.tp.get_local_rank() == 1:
         with torch.no_grad():

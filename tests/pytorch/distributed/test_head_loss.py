@@ -28,6 +28,19 @@ def test_a_plain_loss_is_found(pool, how, dtype):
 
 
 @pytest.mark.ranks(2)
+def test_a_plain_loss_of_a_bound_model_is_found(pool):
+    """Kind: as above, with ``set_device_mesh`` alone. ``check_inputs=False`` leaves the check out."""
+    arguments = {"how": "plain", "dtype": torch.float32, "is_bound": True}
+    for raised in pool.run_expect_error(bodies_head_loss.step, 2, **arguments):
+        assert raised.type_name == "GradientError" and "head: a loss over one" in raised.message, (
+            raised.message
+        )
+    for loss, over_all in pool.run(bodies_head_loss.step, 2, **arguments, checks="setup"):
+        assert over_all - loss > 0.3
+    pool.run(bodies_head_loss.step, 2, **arguments | {"how": "loss_parallel"})
+
+
+@pytest.mark.ranks(2)
 @DTYPES
 @pytest.mark.parametrize("only_first", [False, True], ids=["all", "one_rank"])
 @pytest.mark.parametrize("how", ["loss_parallel", "TE's", "gathered", "square"])
