@@ -77,7 +77,7 @@ class Initializer:
         pending = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
         mode = _Unsharded(self.name, self.module, pending)
         with mode.unbound(), torch.no_grad():
-            with mode:
+            with _keeping_sources_of_ties(self.module), mode:
                 self.call()
             mode.finish()
 
@@ -159,7 +159,7 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
         if not required:
             return method
         if len(required) == 1 and (word == "_init_weights" or required[0] in ("module", "m", "mod", "layer")):
-            return functools.partial(_apply, module, method)
+            return lambda: module.apply(getattr(module, word))
         refused.append(f"{word}({', '.join(required)})")
     if refused:
         raise InitError(
@@ -196,21 +196,32 @@ def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
     return dropped
 
 
-def _apply(root: nn.Module, initialize: Callable[[nn.Module], object]) -> None:
-    """Call ``initialize`` for every module; parameters that a tie replaces keep the values of their source."""
+@contextmanager
+def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
+    """Let each ``_init_weights(module)`` leave the parameters alone that a tie replaces by others."""
     dropped = dropped_by_ties(root)
+    stock = {module: getattr(module, "_init_weights", None) for module in root.modules() if dropped}
 
-    def one(module: nn.Module) -> None:
+    def keeping(initialize: Any, module: nn.Module) -> None:
         kept = [
             p for name, p in module._parameters.items() if p is not None and (id(module), name) in dropped
         ]
-        values = [p.detach().clone() for p in kept]
+        # The mode passes unsharded tensors; reset_parameters of a bound module writes to the shards themselves.
+        shards = [local for local in map(_torch.local_of, kept) if not local.is_meta]
+        values = [(tensor, tensor.detach().clone()) for tensor in (*kept, *shards)]
         initialize(module)
-        for parameter, value in zip(kept, values, strict=True):
+        for tensor, value in values:
             if not has_sentinel(value):
-                parameter.copy_(value)
+                tensor.copy_(value)
 
-    root.apply(one)
+    owners = [module for module, initialize in stock.items() if callable(initialize)]
+    for owner in owners:
+        owner.__dict__["_init_weights"] = functools.partial(keeping, stock[owner])
+    try:
+        yield
+    finally:
+        for owner in owners:
+            del owner.__dict__["_init_weights"]
 
 
 class _Entry:

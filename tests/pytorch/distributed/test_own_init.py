@@ -18,6 +18,11 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
         *(("Public", {"dp_shard": 2}, strategy, "sharded") for strategy in STRATEGIES),
         ("Public", {"dp_shard": 1, "tp": 2}, "optim_grads_params", "bound"),
         ("PublicByClass", {"dp_shard": 2}, "optim_grads_params", "bound"),
+        *(
+            ("PublicReset", {"dp_shard": 2}, strategy, "sharded")
+            for strategy in ("optim", "optim_grads_params")
+        ),
+        ("PublicReset", {"dp_shard": 1, "tp": 2}, "optim_grads_params", "bound"),
         ("Inner", {"dp_shard": 2}, "optim_grads_params", "sharded"),
         *(("Stock", {"dp_shard": 2}, strategy, "sharded") for strategy in STRATEGIES),
         ("Stock", {"dp_shard": 2}, "optim_grads_params", "bound"),

@@ -119,6 +119,18 @@ class PublicByClass(Public):
         return type(module).__module__.startswith("transformer_engine.pytorch")
 
 
+class PublicReset(Public):
+    """`_init_weights` behind `init_weights`, as in Hugging Face; TE's modules are reset."""
+
+    def init_weights(self) -> None:
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if self.is_of_te(module):
+            module.reset_parameters()  # type: ignore[operator]
+        super()._init_weights(module)
+
+
 class Inner(nn.Module):
     """A model with an initialization inside of a module without one."""
 
@@ -153,7 +165,9 @@ class Heads(nn.Module):
         self.second.reset_parameters()
 
 
-MODELS = {cls.__name__: cls for cls in (Applied, Named, Renamed, Public, PublicByClass, Inner, Stock)}
+MODELS = {
+    cls.__name__: cls for cls in (Applied, Named, Renamed, Public, PublicByClass, PublicReset, Inner, Stock)
+}
 
 
 class Inline(Base):
