@@ -97,8 +97,11 @@ class Public(nn.Module):
         )
         self.norm = nn.LayerNorm(32, device=how.device)
         self.head = te.Linear(32, 40, bias=False, device=how.device, params_dtype=torch.float32)
-        self.apply(self._init_weights)
+        self.post_init()
         self.head.weight = self.embedding.weight
+
+    def post_init(self) -> None:
+        self.apply(self._init_weights)
 
     def is_of_te(self, module: nn.Module) -> bool:
         return str(module.__module__).startswith("transformer_engine.pytorch")
@@ -120,7 +123,11 @@ class PublicByClass(Public):
 
 
 class PublicReset(Public):
-    """`_init_weights` behind `init_weights`, as in Hugging Face; TE's modules are reset."""
+    """`_init_weights` behind `init_weights`, as in Hugging Face, not on meta; TE's modules are reset."""
+
+    def post_init(self) -> None:
+        if not self.head.weight.is_meta:
+            self.init_weights()
 
     def init_weights(self) -> None:
         self.apply(self._init_weights)
