@@ -56,6 +56,6 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def archived(root: Path) -> str:
-    """Return the commit recorded by `git archive`, if there is no repository."""
+    """Return the commit recorded by `git archive`, outside of a repository."""
     words = (root / ".git_archival.txt").read_text(encoding="utf-8").split()
     return words[-1] if "$" not in words[-1] else ""

@@ -266,9 +266,10 @@ def recover_from_exception(state: ShardedModel) -> None:
         # ``zero_grad`` of the optimizer has not cleared the gradients of the parameters that they replaced.
         main_parameters.remove_main_params(optimizer)
         state.sync.failed = any(p.grad is not None for p in state.parameters().values())
-    phases = {root: _fsdp2.interrupted_phase(root) for root in state.roots()}
-    lost = "backward" in phases.values()
-    for root, phase in phases.items():
+    lost = False
+    for root in state.roots():
+        phase = _fsdp2.interrupted_phase(root)
+        lost |= phase == "backward"
         if phase:
             _log.warning(
                 "a %s was interrupted by an exception: FSDP2 is made ready for the next forward", phase

@@ -41,6 +41,7 @@ from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
 from te_fsdp.records import get_or_create_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch_to
+from te_fsdp.upstream.torch_autograd import without_subclasses
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -241,7 +242,7 @@ class MainParameters:
         ``keep_main`` keeps main weights in the state, as in state dicts.
         """
         self.restore_params(optimizer)  # a failed step has left them there
-        scales = hasattr(optimizer, "_scales")
+        scales = getattr(optimizer, "_scales", None)  # empty without low-precision states
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
             self._groups.append((live, held))
@@ -270,7 +271,8 @@ class MainParameters:
 
     def remove_main_params(self, optimizer: Optimizer) -> None:
         """Restore parameters and state, and drop averaged gradients."""
-        assign_main_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
+        with without_subclasses():
+            assign_main_gradients([pair.main for pair in self.pairs], [None] * len(self.pairs))
         self.restore_params(optimizer)
         if self.averages is not None:
             self.averages.clear()
@@ -281,7 +283,7 @@ class MainParameters:
             remove_local_tensors(optimizer, self.locals)
         for live, held in self._groups:
             live[:] = held
-        scales = hasattr(optimizer, "_scales")
+        scales = getattr(optimizer, "_scales", None)
         for pair in self.pairs:
             state = optimizer.state.pop(pair.main, {})
             if pair.low:
@@ -311,8 +313,8 @@ class MainParameters:
                 why="The closure computes gradients after the main weights need them",
                 fix="call backward() first, then step() without a closure",
             )
-        self.restore_params(optimizer)
         if self.averages is not None:
+            self.restore_params(optimizer)
             self.averages.make()
         self.install_main_params(optimizer, stepping=True)
         whole = [pair for pair in self.pairs if pair.shard is None]
@@ -328,11 +330,12 @@ class MainParameters:
         cut: list[tuple[OptimizerShard, torch.Tensor]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
         mains = _torch.local_tensors_of([pair.main for pair in self.pairs])
-        for pair, main in zip(self.pairs, mains, strict=True):
-            if pair.main.grad is not None and pair.shard is not None:
-                cut.append((pair.shard, main))
-            elif pair.main.grad is not None:
-                whole.append((pair.local, main))
+        with without_subclasses():  # reads .grad of DTensors without Python calls
+            for pair, main in zip(self.pairs, mains, strict=True):
+                if pair.main.grad is not None and pair.shard is not None:
+                    cut.append((pair.shard, main))
+                elif pair.main.grad is not None:
+                    whole.append((pair.local, main))
         quantize_into(whole)
         if cut:
             all_gather_main_params(cut)
@@ -423,19 +426,20 @@ def _assign_without_cast(optimizer: Any, parameters: dict[int, torch.Tensor]) ->
     """
     name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for group in optimizer.param_groups:
-        members = [p for p in group["params"] if p.dtype == torch.float32]
-        gradients = [getattr(parameters.get(id(p), p), name, None) for p in members]
-        dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        together = len(dtypes) <= 1 and not optimizer.capturable
-        for main, gradient in zip(members, gradients, strict=True):
-            if id(main) not in parameters:
-                continue
-            if gradient is not None:
-                if not together:
-                    (gradient,) = _torch.in_dtypes_of([gradient], [main])
-                main.grad = None
-                main.grad_dtype = gradient.dtype
-            assign_main_gradients([main], [gradient])
+        with without_subclasses():  # attributes of DTensors are then read and set without Python calls
+            members = [p for p in group["params"] if p.dtype == torch.float32]
+            gradients = [getattr(parameters.get(id(p), p), name, None) for p in members]
+            dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+        mains = [main for main in members if id(main) in parameters]
+        gradients = [one for main, one in zip(members, gradients, strict=True) if id(main) in parameters]
+        if len(dtypes) > 1 or optimizer.capturable:
+            gradients = _torch.in_dtypes_of(gradients, mains)
+        with without_subclasses():
+            for main, gradient in zip(mains, gradients, strict=True):
+                if gradient is not None:
+                    main.grad = None  # grad_dtype cannot change while there is a gradient
+                    main.grad_dtype = gradient.dtype
+            assign_main_gradients(mains, gradients)
 
 
 def _axes_that_shard_dim0(shard: OptimizerShard) -> list[int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -197,7 +197,7 @@ def _is_foreign(cls: type) -> bool:
 
 
 def replace_returned_parameters(
-    output: tuple[Any, ...], local: tuple[torch.Tensor, ...], *, copy: bool
+    output: tuple[Any, ...], local: Collection[torch.Tensor | None], *, copy: bool
 ) -> Any:
     """Replace local parameters among a forward's results (``return_bias=True``) by tensors that outlive the forward.
 
@@ -265,9 +265,10 @@ class MeshModule(torch.nn.Module):
             output = super().forward(*args, **kwargs)
             if not isinstance(output, tuple):
                 return output
-            own = local or tuple([p for p in self._parameters.values() if p is not None])
             # The FSDP unit that frees the parameter may be this module or any ancestor.
-            return replace_returned_parameters(output, own, copy=binding.fsdp.is_managed)
+            return replace_returned_parameters(
+                output, local or self._parameters.values(), copy=binding.fsdp.is_managed
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Copy Python attributes to the replacement of a parameter.

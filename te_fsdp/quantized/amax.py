@@ -106,8 +106,8 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
     """
     by_group: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
-        quantizer = _te.quantizer_of(tensor)
-        if _te.is_delayed_quantizer(quantizer) and _AMAX_GROUP in quantizer.__dict__:
+        quantizer: Any = getattr(tensor, _te.QUANTIZER, None)
+        if _te.has_amax_history(type(quantizer)) and _AMAX_GROUP in quantizer.__dict__:
             by_group.setdefault(quantizer.__dict__[_AMAX_GROUP], []).append(quantizer.amax)
     for name, amaxes in by_group.items():
         reduce_max(amaxes, _torch.group_by_name(name))
@@ -151,10 +151,10 @@ def _set_group(self: Any, group: Any) -> None:
 def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def copy(self: Any) -> Any:
-        new = stock(self)
-        new.__dict__.update(
-            {name: self.__dict__[name] for name in _COPIED_ATTRIBUTES if name in self.__dict__}
-        )
+        new, attributes = stock(self), self.__dict__
+        for name in _COPIED_ATTRIBUTES:
+            if name in attributes:
+                new.__dict__[name] = attributes[name]
         return new
 
     return copy
@@ -164,7 +164,7 @@ def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
         result = stock(self, src, dst, **kwargs)
-        if self is _te.quantizer_of(dst) and _AMAX_GROUP in self.__dict__:
+        if _AMAX_GROUP in self.__dict__ and self is _te.quantizer_of(dst):
             reduce_newest_amax([dst])
         return result
 
@@ -333,12 +333,13 @@ def refresh_quantized(step: Step) -> None:
 
     Collective over the weight mesh if there are such weights: one max all-reduce.
     """
-    delayed = [(p, local) for _, p, local in quantized_among(step.held) if _te.has_delayed_scale(local)]
+    history, name = _te.has_amax_history, _te.QUANTIZER
+    delayed = [(p, t) for _, p, t in quantized_among(step.held) if history(type(getattr(t, name)))]
     for parameter, local in delayed:
         _te.drop_transpose(local)
         if parameter.requires_grad:
             copy_delayed_scale(local)
-    reduce_newest_amax(local for _, local in delayed)
+    reduce_newest_amax([local for _, local in delayed])
 
 
 # --- writes
@@ -381,10 +382,15 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
             current.append((target, quantizer, value))
         else:
             # A copy has the same scale and history but does not reduce this weight's amax.
-            own = quantizer.copy() if _te.is_delayed_quantizer(quantizer) else quantizer
+            own = quantizer.copy() if _te.has_amax_history(type(quantizer)) else quantizer
             own.update_quantized(value, target)
-    # Returns the group of the name, as in TE's own quantization.
-    requests = [PendingQuantization(value, own, _te.amax_group_of(target)) for target, own, value in current]
+    groups: dict[str | None, Any] = {}  # by name, because most weights share one group
+    requests = []
+    for target, own, value in current:
+        name = own.__dict__.get(_AMAX_GROUP)
+        if name is None or name not in groups:
+            groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
+        requests.append(PendingQuantization(value, own, groups[name]))
     for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
         cast(value, quantizer, scale, target)
 
@@ -396,7 +402,7 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[An
         quantizer = getattr(local, _te.QUANTIZER, None)
         if quantizer is None or (has_current_scale(type(quantizer)) and not hasattr(local, "experts")):
             found.append((local, quantizer, value))  # the most frequent case
-        elif _te.is_grouped(local):
+        elif hasattr(local, "experts"):  # a grouped weight
             weight: Any = local
             weight.mark_experts()
             experts = zip(weight.experts, value.detach(), strict=True)

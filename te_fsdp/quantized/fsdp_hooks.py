@@ -232,8 +232,9 @@ def patch_fsdp_hooks() -> None:
 def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
-        row = _te.format_of(weight)
-        if row is None or row.derives_columnwise(_te.quantizer_of(weight)):
+        row = weight.__dict__.get(GATHERED) or _te.format_of(weight)
+        # Per-tensor scales apply to both directions. Blocks may have separate scales.
+        if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
             stock(weight)
 
     return clear_columnwise_cache
@@ -368,7 +369,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
-        target = None if out is None else _torch.local_of(out)
+        target = _torch.local_of(out) if isinstance(out, DTensor) else out
         buffers, own, inner = all_gather_outputs, metadata, None
         if isinstance(metadata, _CustomGather):
             # FSDP2 must not free the shard's memory.
@@ -389,7 +390,9 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         if out is None:
             _te.drop_transpose(tensor)
         else:
-            _te.copy_scale(tensor, self)
+            scale = getattr(self, _te.SCALE, None)
+            if scale is None or scale is not getattr(tensor, _te.SCALE, None):
+                _te.copy_scale(tensor, self)
         return tensor, gathered if inner is None else inner
 
     return fsdp_post_all_gather

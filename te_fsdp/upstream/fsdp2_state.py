@@ -170,7 +170,7 @@ def interrupted_phase(root: nn.Module) -> str:
 
     Call it while neither is running.
     """
-    context = fsdp_state_of(root)._state_ctx
+    context = (root.__dict__.get(FSDP_STATE) or fsdp_state_of(root))._state_ctx
     states = context.all_states
     groups = [
         group

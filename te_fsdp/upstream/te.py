@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.errors import PrecisionError
-from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES, Format, unknown_format
+from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES, Format, has_amax_history, unknown_format
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,8 +200,8 @@ def is_grouped(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "experts")
 
 
-#: Attribute of a quantized tensor: its quantizer. For callers in every all-gather.
-QUANTIZER = "_quantizer"
+#: Attributes of a quantized tensor, for callers in every all-gather: quantizer, and inverse scale (float8 only).
+QUANTIZER, SCALE = "_quantizer", "_scale_inv"
 
 
 def quantizer_of(tensor: torch.Tensor) -> Any:
@@ -336,8 +336,8 @@ def copy_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
     if hasattr(shard, "_rowwise_storage"):
         for part, own in zip(storage_parts_of(tensor), storage_parts_of(shard), strict=True):
             copy_scale(part, own)
-    elif hasattr(shard, "_scale_inv"):
-        tensor._scale_inv = shard._scale_inv  # type: ignore[attr-defined]
+    elif hasattr(shard, SCALE):
+        setattr(tensor, SCALE, getattr(shard, SCALE))
 
 
 @functools.cache
@@ -353,7 +353,7 @@ def quantizer_classes(*sources: str, blocks: bool = True) -> tuple[type, ...]:
 
 def is_delayed_quantizer(quantizer: Any) -> bool:
     """Return whether a quantizer computes its scale from an amax history."""
-    return SCALE_SOURCES.get(type(quantizer).__name__) == "history"
+    return has_amax_history(type(quantizer))
 
 
 def tensor_attribute(module: str, name: str) -> type:

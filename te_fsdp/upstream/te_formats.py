@@ -214,6 +214,14 @@ _ROWS = (
 FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
 #: Quantizer class name -> source of the scale, see :class:`Format`.
 SCALE_SOURCES: dict[str, str] = {name: source for row in _ROWS for name, source in row.quantizers.items()}
+
+
+@functools.cache  # a cached result costs no call of a Python function, and each step needs one per weight
+def has_amax_history(kind: type) -> bool:
+    """Return whether a class of quantizers computes scales from an amax history."""
+    return SCALE_SOURCES.get(kind.__name__) == "history"
+
+
 #: Buffers of a ``GroupedTensor``, each with the data of all experts: attribute -> argument of its constructor.
 #: ``scale`` is a workspace of the quantization.
 GROUPED_BUFFERS = {

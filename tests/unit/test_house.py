@@ -1,4 +1,4 @@
-"""The house rules that no linter checks: sizes, names, ASCII, doors to private names, what an import costs.
+"""Rules of the repository that no linter checks: sizes, names, ASCII, private names, the cost of an import.
 
 Each rule is a function from source text to a list of offences, so that the end of this file can show, on
 made-up sources, that the rule finds what it is there for.
@@ -22,7 +22,7 @@ from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
-# The doors to private names (of TE, of torch, of its FSDP2), and the room that patches both for a living.
+# The files that may use private names of TE, torch and FSDP2, and the package that patches both.
 NAMES_TORCH_DOORS = (
     "patches torch_dtensor torch_autograd torch_amp torch_mixed_lists torch_optim symmetric_memory fsdp2_state "
     "fsdp2_copy_engine fsdp2_outputs fsdp2_settled fsdp2_gradients fsdp2_patches fsdp2_units fsdp2_unused "
@@ -44,7 +44,7 @@ def sources(*folders: str) -> list[str]:
 
 
 EVERYWHERE = sources("te_fsdp", "tests", "examples", "benchmarks", "scripts")
-# What is read rather than run: pages, scripts of the shell, settings.
+# Text files that are not Python: pages, shell scripts, settings.
 PAGES = [
     path.relative_to(ROOT).as_posix()
     for pattern in (
@@ -183,7 +183,7 @@ TE_NAMES = """
 TE_CLASSES = {row.tensor for row in FORMATS.values()} | set(SCALE_SOURCES)
 # Attributes that te_fsdp replaces: the tables of patches have all of them.
 PATCHED_NAMES = {row.attribute for row in (*_patches.PATCHES.values(), *_patches.FSDP2)}
-# Those that optimizers and Hugging Face's models have, too.
+# Optimizers and Hugging Face's models have these names, too.
 PATCHED_NAMES -= {"state_dict", "load_state_dict", "copy"}
 
 
@@ -234,7 +234,7 @@ def lists_of_names(text: str) -> list[str]:
 
 
 def names_of_other_files(text: str) -> list[str]:
-    """Imports of what another file of te_fsdp keeps for itself; a door (`te_fsdp.upstream.torch_dtensor`) is a file."""
+    """Return imports of private names of another file. A module (`te_fsdp.upstream.torch_dtensor`) is a file."""
     names = [(line, name.split(".")) for line, name in imported(text)]
     return [
         f"line {line}: {'.'.join(parts)}"
@@ -287,7 +287,7 @@ def circle(texts: dict[str, str]) -> list[str]:
     return []
 
 
-# -------------------------------------------------------------------------------------------------- the house
+# --------------------------------------------------------------------------------------------------- the rules
 
 
 # Which files each rule is for.
@@ -303,7 +303,7 @@ RULES = {
     te_imports: [path for path in LIBRARY if path not in TE_DOORS],
     te_names: NO_DOOR,
     patches: NO_DOOR,
-    # What users import has a list of names besides: packages, and files that are public as they are.
+    # Packages and public files that users import also have a list of names.
     lists_of_names: [path for path in LIBRARY if not path.endswith(PUBLIC) and "/integrations/" not in path],
     names_of_other_files: LIBRARY,
     root_imports: sources("te_fsdp/emulation"),
@@ -340,7 +340,7 @@ def test_files_and_functions_are_short():
 
 
 def test_no_two_files_import_each_other():
-    """As `make lint` says of rooms; here of files, those of checkpoints too."""
+    """As `make lint` checks for packages, here for files, including those of checkpoints."""
     paths = [path for path in LIBRARY if Path(path).name != "__init__.py"]
     names = {path.removesuffix(".py").replace("/", "."): (ROOT / path).read_text() for path in paths}
     assert not circle(names)

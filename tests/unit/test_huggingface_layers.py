@@ -22,7 +22,7 @@ Change = Callable[[Any, TeModel], None]
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Folders of small models, by name and what is told otherwise of them."""
+    """Folders of small models, by name and changed options."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     made: dict[str, Path] = {}
 

@@ -1,4 +1,4 @@
-"""A step asks once what never changes: te_fsdp's own calls in a settled step have a budget. Its hooks have an order.
+"""te_fsdp's own calls in a step in steady state have a budget, and its hooks have an order.
 
 Python 3.10 and 3.11 also count a call for each comprehension.
 """

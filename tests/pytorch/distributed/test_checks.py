@@ -67,10 +67,12 @@ def test_no_level_changes_a_result(pool):
 @pytest.mark.cpu
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
-def test_off_saves_a_quarter_of_the_calls(pool, mesh):
+@pytest.mark.parametrize(("recipe", "is_fused"), [(None, False)])
+def test_off_saves_a_quarter_of_the_calls(pool, mesh, recipe, is_fused):
     """Of a step in steady state of a BF16 model, and of its optimizer step."""
-    default = pool.run(check_levels.calls_of_step, 2, axes=MESHES[mesh], checks="first_steps")
-    off = pool.run(check_levels.calls_of_step, 2, axes=MESHES[mesh], checks="off")
+    options = {"axes": MESHES[mesh], "recipe": recipe, "is_fused": is_fused}
+    default = pool.run(check_levels.calls_of_step, 2, checks="first_steps", **options)
+    off = pool.run(check_levels.calls_of_step, 2, checks="off", **options)
     for part in ("all", "optimizer"):
         for now, before in zip(off, default, strict=True):
             assert now[part] <= 0.75 * before[part], (part, off, default)

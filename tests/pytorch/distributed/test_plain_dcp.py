@@ -20,7 +20,7 @@ WITH_EXPERTS = [
     {"dp_shard": 2},
     {"dp_shard": 1},
 ]
-#: What GroupedLinear registers on each mesh of a chain, in turn.
+#: Parameters that GroupedLinear registers on each mesh of a chain, in turn.
 FORMS = {
     "each": ["experts"],
     "one": ["one parameter"],

@@ -114,7 +114,7 @@ def test_a_wrong_gradient_is_found(pool):
 
 
 @pytest.mark.covering(
-    # The second use of a unit under a reentrant checkpoint is no forward to FSDP2.
+    # FSDP2 does not run its hooks for the second use of a unit under a reentrant checkpoint.
     always=[{"way": "unit_in_checkpoint_reentrant", "strategy": "optim_grads_params"}],
     strength=1,
 )

@@ -31,23 +31,44 @@ OPTIONS = {
 class _Training:
     """A model of one TransformerLayer, sharded with a level of checks, and its optimizer."""
 
-    def __init__(self, axes: dict[str, int], checks: Any, *, device: str = "meta", seed: int = 0) -> None:
+    def __init__(
+        self,
+        axes: dict[str, int],
+        checks: Any,
+        *,
+        device: str = "meta",
+        seed: int = 0,
+        recipe: str | None = None,
+        is_fused: bool = False,
+    ) -> None:
         import transformer_engine.pytorch as te
+        from transformer_engine.common import recipe as recipes
 
         self.meshes = te_fsdp.Meshes.build(**axes)
         torch.manual_seed(seed)
         where = harness.device() if device != "meta" else device
         options = {**OPTIONS, "device": where, **self.meshes.te_kwargs()}
-        self.model = torch.nn.Sequential(te.TransformerLayer(64, 128, 4, **options))
+        self.recipe = None if recipe is None else getattr(recipes, recipe)()
+        with te.quantized_model_init(enabled=recipe is not None, recipe=self.recipe):
+            self.model = torch.nn.Sequential(te.TransformerLayer(64, 128, 4, **options))
         level = {"check_inputs": False} if checks is False else {"checks": checks}
         te_fsdp.fully_shard(self.model, self.meshes, **level)
         te_fsdp.materialize(self.model, seed=0)
+        if is_fused:
+            self.optimizer = te.optimizers.FusedAdam(self.model.parameters(), lr=1e-3, master_weights=True)
+            return
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        if recipe is not None:
+            te_fsdp.main_weights(self.model, self.optimizer)
 
     def loss(self, seed: int = 0) -> torch.Tensor:
+        import transformer_engine.pytorch as te
+
         torch.manual_seed(seed)
         inputs = torch.randn(16, 2, 64, dtype=torch.bfloat16, device=harness.device())
-        return self.model(inputs).float().square().mean()
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            output = self.model(inputs)
+        return output.float().square().mean()
 
     def backward(self, seed: int = 0) -> None:
         self.loss(seed).backward()
@@ -88,9 +109,9 @@ def calls_of_checks(axes: dict[str, int], checks: str | None) -> list[tuple[str,
     return calls.most_common()
 
 
-def calls_of_step(axes: dict[str, int], checks: str) -> dict[str, int]:
+def calls_of_step(axes: dict[str, int], checks: str, **options: Any) -> dict[str, int]:
     """te_fsdp's own calls in the fourth step: in all of it, and in the call of the optimizer."""
-    training = _Training(axes, checks)
+    training = _Training(axes, checks, **options)
     root, calls = os.path.dirname(te_fsdp.__file__) + os.sep, 0
 
     def count(frame: FrameType, event: str, _: Any) -> None:
