@@ -87,9 +87,12 @@ def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element)
     half = torch.ldexp(scale, exponent - element.mantissa - 1) * (1 + _FP32_ERROR)
     # The numbers below a power of two are twice as dense.
     is_power = (mantissa < 0.5 * (1 + 4 * _FP32_ERROR)) & (exponent > element.exponent)
+    inward = torch.where(is_power, half / 2, half)
+    # Quantization multiplies by the scale, dequantization by its inverse: both round in fp32, relative to the value.
+    error = value.abs().nan_to_num() * _FP32_ERROR / 4
     # Larger values saturate. A scale that is zero itself rounds all values to zero.
-    outward = half.masked_fill((number >= element.largest) | (scale == 0), math.inf)
-    return RoundedValues(value, outward, torch.where(is_power, half / 2, half))
+    outward = (half + error).masked_fill((number >= element.largest) | (scale == 0), math.inf)
+    return RoundedValues(value, outward, inward + error)
 
 
 def _element_type(tensor: torch.Tensor) -> str:

@@ -48,6 +48,7 @@ def test_patches_of_classes_are_installed_once(te):
     patch_fsdp_hooks()
     patch_fused_adam()
     patch_quantize()
+    _patches.pickle_element_types_by_value()  # of Python 3.11.0 to 3.11.4 alone
     found = {}
     for name, owners in _patches._OWNERS.items():
         for owner in owners():
@@ -59,7 +60,7 @@ def test_patches_of_classes_are_installed_once(te):
     patch_fused_adam()
     patch_quantize()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
-    assert len({attribute for _, attribute in found}) == 13
+    assert len({attribute for _, attribute in found} - {"__reduce_ex__"}) == 13
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process
