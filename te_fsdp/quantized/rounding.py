@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class _Element(NamedTuple):
     """An element type of a quantized format."""
 
-    one: int  #: Byte of the value 1.0. FP4 has two values in a byte.
+    one: int  #: Byte of the value 1.0; 0 without a scale. FP4 has two values in a byte.
     exponent: int  #: Exponent of the smallest normal value
     mantissa: int  #: Bits of the mantissa
     largest: float
@@ -89,7 +89,7 @@ def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element)
     is_power = (mantissa < 0.5 * (1 + 4 * _FP32_ERROR)) & (exponent > element.exponent)
     inward = torch.where(is_power, half / 2, half)
     # Quantization multiplies by the scale, dequantization by its inverse: both round in fp32, relative to the value.
-    error = value.abs().nan_to_num() * _FP32_ERROR / 4
+    error = value.abs().nan_to_num() * (_FP32_ERROR / 4 if element.one else 0.0)
     # Larger values saturate. A scale that is zero itself rounds all values to zero.
     outward = (half + error).masked_fill((number >= element.largest) | (scale == 0), math.inf)
     return RoundedValues(value, outward, inward + error)
