@@ -35,10 +35,10 @@ class RoundedValues(NamedTuple):
     """Values of a low-precision tensor, in fp32, with the values that round to them."""
 
     value: torch.Tensor
-    outward: (
-        torch.Tensor
-    )  #: The largest distance of a value that rounds to ``value`` and is farther from zero
-    inward: torch.Tensor  #: The same for values that are closer to zero
+    #: The largest distance of a value that rounds to ``value`` and is farther from zero
+    outward: torch.Tensor
+    #: The same for values that are closer to zero
+    inward: torch.Tensor
 
     def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> RoundedValues:
         """Apply a function to each tensor."""

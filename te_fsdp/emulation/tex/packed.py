@@ -28,6 +28,8 @@ def convert_thd_to_bshd(
 ) -> torch.Tensor:
     """Return packed tokens (tokens, heads, channels) as (batch, sequence, heads, channels), padded with zeros."""
     sequences, positions = _places(cu_seqlens, max_seq_len)
+    if len(tensor) < len(sequences):
+        raise EmulationError(f"{len(tensor)} packed tokens, but cu_seqlens ends at {len(sequences)}")
     output = tensor.new_zeros(b, max_seq_len, *tensor.shape[1:])
     output[sequences, positions] = tensor[: len(sequences)]
     return output

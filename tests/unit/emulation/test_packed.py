@@ -44,6 +44,16 @@ def test_attention_of_packed_sequences(te, causal):
     assert ref.distance(whole, expected) > 0.1
 
 
+def test_bounds_must_fit(te):
+    """A GPU would read memory of others: fewer tokens than the bounds count, and a sequence above the maximum."""
+    import transformer_engine_torch as tex
+
+    with pytest.raises(RuntimeError, match="12 packed tokens, but cu_seqlens ends at 13"):
+        tex.convert_thd_to_bshd(torch.randn(12, 4, 16), BOUNDS, 3, 7)
+    with pytest.raises(RuntimeError, match="a packed sequence of 7 tokens, longer than 6"):
+        tex.convert_thd_to_bshd(torch.randn(13, 4, 16), BOUNDS, 3, 6)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_of_packed_sequences(te, interleaved):
     """Positions start at each sequence, or where ``start_positions`` says; gradients are those of the parts."""
