@@ -179,10 +179,8 @@ def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
     """
     dropped = set()
     for module in model.modules():
-        keys = (
-            getattr(module, "_tied_weights_keys", None) or ()
-        )  # names or patterns; a dict maps them to sources
-        patterns = [re.compile(rf"(?:{key})\Z") for key in keys]
+        keys = getattr(module, "_tied_weights_keys", None)  # names or patterns; a dict maps them to sources
+        patterns = [re.compile(rf"(?:{key})\Z") for key in keys or ()]
         places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for name, owner in module.named_modules() if patterns else ():
             for own, parameter in owner._parameters.items():
@@ -215,6 +213,7 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
                 tensor.copy_(value)
 
     owners = [module for module, initialize in stock.items() if callable(initialize)]
+    own = {owner: owner.__dict__["_init_weights"] for owner in owners if "_init_weights" in owner.__dict__}
     for owner in owners:
         owner.__dict__["_init_weights"] = functools.partial(keeping, stock[owner])
     try:
@@ -222,6 +221,7 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
     finally:
         for owner in owners:
             del owner.__dict__["_init_weights"]
+            owner.__dict__.update({"_init_weights": own[owner]} if owner in own else {})
 
 
 class _Entry:

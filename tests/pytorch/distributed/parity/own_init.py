@@ -99,6 +99,7 @@ class Public(nn.Module):
         self.head = te.Linear(32, 40, bias=False, device=how.device, params_dtype=torch.float32)
         self.post_init()
         self.head.weight = self.embedding.weight
+        self.__dict__["_init_weights"] = self._init_weights  # an attribute of the instance stays one
 
     def post_init(self) -> None:
         self.apply(self._init_weights)
@@ -257,6 +258,8 @@ def equals_one_process(
         te_fsdp.materialize(model)
     if hasattr(model, "embedding"):
         assert model.head.weight is model.embedding.weight
+    if isinstance(model, Public):
+        assert model.__dict__["_init_weights"] == model._init_weights
     return check_bits(model, reference)
 
 
