@@ -129,6 +129,7 @@ def test_full_state_dicts_of_the_other_form(pool, tmp_path, source, target):
 
 @pytest.mark.ranks(4)
 @pytest.mark.arch("9.0", "10.0")
+@pytest.mark.covering
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
 @pytest.mark.parametrize("saved", ["bytes", "values"])
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])

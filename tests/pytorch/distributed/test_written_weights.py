@@ -35,6 +35,7 @@ def test_values(pool, recipe, optimizer):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("way", user_writes.WAYS)
 def test_strategies(pool, way, strategy):
