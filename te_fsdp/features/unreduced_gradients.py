@@ -149,7 +149,8 @@ class UnreducedGradients(Component):
         zero = self._zeros.get(kind)
         if zero is None:
             zero = self._zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
-        empty = zero.expand(local.shape)
+        # Not `expand`: its result is a view of a tensor of 0 dimensions, which torch 2.11 cannot trace.
+        empty = zero.new_empty(0).set_(zero.untyped_storage(), 0, local.shape, (0,) * local.dim())
         if isinstance(parameter, DTensor):
             marker: torch.Tensor = _torch.placed_like(empty, parameter)
             marker.__class__ = UnreducedShard

@@ -100,7 +100,7 @@ def _own_memory(gradients: list[torch.Tensor | None]) -> None:
 
     A DTensor hides this from autograd, which then adds to such a gradient in place. Clipping scales it in place too.
     """
-    seen = set[int]()
+    seen: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
     for place, gradient in enumerate(gradients):
         if gradient is None:
             continue
