@@ -27,12 +27,16 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
+import tyro
+
 ROOT = Path(__file__).resolve().parents[1]
 TESTS = ROOT / "tests" / "pytorch" / "distributed"
 LEDGER = ROOT / "tests" / "gpu_ledger.csv"
 RESULTS_VARIABLE = "TE_FSDP_GPU_RESULTS"
-# Estimated seconds of a file without a result in the ledger.
-UNKNOWN_SECONDS = 60.0
+# Estimated seconds of a file and of a test without a result in the ledger.
+UNKNOWN_SECONDS, UNKNOWN_TEST_SECONDS = 60.0, 6.0
+# Node ids of one file run in one pool as long as they take less, because they share models and process groups.
+PIECE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -117,19 +121,31 @@ def needed_tests(files: list[str], rows: list[Result], card: str, gpus: int) -> 
 
 
 def split_tests(needed: dict[str, list[str]], rows: list[Result], pools: int) -> list[list[str]]:
-    """Divide the files among the pools so that each pool has about the same number of seconds."""
+    """Divide files and node ids among the pools so that each pool has about the same number of seconds.
+
+    The node ids of a long file go to several pools. Each pool runs what is short first, so that a time limit stops
+    as few tests as possible.
+    """
     seconds: defaultdict[str, float] = defaultdict(float)
     for row in rows:
         for name in {row.test, row.test.split("::")[0]}:
             seconds[name] += row.seconds
-    cost = {name: sum(seconds[test] or UNKNOWN_SECONDS for test in tests) for name, tests in needed.items()}
-    shares: list[list[str]] = [[] for _ in range(pools)]
-    loads = [0.0] * pools
-    for name in sorted(needed, key=lambda name: -cost[name]):
-        lightest = loads.index(min(loads))
-        shares[lightest] += needed[name]
-        loads[lightest] += cost[name]
-    return [share for share in shares if share]
+    pieces: list[tuple[float, list[str]]] = []
+    for name, tests in needed.items():
+        piece: list[str] = []
+        cost = 0.0
+        for test in tests:
+            piece.append(test)
+            cost += seconds[test] or (UNKNOWN_SECONDS if test == name else UNKNOWN_TEST_SECONDS)
+            if cost >= PIECE_SECONDS:
+                pieces.append((cost, piece))
+                piece, cost = [], 0.0
+        if piece:
+            pieces.append((cost, piece))
+    shares: list[list[tuple[float, list[str]]]] = [[] for _ in range(pools)]
+    for cost, piece in sorted(pieces, key=lambda one: -one[0]):
+        min(shares, key=lambda share: sum(cost for cost, _ in share)).append((cost, piece))
+    return [[test for _, piece in reversed(share) for test in piece] for share in shares if share]
 
 
 def pytest_collection_finish(session) -> None:  # noqa: ANN001
@@ -154,6 +170,9 @@ def pytest_runtest_logreport(report) -> None:  # noqa: ANN001
     with open(path, "a", encoding="utf-8") as stream:
         record = _record(report.nodeid, report.outcome, round(report.duration, 2), lines[0][:200])
         stream.write(json.dumps(record) + "\n")
+    if report.failed:
+        with open(f"{path}.failures", "a", encoding="utf-8") as stream:
+            stream.write(f"== {report.nodeid}\n{report.longreprtext}\n")
 
 
 def _record(test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> dict[str, str | float]:
@@ -218,7 +237,8 @@ def run(
         commit: Commit that is tested; the GPU machine has no repository to ask.
         out: File for the results, a JSON object per line; each pool's log is written next to it.
         pools: Number of pytest processes.
-        limit: Seconds after which running processes are stopped; results up to then are kept.
+        limit: Seconds after which running processes are stopped; results up to then are kept, and the text of each
+            failure in a file with the suffix `.failures` for each pool.
         everything: Also run files whose results are still valid.
         seed: Value of `--matrix-seed`, which selects the cases of tests with the mark `covering`.
         tests: Files or node ids to run in place of the selection.
@@ -232,7 +252,7 @@ def run(
         chosen = {name: [name] for name in tests or files}
     else:
         chosen = needed_tests(files, rows, card, gpus)
-    shares = split_tests(chosen, rows, min(pools, len(chosen)))
+    shares = split_tests(chosen, rows, pools)
     print(f"{len(chosen)} files in {len(shares)} pools on {gpus} x {card}", flush=True)
     options = ["--device", "cuda", "--matrix-seed", str(seed), "--timeout", "240"]
     started = time.monotonic()
@@ -253,7 +273,7 @@ def run(
     return int(counts["failed"] > 0)
 
 
-def merge(results: Path) -> int:
+def merge(results: Annotated[Path, tyro.conf.Positional]) -> int:
     """Add the results of a run to the ledger."""
     old = read_ledger()
     new = [Result(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
@@ -293,8 +313,6 @@ def show() -> int:
 
 def main() -> int:
     """Run the subcommand that the command line names."""
-    import tyro
-
     return tyro.extras.subcommand_cli_from_dict({"run": run, "merge": merge, "show": show})
 
 

@@ -77,8 +77,11 @@ def test_pools_get_equal_shares(gpu_tests):
         result(gpu_tests, "a", "passed", test=f"{name}::a", seconds=seconds)
         for name, seconds in (("x", 90), ("y", 50), ("z", 40))
     ]
-    assert gpu_tests.split_tests({name: [name] for name in "xyz"}, rows, 2) == [["x"], ["y", "z"]]
+    assert gpu_tests.split_tests({name: [name] for name in "xyz"}, rows, 2) == [["x"], ["z", "y"]]
     assert gpu_tests.split_tests({}, rows, 2) == []
+    # Node ids of one file: those of 60 s stay together, the rest goes to the other pool.
+    tests = [f"w::{number}" for number in range(15)]
+    assert gpu_tests.split_tests({"w": tests}, [], 2) == [tests[:10], tests[10:]]
 
 
 def test_the_plugin_records_each_test(gpu_tests, tmp_path):
