@@ -39,7 +39,6 @@ NOT_RUN = {
     ("docs/emulation.md", "python -m tests.conformance.record"): "needs a Hopper GPU",
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
     ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
-    ("docs/support.md", "pytest .*test_matrix.py"): "takes minutes to hours; the first is a part of all tests",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 16"): "needs four GPUs",
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 1 "): "writes many GiB",
