@@ -76,14 +76,14 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         found.setdefault(name, []).append(float(slowest))
 
-    def beside() -> None:
+    def during_exchange() -> None:
         thread = threading.Thread(target=exchange, args=(group, flat, theirs))
         thread.start()
         taken = []
         while thread.is_alive():
             taken.append(step())
         thread.join()
-        found.setdefault("step beside it", []).append(median(taken))
+        found.setdefault("step during it", []).append(median(taken))
 
     with tempfile.TemporaryDirectory() as own:
         folder = [own]
@@ -94,7 +94,7 @@ def measure(mib: int, rounds: int) -> dict[str, Any]:
                 "copy to own memory", lambda: torch.cat([part.flatten() for part in state.locals()], out=flat)
             )
             timed("exchange with neighbours", lambda: exchange(group, flat, theirs))
-            timed("exchange beside steps", beside)
+            timed("exchange during steps", during_exchange)
             timed("back into the weights", lambda: scatter(theirs, state.locals()))
             path = Path(folder[0], f"step-{number}")
             timed("save", lambda path=path: te_fsdp.checkpoint.save(path, state, keep_last=1))

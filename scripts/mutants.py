@@ -1,6 +1,6 @@
 """Does each test that guards a line fail when the line is broken? `python scripts/mutants.py`, or `make mutants`.
 
-Every row of `tests/mutants/<room>.toml` is a fault of one place that a careless change could bring:
+Every row of `tests/mutants/<area>.toml` is a fault of one place that a careless change could bring:
 
     [[mutant]]
     fault = "one sentence: what is broken"
@@ -63,7 +63,7 @@ class Mutant:
     """One row of a table.
 
     Attributes:
-        room: Name of its table, without the suffix.
+        area: Name of its table, without the suffix.
         fault: What is broken, in a sentence.
         file: Path from the repository's root.
         old: Text that occurs once in the file.
@@ -74,7 +74,7 @@ class Mutant:
             them; empty: none.
     """
 
-    room: str
+    area: str
     fault: str
     file: str
     old: str
@@ -136,17 +136,17 @@ def rows(rooms: Iterable[str] = (), folder: Path = TABLES) -> list[Mutant]:
         SystemExit: There is no such table, or a row has other keys than the ones above.
     """
     wanted = list(rooms)
-    unknown = [room for room in wanted if not (folder / f"{room}.toml").is_file()]
+    unknown = [area for area in wanted if not (folder / f"{area}.toml").is_file()]
     if unknown:
-        raise SystemExit(f"mutants: no table {', '.join(unknown)}; there are {', '.join(_rooms(folder))}")
+        raise SystemExit(f"mutants: no table {', '.join(unknown)}; there are {', '.join(_areas(folder))}")
     found = []
-    for room in wanted or _rooms(folder):
-        with (folder / f"{room}.toml").open("rb") as file:
+    for area in wanted or _areas(folder):
+        with (folder / f"{area}.toml").open("rb") as file:
             for row in tomllib.load(file)["mutant"]:
                 try:
-                    found.append(Mutant(room, **{**row, "tests": tuple(row["tests"])}))
+                    found.append(Mutant(area, **{**row, "tests": tuple(row["tests"])}))
                 except (KeyError, TypeError) as error:
-                    raise SystemExit(f"mutants: {room}.toml, row {row.get('fault')!r}: {error}") from None
+                    raise SystemExit(f"mutants: {area}.toml, row {row.get('fault')!r}: {error}") from None
     return found
 
 
@@ -165,7 +165,7 @@ def _is_here(needed: Requirement) -> bool:
         )  # imported under another name than it is installed
 
 
-def _rooms(folder: Path) -> list[str]:
+def _areas(folder: Path) -> list[str]:
     return sorted(path.stem for path in folder.glob("*.toml"))
 
 
@@ -383,13 +383,13 @@ def _run(chosen: Sequence[Mutant], jobs: int, console: Console) -> list[Result]:
 
 def _table(results: Sequence[Result]) -> Table:
     table = Table(title="mutants", title_justify="left")
-    for header in ("verdict", "room", "where", "fault", "remark"):
+    for header in ("verdict", "area", "where", "fault", "remark"):
         table.add_column(header, overflow="fold")
     for result in results:
         mutant = result.mutant
         where = mutant.file if mutant.problem() else f"{mutant.file}:{mutant.line()}"
         remark = result.detail or mutant.survives
-        table.add_row(result.verdict, mutant.room, where, mutant.fault, remark)
+        table.add_row(result.verdict, mutant.area, where, mutant.fault, remark)
     return table
 
 
@@ -397,7 +397,7 @@ def _plain(result: Result) -> dict[str, Any]:
     mutant = result.mutant
     return {
         "verdict": result.verdict,
-        "room": mutant.room,
+        "area": mutant.area,
         "file": mutant.file,
         "fault": mutant.fault,
         "tests": list(mutant.tests),

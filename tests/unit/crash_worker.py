@@ -3,7 +3,7 @@
     python crash_worker.py DIRECTORY SEED TRIALS
 
 It imports torch once and forks the ranks of each trial, which is cheap. Trial N saves under DIRECTORY/N; one line of
-JSON per trial tells what was done. Even trials save synchronously, odd ones in the background.
+JSON per trial records the actions. Even trials save synchronously, odd ones in the background.
 
 A rank is killed at what it does to files, not after some time: Python's audit events (opening, renaming and removing
 files, making and listing directories) are counted, so that the moment does not depend on the machine's load.
@@ -29,7 +29,7 @@ RANKS, KEEP = 2, 2
 #: Kills come this many events after the victim's first whole checkpoint, at most: about two saves later. Rank 0 alone
 #: makes directories, commits, and removes what is old.
 EVENTS = (60, 8)
-#: Who dies in turn, for each way to save.
+#: Ranks that die in turn, for each way to save.
 VICTIMS = (0, 0, 1)
 #: Where a rank may wait for a dead one; then it is killed too, and the trial says so.
 PATIENCE = 60.0
@@ -55,7 +55,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def kill_after(directory: Path, events: int) -> None:
-    """Let this process die when it has touched files of a directory so many times from now on."""
+    """Let this process die at a given number of accesses to files of a directory."""
     left, within = events, f"{directory}{os.sep}"
 
     def count(event: str, arguments: tuple[object, ...]) -> None:
@@ -76,11 +76,11 @@ def rank_main(directory: Path, rank: int, asynchronous: bool, report: int, event
         rank: Of this process.
         asynchronous: Whether to save in the background.
         report: File descriptor of a pipe.
-        events: The rank dies so many events after its first checkpoint.
+        events: Number of events after the first checkpoint at which the rank dies.
     """
     import te_fsdp
 
-    # Nobody would come who is dead; torchrun ends the others by such a signal too.
+    # A dead rank does not come; torchrun ends the others by such a signal too.
     signal.signal(signal.SIGUSR1, lambda *_: te_fsdp.set_collective_timeout(1e-3))
     dist.init_process_group("gloo", init_method=f"file://{directory}.store", rank=rank, world_size=RANKS)
     model, _ = build()
@@ -163,7 +163,7 @@ def trial(directory: Path, victim: int, events: int, asynchronous: bool) -> dict
 
 
 def wait_for(pids: list[int], seconds: float) -> set[int]:
-    """Those that end by themselves within this time."""
+    """Return the processes that end by themselves within this time."""
     ended: set[int] = set()
     deadline = time.monotonic() + seconds
     while len(ended) < len(pids) and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
 """The commands of the pages: each is run as it stands by the test that `RUN_BY` names, or `NOT_RUN` says why none does.
 
-`test_docs.py` checks that there is no third kind; the tests get the commands to run from `to_run`.
+`test_docs.py` checks that every command is of one of the two kinds; the tests get the commands to run from `to_run`.
 """
 
 from __future__ import annotations

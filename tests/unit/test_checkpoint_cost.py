@@ -1,4 +1,4 @@
-"""What checkpoints of many small tensors cost, by counting what is done for each tensor; no clock is asked."""
+"""Cost of checkpoints of many small tensors, by counting operations for each tensor; no clock is used."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_tensors_of_one_kind_are_written_together_and_read_by_plain_dcp(
 
 
 def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it holds the same: other values are saved, and what has changed is planned anew."""
+    """The plan is used while the contents match: new values are saved, and changed entries get a new plan."""
     plans = counted(monkeypatch, saving, "plan_entries")
     model, optimizer = small_model()
     other, its_optimizer = small_model()  # a second model of the same kind has a plan of its own
@@ -163,7 +163,7 @@ def test_a_model_is_planned_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if options:
             assert torch.equal(loaded["t"], options["extra"]["t"])
     described = counted(monkeypatch, saving, "model_state")
-    for name in ("before", "described anew, and the same"):
+    for name in ("before", "described again, and the same"):
         checkpoint.save(tmp_path / name, model, optimizer)
         optimizer.load_state_dict(deepcopy(optimizer.state_dict()))
     assert len(plans) == 6 and len(described) == 2
@@ -343,7 +343,7 @@ def test_plans_and_models_are_let_go(tmp_path: Path) -> None:
 
 
 def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
-    """Weights and moments are cut alike; and the garbage collector is left as it was."""
+    """Weights and moments have the same shards; and the garbage collector is left as it was."""
     model, optimizer = small_model()
     for enabled in (True, False):
         (gc.enable if enabled else gc.disable)()
@@ -361,7 +361,7 @@ def test_what_is_equal_in_the_metadata_is_there_once(tmp_path: Path) -> None:
 
 
 def asked_of_the_system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of all memory of the host that is asked for from now on."""
+    """Bytes of host memory that is allocated from now on."""
     memory_of_host = importlib.import_module(Block.__module__)
     asked, host_memory = list[int](), memory_of_host.host_memory
 

@@ -44,7 +44,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory, python: str) -> tuple[Path,
 
 
 class Expected:
-    """The state after so many steps in one process, which is what a checkpoint of that step must hold."""
+    """The state after a number of steps in one process, which a checkpoint of that step must contain."""
 
     def __init__(self) -> None:
         self.worker = _worker()

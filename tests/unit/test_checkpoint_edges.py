@@ -45,7 +45,7 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 def test_files_are_whole_when_they_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written after the sync is lost with the machine's power, and the name that appears then lies."""
+    """A power failure loses data written after the sync, so the final name must not appear before."""
     synced, real = {}, os.fsync
 
     def fsync(number: int) -> None:
@@ -129,7 +129,9 @@ def test_a_save_that_fails_after_it_is_whole_says_so(tmp_path: Path) -> None:
     checkpoint.save(tmp_path / "a", model())
     ours = read_manifest(tmp_path / "a").save_id
     assert "was complete by then, and exists" in str(as_failed_save(tmp_path / "a", lost, ours))
-    assert "by then" not in str(as_failed_save(tmp_path / "a", lost, "0" * 32)), "another job's lies there"
+    assert "by then" not in str(as_failed_save(tmp_path / "a", lost, "0" * 32)), (
+        "the checkpoint of another job exists"
+    )
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=["fused", "foreach"])

@@ -153,7 +153,7 @@ def test_state_dicts_of_te(te: Any, recipe: str, tmp_path: Path, capsys: pytest.
 
 
 def test_differences(te: Any, tmp_path: Path) -> None:
-    """Another number of experts, experts in several groups, and experts that are not alike are named."""
+    """Another number of experts, experts in several groups, and experts that differ are named."""
     run = Run(te, "none", seed=0).step()
     checkpoint.save(tmp_path / "c", run.model, run.optimizer)
     with pytest.raises(

@@ -37,9 +37,9 @@ def test_a_tilde_is_the_home_directory(kind: Any, tmp_path: Path, monkeypatch: p
     checkpoint.save("./~/run", model)
     assert (here / "~" / "run" / "te_fsdp.json").is_file(), "a directory of this name is written with ./"
     with pytest.raises(
-        CheckpointError, match=r"path ~nobody-here/run: expected a user that this machine has"
+        CheckpointError, match=r"path ~no-such-user/run: expected a user that this machine has"
     ):
-        checkpoint.save(kind("~nobody-here/run"), model)
+        checkpoint.save(kind("~no-such-user/run"), model)
 
 
 @pytest.mark.parametrize("name", ["train.py", "train_moe.py", "train_elastic.py"])

@@ -77,7 +77,7 @@ def test_it_says_what_the_metadata_says(tmp_path: Path, monkeypatch: pytest.Monk
     blocks.clear()
     some = ["k3", "k38", "none"]
     assert by_name(found, some) == by_name(described, some)
-    assert len(blocks) == 2, "no more than what is asked for"
+    assert len(blocks) == 2, "no more than requested"
 
 
 def test_rectangles_take_what_they_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_loads_do_not_unpickle_the_metadata(
     ],
 )
 def test_it_is_of_the_save(saves: tuple[Path, Path], tmp_path: Path, change: str, text: str) -> None:
-    """With a manifest that has the right digest, as somebody would write it who wants to be believed."""
+    """With a manifest that has the right digest, as an attacker would write it."""
     path = tmp_path / "a"
     shutil.copytree(saves[0], path)
     body, other = (json.loads((save / MANIFEST).read_text()) for save in saves)

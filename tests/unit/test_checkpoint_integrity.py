@@ -161,16 +161,16 @@ def test_pipes_and_directories_are_no_files(saves: tuple[Path, Path], tmp_path: 
     path, before = tmp_path / "a", signal.signal(signal.SIGALRM, alarm)
     signal.setitimer(signal.ITIMER_REAL, 20.0)
     try:
-        for name, told in ((DATA, "is not a file"), (INDEX, "is not a file"), (MANIFEST, "is missing")):
+        for name, problem in ((DATA, "is not a file"), (INDEX, "is not a file"), (MANIFEST, "is missing")):
             shutil.copytree(saves[0], path, dirs_exist_ok=True)
             (path / name).unlink()
             os.mkfifo(path / name)
-            assert f"{name} {told}" in loaded_or_error(path, *training(1))
+            assert f"{name} {problem}" in loaded_or_error(path, *training(1))
             with pytest.raises(CheckpointError, match="no such|is missing|is not a file"):
                 checkpoint.verify(path)
             (path / name).unlink()
             (path / name).mkdir()
-            assert f"{name} {told}" in loaded_or_error(path, *training(1))
+            assert f"{name} {problem}" in loaded_or_error(path, *training(1))
             (path / name).rmdir()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -274,7 +274,7 @@ def test_pieces_of_one_length_and_two_layouts(tmp_path: Path) -> None:
 def test_only_pieces_as_torch_writes_them_now_are_taken_as_such(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of others, those of another torch for one, the file's own list tells where the elements lie."""
+    """Of others, those of another torch for one, the file's own list has the positions of the elements."""
     values = torch.arange(16.0).view(4, 4)
     for value in (values, values.t()):
         stream = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Jobs beside each other: other names of a checkpoint, jobs that are held up at the last moment, what is replaced."""
+"""Concurrent jobs: other names of a checkpoint, jobs that are held up at the last moment, what is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the rows of a fused projection mean is compared, with and without meshes: equal shapes are not equal layouts."""
+"""The row order of a fused projection is compared, with and without meshes: equal shapes are not equal layouts."""
 
 from __future__ import annotations
 

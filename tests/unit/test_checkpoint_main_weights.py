@@ -1,4 +1,4 @@
-"""Loads that are not told of the optimizer: its main weights follow, as those of a new optimizer would begin.
+"""Loads without the optimizer: its main weights follow, as those of a new optimizer would begin.
 
 The step after has a learning rate of 0, so that it shows the main weights and nothing else: each parameter becomes its
 main weight, rounded or quantized once.
@@ -80,7 +80,7 @@ def step(model: nn.Module, optimizers: list[Any], lr: float | None = None) -> No
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the parameters stand for; a copy."""
+    """A copy of the logical values of the parameters."""
     return {name: p.detach().float().clone() for name, p in model.named_parameters()}
 
 
@@ -144,7 +144,7 @@ def test_the_next_step_keeps_what_was_loaded(
         assert_same(now, loaded_new)
         of_those = [name for name in expected if name.startswith(prefix)]
         assert_same({n: after[n] for n in of_those}, {n: expected[n] for n in of_those})
-    assert not close(after, before, 2**-3), "those of before are others"
+    assert not close(after, before, 2**-3), "the previous ones differ"
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -166,7 +166,7 @@ def test_the_test_would_notice(te: Any, recipe: Any, tmp_path: Path, monkeypatch
     checkpoint.load(tmp_path / "a", model)
     assert not close(values(model), before, 2**-3)
     step(model, optimizers, lr=0.0)
-    assert close(values(model), before, 2**-3), "the step puts the weights of before back"
+    assert close(values(model), before, 2**-3), "the step restores the previous weights"
 
 
 @pytest.mark.parametrize("recipe", ["MXFP8BlockScaling"], indirect=True)

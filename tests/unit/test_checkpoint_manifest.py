@@ -65,7 +65,7 @@ def formats(
 def test_a_malformed_manifest(
     formats: dict[int, tuple[Path, Any]], chosen: st.DataObject, version: int
 ) -> None:
-    """Anything anywhere, with a good digest: an error that says so, or in old ones what nobody can know."""
+    """Anything anywhere, with a good digest: an error, except for unchecked entries of old manifests."""
     path, body = formats[version]
     way = chosen.draw(st.sampled_from(list(places(body))))
     kind = chosen.draw(st.sampled_from(["replace", "remove", "add", "wrap"]))
@@ -197,7 +197,7 @@ def test_what_could_not_be_read_is_not_written(tmp_path: Path) -> None:
 def test_what_many_tensors_share_is_looked_at_once(
     saves: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And what one of them has alone is found: ``True`` is no number, though it equals one."""
+    """And what one of them has alone is found: ``True`` is not a number, though it equals 1."""
     manifest, looks, check = manifests.read_manifest(saves[0]), [], manifests._check
     manifest.parameters = {f"{n}.weight": {**_WEIGHT, "shape": [n % 3, 1]} for n in range(1000)}
 

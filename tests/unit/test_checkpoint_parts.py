@@ -184,7 +184,7 @@ def test_a_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_interpreter_waits_for_a_running_save(tmp_path: Path, python: str) -> None:
-    """It ends well in one process; in its child it fails, which is reported though nobody asks."""
+    """It ends well in one process; in its child it fails, which is reported without a call of `result`."""
     code = """
 import os, sys, time
 import torch
@@ -344,7 +344,7 @@ def swap_in(path: Path, file: str) -> None:
 def test_stored_tensors_cannot_execute_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Pieces of both kinds of directories, with checksums that an attacker would have computed anew; other objects."""
+    """Pieces of both kinds of directories, with checksums recomputed by an attacker; different objects."""
     monkeypatch.chdir(tmp_path)
     path, model = tmp_path / "a", nn.Linear(2, 2)
     if kind == "plain":

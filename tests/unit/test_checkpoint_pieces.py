@@ -1,4 +1,4 @@
-"""What the pieces of a plain DCP directory tell: whether tensor parallelism has cut the rows of a weight."""
+"""Pieces of a plain DCP directory show whether tensor parallelism has cut the rows of a weight."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def contents_of(tmp_path: Path, tensors: dict[str, Lazy], extras: list[str]) -> 
 def test_stacked_weights_of_plain_directories(
     tmp_path: Path, shards: int, tp: int, extras: list[str], refused: list[str], asked: bool
 ) -> None:
-    """In pieces of tensor parallelism: a difference. A module's entry tells that there was none, else a note asks."""
+    """In pieces of tensor parallelism: a difference. A module's entry excludes it, else a note says so."""
     tensors = layer(shards, tp)
     contents = contents_of(tmp_path, tensors, extras)
     source, found = Source(tmp_path, contents.manifest, tensors), Differences()

@@ -1,4 +1,4 @@
-"""What stock scripts write with `torch.distributed.checkpoint`, in many forms: taken by value, or refused in words."""
+"""Files of stock scripts with `torch.distributed.checkpoint`, in many forms: loaded, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def values(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
 
 
 class App:
-    """As in torch's tutorials: one object of a job, which DCP asks for its state."""
+    """As in torch's tutorials: one object of a job, whose state DCP requests."""
 
     def __init__(self, *held: Any) -> None:
         self.held = held
@@ -65,7 +65,7 @@ WRITERS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("form", WRITERS)
 def test_forms_of_stock_scripts(tmp_path: Path, form: str) -> None:
-    """torch's tutorials save one object, torchtitan the weights beside the optimizer."""
+    """torch's tutorials save one object, torchtitan the weights next to the optimizer."""
     expected = values(*(source := trained(0)))
     dcp.save(WRITERS[form](*source), checkpoint_id=tmp_path / "a")
     target = trained(1)

@@ -89,7 +89,7 @@ def test_saved_loaded_found_and_removed(memory: str, tmp_path: Path) -> None:
     assert (manifest.format_version, manifest.folder[:13]) == (4, "te_fsdp-data.")
     names = {path.name for path in manifest.at(resolve_path(f"{memory}/step-3")).iterdir()}
     assert names == {".metadata", "te_fsdp.index", "__0_0.distcp"}
-    # What needs no folder is written for earlier readers.
+    # A save without a folder is written for earlier readers.
     checkpoint.save(tmp_path / "local", trained()[0])
     local = (tmp_path / "local" / "te_fsdp.json").read_text()
     assert '"format_version": 3' in local and '"folder"' not in local

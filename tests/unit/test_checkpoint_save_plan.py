@@ -1,4 +1,4 @@
-"""Who writes what: pieces make up their tensors, replicas are written once and spread, and ranks hear little."""
+"""Assignment of writes to ranks: complete tensors, replicas written once and spread, small messages."""
 
 from __future__ import annotations
 

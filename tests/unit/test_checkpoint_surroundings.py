@@ -1,4 +1,4 @@
-"""What surrounds a checkpoint: clocks of other machines, long names, permissions, indexes without files, folders."""
+"""Surroundings of a checkpoint: clocks of other machines, long names, permissions, indexes without files, folders."""
 
 from __future__ import annotations
 

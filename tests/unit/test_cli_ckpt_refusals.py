@@ -1,4 +1,4 @@
-"""What `te-fsdp ckpt` refuses, by name and before anything appears; and blocks of rows against whole tensors."""
+"""Refusals of `te-fsdp ckpt`, by name and before a file appears; and blocks of rows against full tensors."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ def test_files_without_checksums_are_read(tmp_path: Path) -> None:
         ), name
 
 
-# ------------------------------------------------------------------------------------------ whatever lies there
+# ------------------------------------------------------------------------------------------ existing targets
 
 TENSOR = torch.ones(4, 3)
 RECURSIVE: list = []
@@ -390,5 +390,5 @@ def test_no_source_is_written_to(
                     assert "a path outside of the source" in capsys.readouterr().err, (source, target)
     assert digest() == before
     assert main(["ckpt", "export", str(folder), str(tmp_path / "around" / "b")]) == 0, (
-        "the control: beside it"
+        "the control: next to it"
     )

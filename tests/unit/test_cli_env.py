@@ -121,12 +121,12 @@ WRONG = {
         "run it on a machine with a driver",
     ),
     "aborts": ({"te_says": {"error": "ended by signal 6"}}, "ended by signal 6", "--no-cache-dir"),
-    "emulation beside gpus": (
+    "emulation with gpus": (
         {"emulation": "9.0"},
         "TE_FSDP_EMULATION=9.0 on a machine with GPUs",
         "unset TE_FSDP",
     ),
-    "emulation beside bindings": (
+    "emulation with bindings": (
         {"emulation": "9.0", "gpus": []},
         "compiled bindings",
         "te-fsdp[emulation] only",

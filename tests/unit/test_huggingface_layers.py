@@ -26,13 +26,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra: test)")
     made: dict[str, Path] = {}
 
-    def make(name: str, **told: Any) -> Path:
-        key = f"{name} {told}"
+    def make(name: str, **settings_of_test: Any) -> Path:
+        key = f"{name} {settings_of_test}"
         if key not in made:
             made[key] = tmp_path_factory.mktemp("models") / "model"
-            if told:
+            if settings_of_test:
                 kind, settings = MODELS[name]
-                config = getattr(transformers, kind)(**{**settings, **told})
+                config = getattr(transformers, kind)(**{**settings, **settings_of_test})
                 torch.manual_seed(3)
                 transformers.AutoModelForCausalLM.from_config(config).save_pretrained(made[key])
             else:

@@ -25,7 +25,7 @@ ROWS = mutants.rows()
 
 def test_every_row_fits_the_tree():
     """A change that moves a guarded line takes its row along."""
-    problems = [f"{row.room}.toml: {row.fault}: {row.problem()}" for row in ROWS if row.problem()]
+    problems = [f"{row.area}.toml: {row.fault}: {row.problem()}" for row in ROWS if row.problem()]
     assert not problems, "\n" + "\n".join(problems)
 
 
@@ -68,7 +68,7 @@ def tree(tmp_path, monkeypatch, python):
     monkeypatch.setattr(mutants.Mutant.problem, "__defaults__", (tmp_path,))
 
     def row(old="2 * x", new="3 * x", test="test_two", **more):
-        return mutants.Mutant("room", "fault", "double.py", old, new, (f"test_double.py::{test}",), **more)
+        return mutants.Mutant("area", "fault", "double.py", old, new, (f"test_double.py::{test}",), **more)
 
     return tmp_path, row
 

@@ -34,41 +34,41 @@ def fresh(meshes: te_fsdp.Meshes, **options: Any) -> Any:
 
 def refusals(path: Path) -> dict[str, str]:
     """Body."""
-    told, meshes = Told(), te_fsdp.Meshes.build(tp=2)
+    refusal_texts, meshes = Told(), te_fsdp.Meshes.build(tp=2)
     with forgetting_accelerate(), pytest.MonkeyPatch.context() as patch:
-        options(told, meshes, patch)
-        prepared(told, meshes, path)
-    return dict(told)
+        options(refusal_texts, meshes, patch)
+        prepared(refusal_texts, meshes, path)
+    return dict(refusal_texts)
 
 
-def options(told: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> None:
+def options(refusal_texts: Told, meshes: te_fsdp.Meshes, patch: pytest.MonkeyPatch) -> None:
     from accelerate.utils import DataLoaderConfiguration, DistributedDataParallelKwargs, DynamoBackend
 
     data = DataLoader(torch.arange(8), batch_size=2)
-    with told.refused("keyword"):
+    with refusal_texts.refused("keyword"):
         fresh(meshes, sharding={"unit": []})
-    with told.refused("plugin"):
+    with refusal_texts.refused("plugin"):
         fresh(meshes, dynamo_backend=DynamoBackend.EAGER)
-    with told.refused("handler"):
+    with refusal_texts.refused("handler"):
         fresh(meshes, kwargs_handlers=[DistributedDataParallelKwargs()])
-    with told.refused("launched"):
+    with refusal_texts.refused("launched"):
         patch.setenv("ACCELERATE_USE_FSDP", "true")
         fresh(meshes)
     patch.delenv("ACCELERATE_USE_FSDP")
-    with told.refused("precision"):  # and accelerate does not get it
+    with refusal_texts.refused("precision"):  # and accelerate does not get it
         fresh(meshes, mixed_precision="bf16")
-    with told.refused("dispatch"):
+    with refusal_texts.refused("dispatch"):
         fresh(meshes, dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).prepare(data)
     # The ranks of tp get the same batches, each data-parallel rank every second one.
     mine = [[[0, 1], [4, 5]], [[2, 3], [6, 7]]][meshes.data_rank]
     assert [batch.tolist() for batch in fresh(meshes).prepare(data)] == mine
 
 
-def prepared(told: Told, meshes: te_fsdp.Meshes, path: Path) -> None:
+def prepared(refusal_texts: Told, meshes: te_fsdp.Meshes, path: Path) -> None:
     accelerator, model = fresh(meshes), build("meta", **meshes.te_kwargs())
-    with told.refused("no model"):
+    with refusal_texts.refused("no model"):
         accelerator.save_state(str(path / "a"))
-    with told.refused("other model"):
+    with refusal_texts.refused("other model"):
         accelerator.prepare(model, torch.optim.SGD(build().parameters()))
     assert model[0].weight.is_meta, "a refused call has sharded the model"
     optimizer = torch.optim.SGD(
@@ -79,26 +79,26 @@ def prepared(told: Told, meshes: te_fsdp.Meshes, path: Path) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [1e-3 / 3, 2.0 / 3]
     te_fsdp.check_optimizer(model, optimizer)
     assert optimizer.param_groups[1]["params"] == list(model[0].parameters())
-    with told.refused("scheduler"):
+    with refusal_texts.refused("scheduler"):
         accelerator.prepare(scheduler)
-    with told.refused("metrics"):
+    with refusal_texts.refused("metrics"):
         accelerator.gather_for_metrics(torch.ones(2))
-    with told.refused("split"), accelerator.split_between_processes([1, 2]):
+    with refusal_texts.refused("split"), accelerator.split_between_processes([1, 2]):
         pass
-    with told.refused("value"):
+    with refusal_texts.refused("value"):
         accelerator.clip_grad_value_(model.parameters(), 1.0)
-    with told.refused("join"):
+    with refusal_texts.refused("join"):
         accelerator.join_uneven_inputs([model])
-    with told.refused("state dict"):
+    with refusal_texts.refused("state dict"):
         accelerator.save_model(model, path / "a")
-    with told.refused("hook"):
+    with refusal_texts.refused("hook"):
         accelerator.register_save_state_pre_hook(print)
-    with told.refused("pickles"):
+    with refusal_texts.refused("pickles"):
         accelerator.save_state(str(path / "a"), safe_serialization=False)
     accelerator.save_state(str(path / "a"))
-    with told.refused("again"):
+    with refusal_texts.refused("again"):
         accelerator.save_state(str(path / "a"))
-    with told.refused("nothing there"):
+    with refusal_texts.refused("nothing there"):
         accelerator.load_state(str(path))
     accelerator.load_state(str(path / "a"), strict=False)
 
@@ -127,10 +127,10 @@ SAYS = {
 
 @pytest.mark.ranks(4)
 def test_refusals(pool, tmp_path):
-    for told in pool.run(refusals, 4, path=tmp_path):
-        assert told.keys() == SAYS.keys()
+    for refusal_texts in pool.run(refusals, 4, path=tmp_path):
+        assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():
-            assert words in told[case], f"{case}: {told[case]}"
+            assert words in refusal_texts[case], f"{case}: {refusal_texts[case]}"
 
 
 def trainers(path: Path) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def trainers(path: Path) -> dict[str, Any]:
 
     from te_fsdp.integrations.transformers import TeFsdpTrainer
 
-    told, meshes = Told(), te_fsdp.Meshes.build(tp=2)
+    refusal_texts, meshes = Told(), te_fsdp.Meshes.build(tp=2)
 
     def built(**options: Any) -> Any:
         given = {
@@ -150,22 +150,22 @@ def trainers(path: Path) -> dict[str, Any]:
         }
         return TeFsdpTrainer(build("meta", **meshes.te_kwargs()), TrainingArguments(**given), meshes=meshes)
 
-    with forgetting_accelerate(), told.refused("bf16"):
+    with forgetting_accelerate(), refusal_texts.refused("bf16"):
         built(bf16=True)
-    with forgetting_accelerate(), told.refused("ddp"):
+    with forgetting_accelerate(), refusal_texts.refused("ddp"):
         built(ddp_find_unused_parameters=True)
-    with forgetting_accelerate(), told.refused("compile"):
+    with forgetting_accelerate(), refusal_texts.refused("compile"):
         built(torch_compile=True)
     with forgetting_accelerate():
         trainer = built(per_device_train_batch_size=3, gradient_accumulation_steps=5)
         assert trainer.get_total_train_batch_size(trainer.args) == 15
         assert trainer.model[0].weight.is_meta, "sharding comes with training"
-    return dict(told)
+    return dict(refusal_texts)
 
 
 @pytest.mark.ranks(2)
 def test_the_trainer(pool, tmp_path):
-    for told in pool.run(trainers, 2, path=tmp_path):
-        assert "PrecisionError: TeFsdpAccelerator(mixed_precision='bf16')" in told["bf16"]
-        assert "DistributedDataParallelKwargs()" in told["ddp"]
-        assert "dynamo_plugin=" in told["compile"]
+    for refusal_texts in pool.run(trainers, 2, path=tmp_path):
+        assert "PrecisionError: TeFsdpAccelerator(mixed_precision='bf16')" in refusal_texts["bf16"]
+        assert "DistributedDataParallelKwargs()" in refusal_texts["ddp"]
+        assert "dynamo_plugin=" in refusal_texts["compile"]

@@ -12,7 +12,7 @@ FITS = {
     "aligned tp",
     "rows unfit, columns fit",
     "aligned, torch's",
-    "rows unfit, torch's told",
+    "rows unfit, torch's with a placement",
     "aligned tp alone",
 }
 #: The expected error, or the right result, within this number of seconds; the first case also starts TE.

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint: one error with all problems, the same on all ranks, and nothing changed."""
+"""Wrong uses of a checkpoint: one error with all problems, the same on all ranks, and nothing changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_another_model(pool, tmp_path, kind, words):
 
 
 def test_other_settings_of_modules(pool, tmp_path):
-    """What modules compute is compared over meshes, and on all ranks; a model whose ranks differ is not saved."""
+    """The settings of modules are compared over meshes, and on all ranks; a model whose ranks differ is not saved."""
     found = same_on_all(pool.run(semantics.other_settings, 2, directory=str(tmp_path)))
     words = {
         "heads": "num_attention_heads: saved 8, model has 16 (self_attention.core_attention, self_attention)",
@@ -172,7 +172,7 @@ def test_conversions_can_be_refused(pool, tmp_path):
 
 
 def test_ranks_that_see_different_checkpoints(pool, tmp_path):
-    """As when each asks for the newest one while it appears: weights of two moments must not be mixed."""
+    """As when each rank finds the newest one while it appears: weights of two moments must not be mixed."""
     found = same_on_all(pool.run(mistakes.load_different_ones, 2, directory=str(tmp_path)))
     for kind, names in {
         "ours": ("ours-0", "ours-1"),

@@ -172,7 +172,7 @@ def test_eight_ranks(pool, tmp_path, case, single):
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("apart", "single"), [(True, False), (False, False), (False, True)])
 def test_plain_dcp_with_global_names(pool, tmp_path, apart, single):
-    """What get_state_dict and plain DCP write on ep, te_fsdp.checkpoint.load reads on any mesh, and so does DCP.
+    """te_fsdp.checkpoint.load and DCP read on any mesh the files of get_state_dict and plain DCP on ep.
 
     torch writes the names in a group as rank 0 has them, and its set_state_dict takes no options for a group whose
     names it does not find. te_fsdp.checkpoint.load goes by the layer.

@@ -34,7 +34,7 @@ def run_body(pool, body, mesh: str, **kwargs):
 
 
 class Saved:
-    """What the meshes have saved so far, with their further losses."""
+    """Checkpoints of the meshes so far, with their further losses."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory

@@ -1,4 +1,4 @@
-"""What several ranks load, read once and sent to the others: the same bits, fewer bytes from storage, errors on all."""
+"""Loads that read once and send to the other ranks: the same bits, fewer bytes from storage, errors on all."""
 
 from __future__ import annotations
 

@@ -39,31 +39,31 @@ def refusals(path: Path) -> dict[str, str]:
 
     from te_fsdp.integrations.fabric import TeFsdpStrategy
 
-    told = Told()
-    with told.refused("keyword"):
+    refusal_texts = Told()
+    with refusal_texts.refused("keyword"):
         TeFsdpStrategy(unit=[nn.Linear])
-    with told.refused("precision"):
+    with refusal_texts.refused("precision"):
         launched(plugins=MixedPrecision("bf16-mixed", device="cpu"))
     fabric = launched()
-    with told.refused("together"):
+    with refusal_texts.refused("together"):
         model = build()
         fabric.setup(model, torch.optim.SGD(build("cpu").parameters()))
-    with told.refused("optimizer first"):
+    with refusal_texts.refused("optimizer first"):
         fabric.setup_optimizers(torch.optim.SGD(build("cpu").parameters()))
-    with told.refused("empty_init"), fabric.init_module(empty_init=True):
+    with refusal_texts.refused("empty_init"), fabric.init_module(empty_init=True):
         fabric.setup_module(build("cpu"))
     model = fabric.setup_module(build())
-    with told.refused("stale optimizer"):
+    with refusal_texts.refused("stale optimizer"):
         fabric.setup_optimizers(torch.optim.SGD(build("cpu").parameters()))
     optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters()))
-    with told.refused("clip_val"):
+    with refusal_texts.refused("clip_val"):
         fabric.clip_gradients(model, optimizer, clip_val=1.0)
     state = {"model": model, "optimizer": optimizer, "step": 1}
-    with told.refused("filter"):
+    with refusal_texts.refused("filter"):
         fabric.save(path / "a", state, filter={"model": lambda name, value: True})
-    with told.refused("two optimizers"):
+    with refusal_texts.refused("two optimizers"):
         fabric.save(path / "a", state | {"second": optimizer})
-    with told.refused("no model"):
+    with refusal_texts.refused("no model"):
         fabric.save(path / "a", {"step": 1})
     assert not (path / "a").exists()
     fabric.save(path / "a", state)
@@ -73,18 +73,18 @@ def refusals(path: Path) -> dict[str, str]:
         for parameter in model.parameters():
             parameter.add_(1)
     changed = [parameter.detach().clone() for parameter in model.parameters()]
-    with told.refused("missing"):
+    with refusal_texts.refused("missing"):
         fabric.load(path / "a", state | {"more": 0})
-    with told.refused("weights_only"):
+    with refusal_texts.refused("weights_only"):
         fabric.load(path / "a", state, weights_only=False)
-    with told.refused("whole"):
+    with refusal_texts.refused("whole"):
         fabric.load(path / "a")
     assert all(map(torch.equal, changed, model.parameters())), "a refused load has changed the model"
     assert fabric.load(path / "b", state) == {"more": [1, 2]}
     assert all(map(torch.equal, before, model.parameters()))
     fabric.load(path / "a", state | {"more": 0}, strict=False)
     fabric.load_raw(path / "a", model)
-    return dict(told)
+    return dict(refusal_texts)
 
 
 SAYS = {
@@ -106,10 +106,10 @@ SAYS = {
 
 @pytest.mark.ranks(2)
 def test_refusals(pool, tmp_path):
-    for told in pool.run(refusals, 2, path=tmp_path):
-        assert told.keys() == SAYS.keys()
+    for refusal_texts in pool.run(refusals, 2, path=tmp_path):
+        assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():
-            assert words in told[case], told[case]
+            assert words in refusal_texts[case], refusal_texts[case]
 
 
 def precisions() -> dict[str, Any]:

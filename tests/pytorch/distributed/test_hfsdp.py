@@ -129,10 +129,10 @@ def test_precision_policy(pool):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
-def test_holders_without_gradients(pool, told):
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_holders_without_gradients(pool, marked):
     """A parameter without a gradient on its owners does not change, with weight decay, too."""
-    pool.run(bodies.some_lack_gradients, 2, told=told)
+    pool.run(bodies.some_lack_gradients, 2, marked=marked)
 
 
 @pytest.mark.ranks(4)
@@ -334,32 +334,32 @@ def test_refused(pool, case, kind, words):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
-def test_own_gradients_are_not_read(pool, told):
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_own_gradients_are_not_read(pool, marked):
     """Reads of `.grad` before the average over dp_replicate raise on each rank separately, without waiting."""
-    for found in pool.run(readers.refused, 2, told=told):
+    for found in pool.run(readers.refused, 2, marked=marked):
         assert found["read"] == found["harmful"] == []
         assert len(found["texts"]) == 2 * 2 * 3 * len(readers.READERS)
         assert all("use te_fsdp.clip_grad_norm_" in text for text in found["texts"])
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("how", ["optimizer", "model", "te_fsdp"])
-def test_a_step_that_was_given_up_leaves_no_factor(pool, how, told):
+def test_a_step_that_was_given_up_leaves_no_factor(pool, how, marked):
     """Kind: a clip factor of an average that was dropped multiplies gradients of later steps."""
-    pool.run(leftovers.given_up, 2, how=how, told=told)
+    pool.run(leftovers.given_up, 2, how=how, marked=marked)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("told", [False, True], ids=["plain", "told"])
-def test_padding_is_not_reported(pool, told):
+@pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
+def test_padding_is_not_reported(pool, marked):
     """Kind: memory that pads uneven rows is sent as it was, so that ``report_nan`` sees it."""
-    for raised, finite in pool.run(leftovers.padding, 2, told=told, poisoned=False):
+    for raised, finite in pool.run(leftovers.padding, 2, marked=marked, poisoned=False):
         assert raised == ["", "", ""] and len(finite) >= 3 and all(finite)
-    for raised, finite in pool.run(leftovers.padding, 2, told=told, poisoned=True):
+    for raised, finite in pool.run(leftovers.padding, 2, marked=marked, poisoned=True):
         assert raised[:2] == ["", ""] and "NaN or infinity" in raised[2], raised
-        assert all(finite) is not told  # a step that raises sends nothing; backward may have
+        assert all(finite) is not marked  # a step that raises sends nothing; backward may have
 
 
 @pytest.mark.ranks(4)

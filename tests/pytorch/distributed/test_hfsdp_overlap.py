@@ -37,9 +37,9 @@ SAME_BITS: dict[str, tuple[str, dict[str, Any], int]] = {
         2,
     ),
     "2x1xtp2": ("run", {"axes": {"dp_replicate": 2, "dp_shard": 1, "tp": 2}, "optimizer": "te"}, 2),
-    "not told": (
+    "not marked": (
         "run",
-        {"axes": {"dp_replicate": 2, "dp_shard": 1}, "optimizer": "sgd", "told": False},
+        {"axes": {"dp_replicate": 2, "dp_shard": 1}, "optimizer": "sgd", "marked": False},
         0,
     ),
     "sums": ("chain", {"axes": {"dp_replicate": 2}, "average_gradients": False}, 3),
@@ -96,7 +96,7 @@ def test_same_bits_of_quantized_weights(pool):
 @pytest.mark.ranks(2)
 def test_counts(pool):
     for result in pool.run(early.counts, 2):
-        assert result["told"] == [(0, 1), (3, 0), (3, 0)]
+        assert result["marked"] == [(0, 1), (3, 0), (3, 0)]
         assert result["plain"] == [(0, 1)] * 2
         # A different set of parameters: a new agreement.
         assert result["frozen"] == result["trained"] == [(0, 1), (3, 0)]
@@ -108,15 +108,15 @@ def test_counts(pool):
 @pytest.mark.parametrize("first", [[True, False], [False, False]], ids=str)
 def test_not_told_in_the_first_step(pool, first):
     """No rank waits for another's word: nothing begins early, which the log says, and all are right."""
-    told = [first, [False, True], [True, True]]
-    assert pool.run(early.told_by_some, 2, env=GLOO, told=told) == [[(0, 1)] * 3] * 2
+    marked = [first, [False, True], [True, True]]
+    assert pool.run(early.told_by_some, 2, env=GLOO, marked=marked) == [[(0, 1)] * 3] * 2
 
 
 @pytest.mark.ranks(2)
 def test_not_told_later(pool):
     """Once agreed: the first rank's begin at its step, those of the other rank in its backward."""
-    told = [[True, True], [True, True], [False, True], [True, True]]
-    first, second = pool.run(early.told_by_some, 2, env=GLOO, told=told, lines=0)
+    marked = [[True, True], [True, True], [False, True], [True, True]]
+    first, second = pool.run(early.told_by_some, 2, env=GLOO, marked=marked, lines=0)
     wait, early_ = (0, 1), (3, 0)
     assert first == [wait, early_, (0, 3), early_]
     assert second == [wait, *[early_] * 3]
@@ -178,7 +178,7 @@ def test_interrupted(pool, where):
         "zero_grad",
         "optimizer.zero_grad",
         "zeros",
-        "told twice",
+        "marked twice",
         "twice in one context",
         "plain",
         "one rank",
@@ -212,5 +212,5 @@ def test_wire(pool):
 
 @pytest.mark.ranks(2)
 def test_contexts(pool):
-    told = [True, *(value for _ in range(3) for value in (False, True)), False, False]
-    assert pool.run(early.contexts, 2) == [told] * 2
+    marked = [True, *(value for _ in range(3) for value in (False, True)), False, False]
+    assert pool.run(early.contexts, 2) == [marked] * 2

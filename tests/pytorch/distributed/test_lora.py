@@ -162,10 +162,10 @@ def refusals() -> dict[str, str]:
     from te_fsdp.integrations.peft import adapters_of, add_adapters, merge
 
     meshes = te_fsdp.Meshes.build(tp=2)
-    told = Told()
+    refusal_texts = Told()
 
     def refused(case: str, call: Any, *given: Any) -> None:
-        with told.refused(case):
+        with refusal_texts.refused(case):
             call(*given)
 
     model = layer(meshes)
@@ -188,7 +188,7 @@ def refusals() -> dict[str, str]:
     te_fsdp.materialize(te_fsdp.fully_shard(adapted, meshes), seed=0)
     refused("merge trained", merge, adapted)
     refused("one layer", adapted.self_attention.proj.merge)
-    return dict(told)
+    return dict(refusal_texts)
 
 
 SAYS = {
@@ -209,7 +209,7 @@ SAYS = {
 
 @pytest.mark.ranks(2)
 def test_refusals(pool):
-    for told in pool.run(refusals, 2):
-        assert told.keys() == SAYS.keys()
+    for refusal_texts in pool.run(refusals, 2):
+        assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():
-            assert words in told[case], f"{case}: {told[case]}"
+            assert words in refusal_texts[case], f"{case}: {refusal_texts[case]}"

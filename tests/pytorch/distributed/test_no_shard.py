@@ -106,8 +106,8 @@ def test_cost(pool):
     assert before["hooks"] == 1 and frozen["hooks"] == 0
     assert not before["noted"] and len(frozen["noted"]) == 4
     everything = ("encoder", "adapter", "position")
-    for microbatches, told, all_reduces in ((1, False, 1), (3, False, 3), (3, True, 1)):
-        options = {"axes": DP4, "parts": everything, "microbatches": microbatches, "told": told}
+    for microbatches, marked, all_reduces in ((1, False, 1), (3, False, 3), (3, True, 1)):
+        options = {"axes": DP4, "parts": everything, "microbatches": microbatches, "marked": marked}
         assert pool.run(bodies.cost, 4, **options)[0]["all_reduce"] == all_reduces, options
 
 

@@ -10,9 +10,9 @@ from no_sharding.overlap import MIXED, SIZES
 pytestmark = pytest.mark.ranks(2)
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_order(pool, told):
-    results = pool.run(overlap.order, 2, told=told)
+@pytest.mark.parametrize("marked", [False, True])
+def test_order(pool, marked):
+    results = pool.run(overlap.order, 2, marked=marked)
     (first, early_1), (second, early_2), (third, early_3), (fourth, early_4), fifth = results[0]["calls"]
     assert all(result["calls"] == results[0]["calls"] for result in results)
     # Parameters of all ranks are first, in backward's order; then the others, in the order of modules.

@@ -19,7 +19,7 @@ RUNS = {
     "no_shard": {"axes": DP, "strategy": "no_shard"},
     "some no_shard": {"axes": DP, "strategy": {"": "no_shard", "layers.*": "optim"}},
     "hfsdp": {"axes": {"pp": 2, "replicate": 2}, "outer_strategy": "optim", "strategy": "optim"},
-    "shapes unknown": {"axes": {"pp": 2, "replicate": 2}, "told": False},
+    "shapes unknown": {"axes": {"pp": 2, "replicate": 2}, "known_shapes": False},
     "delayed": {"axes": {"pp": 2}, "recipe": "delayed", "quantized": True, "steps": 3, "microbatches": 2},
     "mxfp8": {"axes": DP, "recipe": "mxfp8", "quantized": True, "strategy": "optim_grads", "microbatches": 2},
     "bf16": {"axes": {"pp": 2}, "kind": "gpipe", "dtype": torch.bfloat16},

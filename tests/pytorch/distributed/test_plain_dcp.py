@@ -165,7 +165,7 @@ def test_load_without_load_state_dict(pool, tmp_path, arch, recipe, saved, shard
 @pytest.mark.parametrize("recipe", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("kind", ["gated MLP", "TransformerLayer", "experts", "one parameter"])
 def test_pieces_of_quantized_weights_in_checkpoint_load(pool, tmp_path, arch, kind, recipe, sharder):
-    """What ``dcp.load`` reads, ``te_fsdp.checkpoint.load`` reads too (kind: directories that only one of them reads).
+    """``te_fsdp.checkpoint.load`` reads all that ``dcp.load`` reads (kind: directories that only one of them reads).
 
     Components of the pieces are joined bit for bit.
     """

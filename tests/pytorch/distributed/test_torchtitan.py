@@ -24,13 +24,16 @@ pytestmark = pytest.mark.skipif(
 def refusals(path: Path) -> dict[str, str]:
     """Body."""
     sys.path.insert(0, str(FOLDER))
-    model, told = importlib.import_module("train_torchtitan").Model.Config(axes={"tp": 2}).build(), Told()
-    parallelized(told, model)
-    managed(told, model, path)
-    return dict(told)
+    model, refusal_texts = (
+        importlib.import_module("train_torchtitan").Model.Config(axes={"tp": 2}).build(),
+        Told(),
+    )
+    parallelized(refusal_texts, model)
+    managed(refusal_texts, model, path)
+    return dict(refusal_texts)
 
 
-def parallelized(told: Told, model: Any) -> None:
+def parallelized(refusal_texts: Told, model: Any) -> None:
     from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
     from torchtitan.distributed.activation_checkpoint import FullAC
 
@@ -41,21 +44,21 @@ def parallelized(told: Told, model: Any) -> None:
     training, compiled = TrainingConfig(disable_cuda_graphs=True), CompileConfig()
     options: dict[str, Any] = {"training": training, "parallelism": parallelism, "compile_config": compiled}
     options |= {"parallel_dims": None, "ac_config": None}
-    with told.refused("early"):
+    with refusal_texts.refused("early"):
         model.init_weights()
-    with told.refused("graphs"):
+    with refusal_texts.refused("graphs"):
         parallelize(model, **options | {"training": TrainingConfig()})
-    with told.refused("compile"):
+    with refusal_texts.refused("compile"):
         parallelize(model, **options | {"compile_config": CompileConfig(enable=True)})
-    with told.refused("recompute"):
+    with refusal_texts.refused("recompute"):
         parallelize(model, **options | {"ac_config": FullAC.Config()})
-    with told.refused("backend"):
+    with refusal_texts.refused("backend"):
         parallelize(model, **options | {"parallelism": odd})
     parallelize(model, **options).init_weights()
     assert not get_sharded_model(model).average_gradients, "the trainer divides losses by all tokens"
 
 
-def managed(told: Told, model: Any, path: Path) -> None:
+def managed(refusal_texts: Told, model: Any, path: Path) -> None:
     """The checkpoint manager, and the norm by torchtitan and by te_fsdp."""
     import setting
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
@@ -70,10 +73,10 @@ def managed(told: Told, model: Any, path: Path) -> None:
     manager = CheckpointManager.Config(enable=True, folder=str(path))
     given = {"dataloader": None, "model_parts": [model], "optimizers": optimizers}
     given |= {"lr_schedulers": None, "states": {}}
-    with told.refused("container"):
+    with refusal_texts.refused("container"):
         manager.build(**given)
     keep_main_weights(optimizers, [model], None)
-    with told.refused("export"):
+    with refusal_texts.refused("export"):
         dataclasses.replace(manager, export_dtype="bfloat16").build(**given)
     (batch, _) = setting.microbatches(model.meshes, 0)
     setting.loss_of(model(batch), batch).backward()
@@ -96,7 +99,7 @@ SAYS = {
 
 @pytest.mark.ranks(4)
 def test_refusals(pool, tmp_path):
-    for told in pool.run(refusals, 4, path=tmp_path):
-        assert told.keys() == SAYS.keys()
+    for refusal_texts in pool.run(refusals, 4, path=tmp_path):
+        assert refusal_texts.keys() == SAYS.keys()
         for case, words in SAYS.items():
-            assert words in told[case], f"{case}: {told[case]}"
+            assert words in refusal_texts[case], f"{case}: {refusal_texts[case]}"

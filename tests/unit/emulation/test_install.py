@@ -169,8 +169,8 @@ if __name__ == "__main__":
 
 
 def test_launcher_runs_scripts_and_modules(tmp_path, run):
-    (tmp_path / "program.py").write_text("import beside\n" + PROGRAM)
-    (tmp_path / "beside.py").write_text("")
+    (tmp_path / "program.py").write_text("import neighbor\n" + PROGRAM)
+    (tmp_path / "neighbor.py").write_text("")
     done = run("-m", "te_fsdp.emulation", "--arch", "9.0", tmp_path / "program.py", "--arch", "x")
     assert done.stdout.splitlines()[-1:] == ["['--arch', 'x'] (4, 32) (9, 0) 9.0 True"], done.stderr
     done = run("-m", "te_fsdp.emulation", "-m", "program", "1", path=[tmp_path], cwd=tmp_path)

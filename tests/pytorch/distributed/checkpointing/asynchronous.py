@@ -115,7 +115,7 @@ def one_after_the_other(directory: str) -> dict[str, Any]:
         asked = save(f"{directory}/3", model, optimizer, asynchronous=True)
         told = error_of(asked.result)
         unasked = save(f"{directory}/4", model, optimizer, asynchronous=True)
-        if dist.get_rank() == 0:  # one rank knows: all are told nevertheless
+        if dist.get_rank() == 0:  # one rank requests the error: all ranks get it
             error_of(unasked.result)
         unasked.wait()
         planner.Writing.blocks = original
@@ -157,7 +157,7 @@ def groups_destroyed(directory: str) -> dict[str, Any]:
 
 
 def out_of_memory(directory: str) -> tuple[str, str]:
-    """One rank cannot copy: no rank waits for it, all are told."""
+    """One rank cannot copy: no rank waits for it, and all raise."""
     import te_fsdp
     from te_fsdp.checkpoint.async_save import Staging
 
@@ -190,7 +190,7 @@ def planned_again(directory: str) -> dict[str, Any]:
     saving.plan_entries = lambda *args: plans.append(1) or plan(*args)
     counts, wrong = [], []
     try:
-        # Another length on rank 1 alone, which is all that the last has anew.
+        # A different length on rank 1 only.
         for number, length in enumerate([2, 2, 2 + rank, 2 + rank, 2]):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -209,7 +209,7 @@ def planned_again(directory: str) -> dict[str, Any]:
             same = all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
             wrong += [] if same and torch.equal(loaded["own"], own) else [number]
         model.ours += rank
-        # As the save before, whose plan is known; then with nothing besides, which is planned anew.
+        # With the plan of the previous save, then without further entries, which needs a new plan.
         drifted = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer, **options))
         again = error_of(lambda: te_fsdp.checkpoint.save(f"{directory}/no", model, optimizer))
     finally:

@@ -253,7 +253,7 @@ def there_and_back(case: Case, axes: dict[str, int], directory: str, name: str, 
     Args:
         case: As saved.
         axes: The mesh of the beginning.
-        directory: Where things lie.
+        directory: Folder of the files.
         name: Checkpoint to load; "" to train and write down instead.
         raw: File name of what is written down.
     """
@@ -277,7 +277,7 @@ def refuse_plain(case: Case, axes: dict[str, int], directory: str) -> str:
     before = local_state(run)
     try:
         load_through("plain", run, f"{directory}/plain")
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except BaseException as error:  # DCP's CheckpointException is a BaseException
         weights = {k: v for k, v in local_state(run).items() if k in before}
         assert not differing(before, weights), "changed although it refused"
         return str(error)
@@ -290,6 +290,6 @@ def refuse_to_save(case: Case, axes: dict[str, int], directory: str) -> str:
     run.steps(1)
     try:
         save_through("plain", run, f"{directory}/plain")
-    except BaseException as error:  # DCP's CheckpointException is no Exception
+    except BaseException as error:  # DCP's CheckpointException is a BaseException
         return str(error)
     raise AssertionError("saved")

@@ -19,13 +19,13 @@ def link(
 
     Args:
         axes: This mesh.
-        directory: Where the chain lies.
+        directory: Folder of the checkpoints.
         recipe: Format of the weights.
         position: Number of links before; 0 begins the chain.
         spoil: Negative control: nothing is loaded.
 
     Returns:
-        What differs after the load, number of values compared, losses of `AFTER` steps.
+        Differences after the load, number of values compared, losses of `AFTER` steps.
     """
     import te_fsdp
 

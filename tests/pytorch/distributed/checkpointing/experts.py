@@ -21,12 +21,12 @@ from checkpointing.mistakes import error_of
 
 @dataclass(frozen=True)
 class Case:
-    """What is saved.
+    """The saved model.
 
     Attributes:
         weights: "fp32" (with AdamW), "bf16" or "quantized" (with FusedAdam and main weights).
         recipe: TE's quantization recipe.
-        experts: how many; over ranks that do not divide them they are dealt out unevenly.
+        experts: how many; distributed unevenly over ranks that do not divide them.
         bias: whether the experts have biases, which TE refuses under tensor parallelism.
         missing: whether expert 1 never gets a gradient, so that it has no optimizer state.
         apart: whether the experts are in a group of the optimizer of their own.
@@ -42,7 +42,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Place:
-    """Where it lies.
+    """The mesh and strategy.
 
     Attributes:
         axes: mesh axes; empty for one process, ``None`` for stock TE without te_fsdp.

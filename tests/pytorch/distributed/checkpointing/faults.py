@@ -109,7 +109,7 @@ class Corruption:
 
 
 def corruptions(directory: str, start: int, count: int) -> dict[str, Any]:
-    """Random corruptions, one after the other: each is found before anything changes, on all ranks alike.
+    """Random corruptions, one after the other: each is found before anything changes, on all ranks.
 
     Args:
         directory: Where checkpoints go.
@@ -117,7 +117,7 @@ def corruptions(directory: str, start: int, count: int) -> dict[str, Any]:
         count: How many.
 
     Returns:
-        What was missed, and how many there were of each kind.
+        Missed corruptions, and the number of each kind.
     """
     import te_fsdp
 
@@ -191,7 +191,7 @@ def drifted_replicas(directory: str, axes: dict[str, int], name: str, of: str) -
 
 
 def bytes_on_disk(directory: str, axes: dict[str, int], case: Case) -> dict[str, Any]:
-    """What the files hold against what the model and its optimizer logically are.
+    """Compare the files with the logical values of the model and its optimizer.
 
     Returns:
         ``logical``: bytes of all original tensors; ``stored``: bytes of all chunks; ``written``: the sum of what the

@@ -74,7 +74,7 @@ def cut_blocks(axes: dict[str, int], directory: str, recipes: list[str], *, save
 
     Args:
         axes: This mesh.
-        directory: Where the checkpoints lie.
+        directory: Folder of the checkpoints.
         recipes: Formats.
         save: Whether to save, in one process, instead of loading.
     """

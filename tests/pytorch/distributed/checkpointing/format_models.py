@@ -88,7 +88,7 @@ class QuantizedTraining:
         self.position = 0
 
     def steps(self, count: int) -> list[float]:
-        """Losses of so many training steps on batches that depend on the position in the data alone."""
+        """Losses of `steps` training steps on batches that depend on the position in the data alone."""
         return [self._step() for _ in range(count)]
 
     def _step(self) -> float:

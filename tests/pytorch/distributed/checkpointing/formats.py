@@ -161,7 +161,7 @@ def convert_formats(
 def expected_values(
     run: Any, originals: dict[str, torch.Tensor], converted: dict[str, str], master: bool
 ) -> dict[str, torch.Tensor]:
-    """What one process makes of the originals: main weights or values, quantized or rounded once."""
+    """Result of one process for the originals: main weights or values, quantized or rounded once."""
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     expected = dict(originals)
@@ -202,7 +202,7 @@ def _as_it_is() -> Iterator[None]:
 
 @contextmanager
 def _each_rank_by_itself() -> Iterator[None]:
-    """What a load does that knows nothing of the other ranks' amaxes."""
+    """Result of a load without the amaxes of the other ranks."""
     from te_fsdp.checkpoint import reading
     from te_fsdp.quantized.components import components_of
 

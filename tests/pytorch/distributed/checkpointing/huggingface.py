@@ -141,7 +141,7 @@ def save_trained(folder: str, case: dict[str, Any], target: str) -> dict[str, An
 
 
 def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
-    """What was written, beside what the command line makes of the checkpoint, and beside what there was."""
+    """The written folder, the folder that the command line exports, and the original."""
     from te_fsdp.checkpoint.lazy_tensors import open_safetensors
     from te_fsdp.cli import main
 
@@ -159,7 +159,7 @@ def _written(folder: str, target: str, dtype: str) -> dict[str, Any]:
 
 
 def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[str, list[str]]:
-    """One rank's disk is full, one cannot read its weights; errors, and what lies there afterwards. Then it works."""
+    """One rank's disk is full, one cannot read its weights; errors, and the files afterwards. Then it works."""
     import te_fsdp
     from te_fsdp.checkpoint.lazy_tensors import InMemory
     from te_fsdp.checkpoint.portable import huggingface as hf

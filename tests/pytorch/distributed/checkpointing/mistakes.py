@@ -118,7 +118,7 @@ def load_in_part(directory: str, allow: list[str] | None) -> dict[str, Any]:
 
 @contextmanager
 def warnings_of_te_fsdp() -> Iterator[list[str]]:
-    """What the logger says in the context."""
+    """Messages of the logger in the context."""
     heard: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -199,7 +199,7 @@ def optimizer_before_sharding(directory: str, only_rank: int | None) -> list[tup
 
 
 def damaged(directory: str, kind: str) -> tuple[str, str]:
-    """A directory that is no whole checkpoint, seen by all ranks alike; nothing may change."""
+    """A directory that is not a complete checkpoint on any rank; nothing may change."""
     import te_fsdp
 
     model = shard(Small())
@@ -332,7 +332,7 @@ def load_different_ones(directory: str) -> dict[str, tuple[str, str]]:
 
 
 def save_hybrid_weights(directory: str) -> bool:
-    """Weights of two formats at once: what saving them raises goes on; returns whether anything lies there."""
+    """Weights of two formats at once: saving raises. Returns whether there are files."""
     from quantization.one_scale import meshes_of, sharded
 
     import te_fsdp

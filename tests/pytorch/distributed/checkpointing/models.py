@@ -16,7 +16,7 @@ HIDDEN, FFN, HEADS, SEQUENCE, BATCH, CLASSES = 128, 128, 8, 32, 4, 16
 
 @dataclass(frozen=True)
 class Case:
-    """What is saved.
+    """The saved model.
 
     Attributes:
         stacked: gated fc1 and fused, non-interleaved QKV with grouped queries; otherwise plain layouts alone.
@@ -146,7 +146,7 @@ class Run:
         return torch.optim.AdamW(groups, lr=2e-3, betas=(0.8, 0.95))
 
     def steps(self, count: int) -> list[float]:
-        """Losses of so many training steps on batches that depend on the position in the data alone."""
+        """Losses of `steps` training steps on batches that depend on the position in the data alone."""
         return [self._step() for _ in range(count)]
 
     @torch.no_grad()

@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, tuple[torch.dtype, Callable[[Any], torch.optim.Optimizer]]
 
 
 class Odd(nn.Module):
-    """A gated MLP beside parameters that are frozen, unused, or smaller than a mesh."""
+    """A gated MLP and parameters that are frozen, unused, or smaller than a mesh."""
 
     def __init__(self, dtype: torch.dtype, device: Any, **tp: Any) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ def save_all(axes: dict[str, int] | None, directory: str, name: str) -> dict[str
 
     Args:
         axes: The mesh; None for stock TE in one process.
-        directory: Where the checkpoints of all meshes lie.
+        directory: Folder of the checkpoints of all meshes.
         name: Of this mesh.
 
     Returns:
@@ -83,7 +83,7 @@ def load_all(
 
 @functools.cache
 def _originals(path: str) -> dict[str, torch.Tensor]:
-    """What `save_all` wrote down; read once in each process, which compares it with several meshes."""
+    """Values that `save_all` recorded; read once in each process, which compares them with several meshes."""
     return torch.load(f"{path}.pt", weights_only=True)
 
 

@@ -100,7 +100,7 @@ def harness_host(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def refused_dtensors(directory: str, axes: dict[str, int]) -> dict[str, str]:
-    """What ``extra`` refuses of DTensors, on all ranks before anything is written."""
+    """DTensors that ``extra`` refuses, on all ranks before anything is written."""
     from torch.distributed.tensor import Partial
 
     import te_fsdp

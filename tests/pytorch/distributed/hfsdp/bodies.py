@@ -160,7 +160,7 @@ def exempt_parts(axes: dict[str, int]) -> list[tuple[int, ...]]:
 DECAY = 0.1
 
 
-def some_lack_gradients(told: bool = False) -> int:
+def some_lack_gradients(marked: bool = False) -> int:
     """Forward reaches a unit on the first holder alone, and another one nowhere: as in one process."""
     import te_fsdp
 
@@ -179,7 +179,7 @@ def some_lack_gradients(told: bool = False) -> int:
     momentum = {name: torch.zeros_like(value) for name, value in plain.items()}
     for step in range(3):
         inputs = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(step)).to(device)
-        with te_fsdp.microbatch(model, is_last=True) if told else contextlib.nullcontext():
+        with te_fsdp.microbatch(model, is_last=True) if marked else contextlib.nullcontext():
             model(inputs[0 if first else 1], first).sum().backward()
         if step == 1:
             te_fsdp.clip_grad_norm_(model.parameters(), 1e9)

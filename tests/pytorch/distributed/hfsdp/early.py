@@ -62,13 +62,13 @@ class Pair:
         self.checks = harness.Comparisons()
         self.steps = 0
 
-    def backward(self, seed: int, orders: list[list[int]] | None = None, told: bool = True) -> int:
+    def backward(self, seed: int, orders: list[list[int]] | None = None, marked: bool = True) -> int:
         """A backward on all ranks, which may use other blocks; how many averages it has begun."""
         import te_fsdp
 
         rank = dist.get_rank()
         self.model.order = orders[rank] if orders else list(range(len(self.model.blocks)))
-        context = te_fsdp.microbatch(self.model, is_last=True) if told else contextlib.nullcontext()
+        context = te_fsdp.microbatch(self.model, is_last=True) if marked else contextlib.nullcontext()
         with sent() as calls, context:
             self.model(inputs(seed)[rank]).square().mean().backward()
         return len(calls)
@@ -93,9 +93,9 @@ class Pair:
             self.checks.close(f"step {self.steps} {name}", ours, parameter, **CLOSE)
         return len(calls)
 
-    def both(self, seed: int, orders: list[list[int]] | None = None, told: bool = True) -> tuple[int, int]:
+    def both(self, seed: int, orders: list[list[int]] | None = None, marked: bool = True) -> tuple[int, int]:
         """Backward and step: how many reduce-scatters each of the two has begun."""
-        early = self.backward(seed, orders, told)
+        early = self.backward(seed, orders, marked)
         self.expect(seed, orders)
         return early, self.step()
 
@@ -109,8 +109,8 @@ def inputs(seed: int) -> torch.Tensor:
 def counts() -> dict[str, Any]:
     """Return the communication of backward and step, marked or not, trained or not; all of a marked step."""
     pair = Pair()
-    found = {"told": [pair.both(seed) for seed in (1, 2, 3)]}
-    found["plain"] = [pair.both(seed, told=False) for seed in (4, 5)]
+    found = {"marked": [pair.both(seed) for seed in (1, 2, 3)]}
+    found["plain"] = [pair.both(seed, marked=False) for seed in (4, 5)]
     for each in (pair.model, pair.reference):
         each.blocks[1].weight.requires_grad_(False)
     found["frozen"] = [pair.both(seed) for seed in (7, 8)]
@@ -264,7 +264,7 @@ def _change(how: str, pair: Pair) -> None:
         pair.other.zero_grad()
         pair.backward(4)
         pair.expect(4)
-    elif how == "told twice":
+    elif how == "marked twice":
         pair.backward(4)
         pair.expect(4)
     elif how == "twice in one context":
@@ -274,11 +274,11 @@ def _change(how: str, pair: Pair) -> None:
         for seed in (4, 5):
             pair.expect(seed)
     elif how == "plain":
-        pair.backward(4, told=False)
+        pair.backward(4, marked=False)
         pair.expect(4)
     elif how == "one rank":  # no rank needs another's backward
         if rank == 0:
-            pair.backward(4, told=False)
+            pair.backward(4, marked=False)
         (pair.reference(inputs(4)[0].detach()).square().mean() / size).backward()
     elif how in ("by hand", "scale_gradients"):
         if how == "by hand":
@@ -332,11 +332,11 @@ def wires(where: str, absent: int | None = None) -> list[list[str]]:
     return found
 
 
-def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]]:
+def told_by_some(marked: list[list[bool]], lines: int = 1) -> list[tuple[int, int]]:
     """Steps before which some ranks tell their last backward and others do not: right all along.
 
     Args:
-        told: For each step, the ranks that mark the last microbatch.
+        marked: For each step, the ranks that mark the last microbatch.
         lines: How often the log says that averages wait.
     """
     from te_fsdp.features.hfsdp import overlap
@@ -344,8 +344,8 @@ def told_by_some(told: list[list[bool]], lines: int = 1) -> list[tuple[int, int]
     overlap._warn_once.cache_clear()
     pair = Pair()
     with logged() as seen:
-        found = [pair.both(seed, told=ranks[dist.get_rank()]) for seed, ranks in enumerate(told)]
-    pair.checks.require(6 * len(told))
+        found = [pair.both(seed, marked=ranks[dist.get_rank()]) for seed, ranks in enumerate(marked)]
+    pair.checks.require(6 * len(marked))
     assert len([line for line in seen if "in the first step: so averages" in line]) == lines, seen
     return found
 

@@ -83,8 +83,8 @@ def same_bits(kind: str, clip: bool = False, large: int | None = None, **options
     return counts | {"compared": checks.require(STEPS)}
 
 
-def _run(axes: dict[str, int], told: bool = True, **case: Any) -> Trainer:
-    run = Run(Case(**case, contexts=told), axes)
+def _run(axes: dict[str, int], marked: bool = True, **case: Any) -> Trainer:
+    run = Run(Case(**case, contexts=marked), axes)
     return Trainer(run.model, run.optimizer, lambda step: run.backward())
 
 

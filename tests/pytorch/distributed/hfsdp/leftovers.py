@@ -18,24 +18,24 @@ from hfsdp.early import CLOSE, Pair
 MAX_NORM = 1e-2
 
 
-def given_up(how: str, told: bool) -> int:
+def given_up(how: str, marked: bool) -> int:
     """Clip, give the step up, clip and step, and add another backward to the gradients: equal to one process.
 
     Args:
         how: What gives the step up: "optimizer", "model" or "te_fsdp" (their zero_grad).
-        told: Whether backwards are marked as the last ones, so that averages begin during them.
+        marked: Whether backwards are marked as the last ones, so that averages begin during them.
     """
     import te_fsdp
 
     pair = Pair()
-    pair.both(1, told=told)
-    pair.backward(2, told=told)
+    pair.both(1, marked=marked)
+    pair.backward(2, marked=marked)
     te_fsdp.clip_grad_norm_(pair.model, MAX_NORM / 7)
     if how == "te_fsdp":
         te_fsdp.zero_grad(pair.model)
     else:
         getattr(pair, how).zero_grad()
-    pair.backward(3, told=told)
+    pair.backward(3, marked=marked)
     pair.expect(3)
     norms = [
         te_fsdp.clip_grad_norm_(pair.model, MAX_NORM),
@@ -45,7 +45,7 @@ def given_up(how: str, told: bool) -> int:
     pair.optimizer.step()
     pair.other.step()
     # Not cleared: the next backward is added to what the step has left.
-    pair.backward(4, told=told)
+    pair.backward(4, marked=marked)
     pair.expect(4)
     pair.step()
     return pair.checks.require(10)
@@ -79,14 +79,14 @@ def _what_is_sent(found: list[bool]) -> Iterator[None]:
         yield
 
 
-def padding(told: bool, poisoned: bool) -> tuple[list[str], list[bool]]:
+def padding(marked: bool, poisoned: bool) -> tuple[list[str], list[bool]]:
     """Steps with ``report_nan`` where fresh memory is full of NaN: what pads uneven rows is sent as zeros.
 
     Returns:
         The error of each step, and for each communication buffer whether it was finite.
 
     Args:
-        told: Whether averages begin during backward.
+        marked: Whether averages begin during backward.
         poisoned: Whether a gradient has NaN itself, the negative control.
     """
     import te_fsdp
@@ -103,7 +103,7 @@ def padding(told: bool, poisoned: bool) -> tuple[list[str], list[bool]]:
         for step in range(3):
             x = torch.randn(4, 7, generator=torch.Generator().manual_seed(step + 9 * dist.get_rank()))
             x = x.to(harness.device()) * (float("nan") if poisoned and step == 2 else 1)
-            context = te_fsdp.microbatch(model, is_last=True) if told else contextlib.nullcontext()
+            context = te_fsdp.microbatch(model, is_last=True) if marked else contextlib.nullcontext()
             with _what_is_sent(finite):
                 with context:
                     model(x).square().mean().backward()

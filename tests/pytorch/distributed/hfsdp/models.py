@@ -144,8 +144,8 @@ class Run:
 
         for number in range(self.case.microbatches):
             last = number == self.case.microbatches - 1
-            told = self.case.contexts and self.meshes is not None
-            with te_fsdp.microbatch(self.model, is_last=last) if told else contextlib.nullcontext():
+            marked = self.case.contexts and self.meshes is not None
+            with te_fsdp.microbatch(self.model, is_last=last) if marked else contextlib.nullcontext():
                 self._microbatch()
 
     def _microbatch(self) -> None:

@@ -59,7 +59,7 @@ def _unscale(parameters: list[torch.Tensor]) -> None:
     scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
 
 
-def refused(told: bool) -> dict[str, list[str]]:
+def refused(marked: bool) -> dict[str, list[str]]:
     """After a backward each reader raises on each rank, before and after a step; gradients stay as they are.
 
     Returns:
@@ -71,7 +71,7 @@ def refused(told: bool) -> dict[str, list[str]]:
     pair = Pair()
     found: dict[str, list[str]] = {"read": [], "harmful": [], "texts": []}
     for seed in (1, 2):
-        pair.backward(seed, told=told)
+        pair.backward(seed, marked=marked)
         pair.expect(seed)
         for when in ("before", "after"):
             for name, parameter in pair.model.named_parameters():

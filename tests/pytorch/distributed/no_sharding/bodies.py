@@ -36,7 +36,7 @@ def batch(meshes: Any, seed: int = 3) -> torch.Tensor:
 
 
 def cost(
-    axes: dict[str, int], parts: tuple[str, ...], *, microbatches: int = 1, told: bool = False
+    axes: dict[str, int], parts: tuple[str, ...], *, microbatches: int = 1, marked: bool = False
 ) -> dict[str, Any]:
     """Collectives of one step, and bytes of parameters on this rank.
 
@@ -44,7 +44,7 @@ def cost(
         axes: mesh sizes.
         parts: what is exempt; the frozen encoder is a unit otherwise.
         microbatches: backwards in the step.
-        told: whether the loop marks the last microbatch.
+        marked: whether the loop marks the last microbatch.
     """
     import te_fsdp
 
@@ -59,7 +59,7 @@ def cost(
     with recorded() as calls:
         for number in range(microbatches):
             last = number == microbatches - 1
-            with te_fsdp.microbatch(model, is_last=last) if told else contextlib.nullcontext():
+            with te_fsdp.microbatch(model, is_last=last) if marked else contextlib.nullcontext():
                 model(batch(meshes, number)).square().mean().backward()
     hooks = [m._forward_pre_hooks or m._forward_hooks for m in model.encoder.modules()]
     report = te_fsdp.report(model)

@@ -37,13 +37,13 @@ class Branches(nn.Module):
 
 
 def order(
-    strategy: Any = "no_shard", *, told: bool = False, left: int = 6, spoil: str = ""
+    strategy: Any = "no_shard", *, marked: bool = False, left: int = 6, spoil: str = ""
 ) -> dict[str, Any]:
     """Backwards of which each rank uses other units, by value against one process.
 
     Args:
         strategy: of all units, or by name.
-        told: two microbatches for each backward, and the loop marks the last one.
+        marked: two microbatches for each backward, and the loop marks the last one.
         left: features out of a branch; 8 makes its bucket as large as the other branch's.
         spoil: "order": the ranks do not agree on one; "late": nothing begins during backward.
 
@@ -72,7 +72,7 @@ def order(
                     each.zero_grad()
             with recorded() as calls:
                 early: list[int] = []
-                for last in (False, True) if told else (True,):
+                for last in (False, True) if marked else (True,):
                     x = torch.randn(ranks, 3, 4, generator=generator).to(harness.device()).requires_grad_()
                     x.register_hook(lambda _, e=early, c=calls: e.append(len(_sums(c))))
                     sum(reference(part, r).square().mean() for r, part in enumerate(x.detach())).backward()

@@ -13,7 +13,7 @@ from experts.model import build as build_experts
 from parity.models import FFN, HEADS, HIDDEN
 
 #: How a model comes to its meshes.
-DOORS = ("fully_shard", "set_device_mesh", "method", "constructor")
+ENTRIES = ("fully_shard", "set_device_mesh", "method", "constructor")
 
 
 def _recipe(name: str) -> Any:
@@ -22,7 +22,7 @@ def _recipe(name: str) -> Any:
     return {"mxfp8": recipe.MXFP8BlockScaling, "current": recipe.Float8CurrentScaling}[name]()
 
 
-def _layer(door: str, meshes: Any, dtype: torch.dtype, weights: str) -> Any:
+def _layer(entry: str, meshes: Any, dtype: torch.dtype, weights: str) -> Any:
     """A layer whose query, key and value are parameters of their own."""
     import transformer_engine.pytorch as te
 
@@ -31,33 +31,33 @@ def _layer(door: str, meshes: Any, dtype: torch.dtype, weights: str) -> Any:
     quantized = weights != "plain"
     context = te.quantized_model_init(recipe=_recipe(weights)) if quantized else contextlib.nullcontext()
     options: dict[str, Any] = {"set_parallel_mode": True, "fuse_qkv_params": quantized, "params_dtype": dtype}
-    if door == "constructor":
+    if entry == "constructor":
         options |= {"tp_mesh": meshes.tp, "weight_mesh": meshes.weight}
     else:
         options |= meshes.te_kwargs()
-    kind = te_fsdp.TransformerLayer if door == "constructor" else te.TransformerLayer
+    kind = te_fsdp.TransformerLayer if entry == "constructor" else te.TransformerLayer
     with context:
         return kind(2 * HIDDEN, 2 * FFN, HEADS, device=harness.device(), **options)
 
 
-def _enter(model: Any, door: str, meshes: Any) -> None:
+def _enter(model: Any, entry: str, meshes: Any) -> None:
     import te_fsdp
 
-    if door == "fully_shard":
+    if entry == "fully_shard":
         te_fsdp.fully_shard(model, meshes)
-    elif door == "set_device_mesh":
+    elif entry == "set_device_mesh":
         te_fsdp.set_device_mesh(torch.nn.Sequential(model), meshes.tp, meshes.weight)
-    elif door == "method":
+    elif entry == "method":
         te_fsdp.set_device_mesh(model, meshes.tp, meshes.weight)
 
 
 def tp(
-    door: str, values: str, weights: str = "plain", dtype: str = "float32", axes: Any = None
+    entry: str, values: str, weights: str = "plain", dtype: str = "float32", axes: Any = None
 ) -> tuple[str, str]:
     """One model on a tp mesh: the error, or nothing.
 
     Args:
-        door: One of :data:`DOORS`.
+        entry: One of :data:`ENTRIES`.
         values: "drawn" from equal seeds; "one" for one equal weight among others of their own; "seeds" with another
             seed on each tp rank; "constant" for weights of one value each; "meant" for marked ones.
         weights: "plain", or a recipe to quantize them by.
@@ -70,7 +70,7 @@ def tp(
     own = meshes.tp.get_local_rank() if values in ("seeds", "one") else 0
     torch.manual_seed(5 + own)
     try:
-        model = _layer(door, meshes, getattr(torch, dtype), weights)
+        model = _layer(entry, meshes, getattr(torch, dtype), weights)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if values == "constant":
@@ -79,9 +79,9 @@ def tp(
                     parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
                 parameter.equal_shards = values == "meant"
         before = [p.__class__ for p in model.parameters()]
-        _enter(model, door, meshes)
+        _enter(model, entry, meshes)
     except te_fsdp.InitError as error:
-        if door != "constructor":
+        if entry != "constructor":
             assert [p.__class__ for p in model.parameters()] == before, "a refused model is changed"
         return type(error).__name__, str(error)
     return "", ""

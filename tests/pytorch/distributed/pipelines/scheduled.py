@@ -56,7 +56,7 @@ def loss_of(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def _scheduled(
-    meshes: Any, parts: list[nn.Module], kind: str, dtype: torch.dtype, told: bool, microbatches: int
+    meshes: Any, parts: list[nn.Module], kind: str, dtype: torch.dtype, known_shapes: bool, microbatches: int
 ) -> Callable[..., list[torch.Tensor]]:
     """A step of this rank's stages: losses of the microbatches where the last stage is."""
     group, place, pp = meshes.pp.get_group(), meshes.pp.get_local_rank(), meshes.pp.size()
@@ -73,7 +73,7 @@ def _scheduled(
         both = [t.to(harness.device()).requires_grad_(t.is_floating_point()) for t in (entering, leaving)]
         stages.append(
             PipelineStage(
-                part, number, count, harness.device(), *(both if told else ()), group=group, **options
+                part, number, count, harness.device(), *(both if known_shapes else ()), group=group, **options
             )
         )
     made = getattr(pipelining, SCHEDULES[kind])
@@ -98,7 +98,7 @@ def training(
     quantized: bool = False,
     steps: int = STEPS,
     broken: str = "",
-    told: bool = True,
+    known_shapes: bool = True,
     microbatches: int = MICROBATCHES,
     dtype: torch.dtype = torch.float32,
     **options: Any,
@@ -112,7 +112,7 @@ def training(
         recipe: Of forward, and of weights that are held quantized.
         quantized: Whether they are.
         broken: A fault to bring in: ``"norm"``, ``"layer"``.
-        told: Whether torch gets the shapes between stages, or runs a microbatch to determine them.
+        known_shapes: Whether torch gets the shapes between stages, or runs a microbatch to determine them.
         microbatches: Of a step.
         dtype: Of parameters.
         options: Of ``fully_shard``.
@@ -126,7 +126,7 @@ def training(
     ours, wanted = optimizer_of(parts, quantized), optimizer_of(reference, quantized)
     if hfsdp := options.get("outer_strategy") == "optim":
         te_fsdp.shard_optimizer(ours)
-    step_of = _scheduled(meshes, parts, kind, dtype, told, microbatches)
+    step_of = _scheduled(meshes, parts, kind, dtype, known_shapes, microbatches)
     checks, sent, losses = harness.Comparisons(), [], list[float]()
     for step in range(steps):
         words, then = batch(step, meshes.data_size, microbatches)

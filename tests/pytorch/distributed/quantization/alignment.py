@@ -174,7 +174,7 @@ def outcomes(recipe: str, block: int) -> list[dict[str, Any]]:
         "row-parallel column cut": ("ours", 2, 2, 3),
         "aligned, torch's": ("torch's", 2, 4, 4),
         "rows unfit, torch's": ("torch's", 1, 4, 3),
-        "rows unfit, torch's told": ("torch's told", 1, 4, 3),
+        "rows unfit, torch's with a placement": ("torch's with a placement", 1, 4, 3),
         "uneven, torch's": ("torch's", 1, 3, 3),
         "aligned tp alone": ("tp", 4, 4, 4),
         "row-parallel column cut, tp alone": ("tp", 4, 4, 6),
@@ -226,7 +226,9 @@ def _shard(model: Pair, meshes: Any, route: str) -> None:
         return
     first = model.first._parameters["weight"]
     told = (
-        {"shard_placement_fn": lambda p: Shard(1) if p is first else None} if route.endswith("told") else {}
+        {"shard_placement_fn": lambda p: Shard(1) if p is first else None}
+        if route.endswith("placement")
+        else {}
     )
     fully_shard(model, mesh=meshes.fsdp_with_size_one, **told)
 
