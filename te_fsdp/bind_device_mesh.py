@@ -6,9 +6,6 @@ A bound module has a te_fsdp class, created on first use (TE is not imported bef
 
 ``ShardedInit`` is between TE's class and TE's base class. So the ``reset_parameters`` of TE's class runs, and only the
 generic part, which does not support shards, is replaced.
-
-``load_state_dict(assign=True)`` of a bound model copies the loaded values into the existing parameters. Assigned
-tensors would replace parameters to which FSDP2, optimizers and te_fsdp's records refer.
 """
 
 from __future__ import annotations
@@ -423,6 +420,9 @@ _WATCHED = "_te_fsdp_assignments"
 _ASSIGN = "assign_to_params_buffers"
 
 
+# [Note: assigned tensors] ``load_state_dict(assign=True)`` of a bound model copies the loaded values into the
+# existing parameters. Assigned tensors would replace parameters to which FSDP2, optimizers and te_fsdp's
+# records refer.
 def _before_load(
     module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
 ) -> None:

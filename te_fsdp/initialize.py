@@ -1,14 +1,4 @@
-"""Initialization of sharded parameters.
-
-Each rank draws the unsharded original tensor from the default generator, one parameter at a time, and keeps its own
-boxes. With equal random state on all ranks the logical weights are those that stock TE draws in one process with that
-state, on any mesh. The cost is one original tensor of temporary memory.
-
-Modules built on the device are drawn before. With equal seeds on all ranks they get the same numbers on every rank of
-``tp`` (and the same experts on every rank of ``ep``), although each rank has a different shard. Training keeps these
-shards equal, so the model has only as many different rows as one rank. Constant shards (zeros, ones) are ignored,
-because any initialization can produce them.
-"""
+"""Initialization of sharded parameters."""
 
 from __future__ import annotations
 
@@ -48,6 +38,10 @@ if TYPE_CHECKING:
 # TE raises if it finds these attributes on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
+# [Note: equal shards] Modules built on the device are drawn before. With equal seeds on all ranks they get
+# the same numbers on every rank of ``tp`` (and the same experts on every rank of ``ep``), although each rank
+# has a different shard. Training keeps these shards equal, so the model has only as many different rows as
+# one rank. Constant shards (zeros, ones) are ignored, because any initialization can produce them.
 #: Attribute that a user sets on a parameter whose shards are intentionally equal.
 MEANT = "equal_shards"
 
@@ -64,6 +58,10 @@ def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], pre
         )
 
 
+# [Note: one initialization] Each rank draws the unsharded original tensor from the default generator, one
+# parameter at a time, and keeps its own boxes. With equal random state on all ranks the logical weights are
+# those that stock TE draws in one process with that state, on any mesh. The cost is one original tensor of
+# temporary memory.
 def initialize_te_parameters(module: nn.Module) -> None:
     """Initialize the own parameters of a bound TE module with TE's ``init_fn`` of each.
 
@@ -90,6 +88,8 @@ def initialize_te_parameters(module: nn.Module) -> None:
             continue  # drop the value; the random state advances as in one process
         if value is None:
             local = _torch.local_of(parameter)
+            # Zeros in place of the value that could not be drawn: the other ranks still need this one in
+            # `store_part`.
             value = torch.zeros(local.shape, dtype=parameter.dtype, device=target_device(parameter))
         store_part(module, name, parameter, value, binding)
     if first_error is not None:
@@ -169,6 +169,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             own = _torch.version_of(whole[id(parameter)]) - versions[id(parameter)]
             count_rewrites(parameter, own if same else None)
     finally:
+        # Also after an exception: otherwise the model would keep tensors of original size.
         module._parameters.update(before)
     unset = []
     stored: dict[int, torch.nn.Parameter | None] = {}
@@ -224,6 +225,8 @@ def full_of(module: nn.Module, name: str, parameter: torch.Tensor) -> torch.Tens
     with torch.no_grad():
         value: torch.Tensor = local.dequantize() if _te.is_quantized(local) else local.detach()
         full = torch.zeros(info.original_shape, dtype=value.dtype, device=value.device)
+        # Each element is on one rank of an axis, and zero on the others, so that a sum assembles the tensor
+        # exactly.
         for box in info.boxes:
             full[box.original_slices()] = value[box.local_slices()]
         if isinstance(parameter, DTensor):

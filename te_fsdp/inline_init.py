@@ -4,8 +4,6 @@
 counts in-place writes to each tensor there too. ``materialize`` counts the writes that it repeats: those of each
 ``reset_parameters``, and of the model's own initialization. A parameter with other writes than these would get values
 that differ from the constructor's.
-
-Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
 """
 
 from __future__ import annotations
@@ -95,6 +93,8 @@ def _has_inline_code(model: nn.Module, path: str) -> bool:
     return any(_in_place_calls(type(module)) for module in around)
 
 
+# Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors'
+# code.
 def _warn_of_data(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
     own = list(own)
     found = {}

@@ -16,43 +16,6 @@ of it on one tensor-parallel rank.
 A stacked tp-local tensor is not a contiguous slice of the original: ``Shard(0)`` describes it correctly only while
 the tensor-parallel size stays the same. The layout is stored with the parameter, so that initialization, reports and
 checkpoints are exact, or raise.
-
-The placement table (``*_rules``) defines the rule of each parameter by module kind and parallel mode. Source of
-every row: TransformerEngine 2.20.2 (``pytorch/module/{linear,layernorm_linear,layernorm_mlp,
-grouped_linear}.py``, ``pytorch/attention``), unchanged since 2.18. Replicated parameters with partial gradients:
-
-- under sequence parallelism each rank processes its own tokens, so norm weights and row biases are summed over ``tp``;
-- q/k norms process only the rank's own heads, so they are always summed;
-- without sequence parallelism TE all-reduces the input gradient before the norm, and every rank adds the same row
-  bias, so no sum is needed.
-
-TE numbers the experts of a ``GroupedLinear`` from 0 on every rank. Under expert parallelism the same name (in state
-dicts, DCP, optimizer states) would then mean different experts. So parameters are registered under global indices:
-
-    4 experts, ep = 2          rank 0 of ep             rank 1 of ep
-    TE's names                 weight0  weight1         weight0  weight1
-    registered names           weight0  weight1         weight2  weight3
-
-Experts are distributed over ranks as in ``torch.chunk``. Except on the first rank, the first global index of a rank is
-therefore at least its number of experts. So TE's local name never equals the registered name of a different expert.
-
-A rank's local shard is cut first over ``tp`` (by the layout), then over the FSDP shard axis (even ceil-chunks of the
-tp-local tensor, as in FSDP2). It consists of rectangles of the original (:class:`Box`). Example: a gated fc1 with 8
-rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up). Within it, FSDP rank 0 of 2 has rows 0-1, FSDP rank 1
-rows 4-5.
-
-The strategies shard (:data:`STORAGE` is the same table with ``dp_replicate``):
-
-                         held between steps            gathered          gathered weights     gradients are reduced,
-                         weights  grads   optimizer    (all-gather)      are released after   several microbatches
-    no_shard             whole    whole   whole        never             -                    with the last one
-    optim                cut      whole   cut          once per step     the last backward    with the last one
-    optim_grads          cut      cut     cut          once per step     the last backward    with each one
-    optim_grads_params   cut      cut     cut          in each forward   forward, and         with each one
-                                                       and backward      backward
-
-The two columns in the middle apply to a training loop that marks the last microbatch (``te_fsdp.microbatch``). In a
-plain loop, each backward counts as the last one.
 """
 
 from __future__ import annotations
@@ -129,6 +92,16 @@ GATED_ACTIVATIONS = frozenset({"geglu", "glu", "qgeglu", "reglu", "sreglu", "swi
 _GATED = Layout("stacked", (1, 1))
 
 
+# [Note: placement table] The placement table (``*_rules``) defines the rule of each parameter by module kind
+# and parallel mode. Source of every row: TransformerEngine 2.20.2
+# (``pytorch/module/{linear,layernorm_linear,layernorm_mlp, grouped_linear}.py``, ``pytorch/attention``),
+# unchanged since 2.18. Replicated parameters with partial gradients:
+#
+# - under sequence parallelism each rank processes its own tokens, so norm weights and row biases are summed over
+#   ``tp``;
+# - q/k norms process only the rank's own heads, so they are always summed;
+# - without sequence parallelism TE all-reduces the input gradient before the norm, and every rank adds the same row
+#   bias, so no sum is needed.
 def linear_rules(
     weight_names: Iterable[str],
     bias_names: Iterable[str],
@@ -201,6 +174,17 @@ def norm_rules(*, sequence_parallel: bool = False, per_head: bool = False) -> di
 _NAME = re.compile(r"(weight|bias)(0|[1-9]\d*)")
 
 
+# [Note: global expert names] TE numbers the experts of a ``GroupedLinear`` from 0 on every rank. Under expert
+# parallelism the same name (in state dicts, DCP, optimizer states) would then mean different experts. So
+# parameters are registered under global indices:
+#
+#     4 experts, ep = 2          rank 0 of ep             rank 1 of ep
+#     TE's names                 weight0  weight1         weight0  weight1
+#     registered names           weight0  weight1         weight2  weight3
+#
+# Experts are distributed over ranks as in ``torch.chunk``. Except on the first rank, the first global index
+# of a rank is therefore at least its number of experts. So TE's local name never equals the registered name
+# of a different expert.
 @dataclass(frozen=True)
 class ExpertRange:
     """The experts of one rank: ``count`` (TE's ``num_gemms``) of ``total``, starting at the global index ``first``.
@@ -301,6 +285,10 @@ def chunk_range(length: int, chunks: int, index: int) -> tuple[int, int]:
     return min(index * step, length), min((index + 1) * step, length)
 
 
+# [Note: order of cuts] A rank's local shard is cut first over ``tp`` (by the layout), then over the FSDP
+# shard axis (even ceil-chunks of the tp-local tensor, as in FSDP2). It consists of rectangles of the original
+# (:class:`Box`). Example: a gated fc1 with 8 rows. tp rank 0 of 2 has original rows 0-1 (gate) and 4-5 (up).
+# Within it, FSDP rank 0 of 2 has rows 0-1, FSDP rank 1 rows 4-5.
 def shard_boxes(
     original_shape: Sequence[int], rule: ParameterRule, at: Coordinates, *, name: str = "parameter"
 ) -> tuple[tuple[int, ...], list[Box]]:
@@ -341,6 +329,7 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
         stop = min(box.local[dim] + box.sizes[dim], high)
         if start < stop and 0 not in box.sizes:
             shift = start - box.local[dim]
+            # A cut moves the start of a box by the same distance in the original tensor.
             original = _put(box.original, dim, box.original[dim] + shift)
             found.append(Box(original, _put(box.local, dim, start - low), _put(box.sizes, dim, stop - start)))
     return tuple(found)
@@ -359,6 +348,7 @@ def _tp_boxes(
     if rule.shard_dim is None or at.tp_size == 1:
         return shape, (Box(zeros, zeros, shape),)
     dim, rows = rule.shard_dim, shape[rule.shard_dim]
+    # tp must divide each block: a rank with a part of gate and a different part of up would compute neither.
     heights = block_heights(rows, rule)
     if sum(heights) != rows or any(h % at.tp_size for h in heights):
         raise PlacementError(
@@ -442,6 +432,18 @@ OUTER_STRATEGIES = ("no_shard", "optim")
 #: Strategy of replicated parameters in a sharded unit (:func:`te_fsdp.fsdp_no_shard`).
 REPLICATED = "fsdp_no_shard"
 
+# [Note: strategies] The strategies shard (:data:`STORAGE` is the same table with ``dp_replicate``):
+#
+#                          held between steps            gathered          gathered weights     gradients are reduced,
+#                          weights  grads   optimizer    (all-gather)      are released after   several microbatches
+#     no_shard             whole    whole   whole        never             -                    with the last one
+#     optim                cut      whole   cut          once per step     the last backward    with the last one
+#     optim_grads          cut      cut     cut          once per step     the last backward    with each one
+#     optim_grads_params   cut      cut     cut          in each forward   forward, and         with each one
+#                                                        and backward      backward
+#
+# The two columns in the middle apply to a training loop that marks the last microbatch
+# (``te_fsdp.microbatch``). In a plain loop, each backward counts as the last one.
 _ROWS = (
     #        strategy              outer       parameter gradient optimizer gather   reduce
     Storage("no_shard",           "no_shard",  "RR",     "RR",    "RR",     "never", "last"),

@@ -144,6 +144,7 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
     left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
     left |= set(attributes_on_meta(model))
     if not left:
+        # Only if nothing is left: tensors that stay on meta are the clearer error.
         refuse_lost_writes(model, [item.contains for item in initializers if not item.is_reset])
     return left
 

@@ -105,6 +105,8 @@ class Meshes:
                 device type, or several processes that torchrun did not start: each would be a separate job.
         """
         device_type = mesh_checks.check_device_type(device_type or default_device_type())
+        # tp is the innermost axis: its ranks exchange activations in every layer, so they should share a
+        # node. dp_replicate is the outermost one: its ranks communicate once per step.
         asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
         _start_distributed(device_type, asked)
         sizes = mesh_checks.fill_sizes(asked, dist.get_world_size())
@@ -121,6 +123,8 @@ class Meshes:
     def _of(cls, mesh: DeviceMesh, cp: int = 1, ep: int = 1, pp: DeviceMesh | None = None) -> Meshes:
         """Split ``cp`` and ``ep`` off the dense mesh's shard axis. The process groups of the other axes are shared."""
         shards = mesh.shape[AXES.index("dp_shard")]
+        # The groups of the other axes are shared, because each NCCL communicator takes GPU memory and
+        # start-up time.
         experts = context = None
         if ep > 1:
             experts = _torch.unflatten_mesh(mesh, "dp_shard", {"dp_shard": shards // ep, "ep": ep})
@@ -169,6 +173,7 @@ class Meshes:
         found = mesh_checks.internal_axis_names(mesh, names)
         mesh_checks.check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
         mesh_checks.check_stages(mesh, found, pp)
+        # A mesh with all ranks and te_fsdp's own axes needs no new process groups.
         whole = mesh.size() == dist.get_world_size()
         if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls._of(mesh)
@@ -250,6 +255,7 @@ class Meshes:
 
     def _weight_of(self, mesh: DeviceMesh, shards: int, name: str) -> DeviceMesh | None:
         tp = self.size("tp")
+        # A slice of one axis has a process group already. Only two axes together need a new one.
         if tp > 1 and shards > 1:
             return self._flattened(mesh["dp_shard", "tp"], name)
         return mesh["dp_shard" if tp == 1 else "tp"] if shards * tp > 1 else None
@@ -320,6 +326,7 @@ class Meshes:
         """Flatten several axes into one. Collective over all ranks at the first request of a name, local afterwards."""
         if name in self._known:
             return _torch.flatten_mesh(mesh, name)
+        # A rank that creates the group alone would hang in torch, where te_fsdp has no timeout.
         with collective_call(f"Meshes.{name}", self.device_mesh):
             flat = _torch.flatten_mesh(mesh, name)
         self._known.add(name)
@@ -357,6 +364,7 @@ class Meshes:
         ranks may have fewer. Raises ``MeshError`` if a rank would have none.
         """
         ep = self.size("ep")
+        # As Shard(0) of DTensor distributes a single parameter for all experts, and as DCP then reads it.
         step = -(-total // ep)
         if total < 1 or step * (ep - 1) >= total:
             raise MeshError(
@@ -463,9 +471,13 @@ def _start_distributed(device_type: str, sizes: Mapping[str, int]) -> None:
             restarts,
         )
     if device_type != "cpu":
+        # Before the process group exists: NCCL uses the current device, which is GPU 0 on every rank by
+        # default.
         torch.get_device_module(device_type).set_device(mesh_checks.own_device(device_type))
+    # gloo next to NCCL: errors and checkpoints are exchanged on the CPU, without a wait for the GPU.
     backend = "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
+        # A store in memory needs no address and no free port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

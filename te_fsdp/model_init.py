@@ -4,9 +4,6 @@ Hugging Face models, and many others, do not leave initialization to ``reset_par
 the model writes to the parameters of all modules. Here it runs with a ``TorchFunctionMode`` that passes the original
 (unsharded) tensor to every torch function in place of a parameter. Each rank runs it on the same values with the same
 random state, and keeps its part.
-
-Memory: the tensors of one module at a time. When the method goes on to another module, the parts are stored and the
-tensors are freed, unless a view of one (``parameter.data``) is still referenced.
 """
 
 from __future__ import annotations
@@ -236,6 +233,9 @@ class _Entry:
         return any(view() is not None for view in self.views)
 
 
+# [Note: memory of an own initialization] Memory: the tensors of one module at a time. When the method goes on
+# to another module, the parts are stored and the tensors are freed, unless a view of one (``parameter.data``)
+# is still referenced.
 class _Unsharded(TorchFunctionMode):
     """Passes unsharded tensors to torch functions in place of a model's parameters and buffers on meta."""
 

@@ -7,15 +7,8 @@ for te_fsdp's readers::
     te_fsdp.index:  block, block, ..., head, table     the table is that of te_fsdp.checkpoint.shard_files
     head:           JSON: the names of the files, and the tensors of each block: key, shape, dtype, number of pieces
     block:          complete tensors, of at least 65,536 pieces together; zlib. A row of int64 for each piece: file,
-    first
-                    byte, bytes, offset in each dim, size in each dim; stored by columns, each number as the
-                    difference to the previous one
-
-Tensors are sharded regularly, so these differences repeat, and the index has some MB. Each rank reads it, unpacks the
-blocks of the tensors that it needs, and keeps their rows.
-
-Older checkpoints without an index, and plain DCP directories, which have no checksum, are read by their ``.metadata``.
-Its contents are validated, and names that metadata does not have are refused.
+                    first byte, bytes, offset in each dim, size in each dim; stored by columns, each number as
+                    the difference to the previous one
 """
 
 from __future__ import annotations
@@ -172,6 +165,8 @@ def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
     return bool((covered == 1).all())
 
 
+# [Note: size of the index] Tensors are sharded regularly, so these differences repeat, and the index has some
+# MB. Each rank reads it, unpacks the blocks of the tensors that it needs, and keeps their rows.
 def _pack(tensors: list[Rows]) -> bytes:
     """Return a block with the rows of some tensors."""
     columns = np.zeros((max(rows.shape[1] for rows in tensors), sum(map(len, tensors))), dtype="<i8")
@@ -327,6 +322,8 @@ def stored_tensors(
 # ------------------------------------------------------------------------------------------------ DCP's metadata
 
 
+# Older checkpoints without an index, and plain DCP directories, which have no checksum, are read by their
+# ``.metadata``. Its contents are validated, and names that metadata does not have are refused.
 def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     """Read DCP's metadata of a directory, after comparing it with the manifest if there is one. Local operation.
 

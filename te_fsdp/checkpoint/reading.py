@@ -1,12 +1,6 @@
 """Data that a load reads: rectangles of the files' tensors, checked, and kept on the host until they are copied.
 
 A weight of another dtype or format is converted through high precision (:class:`Conversion`).
-
-The index has the locations (:mod:`te_fsdp.checkpoint.index`). DCP's reader is not used: it reads a piece once for each
-rectangle, checks nothing, and writes into the model while it reads.
-
-Ranks with copies of one shard (HSDP's replicas, all ranks without sharding) need the same data. If storage is the
-bottleneck, each of them reads a part, and sends it to the others once all ranks have read and checked theirs.
 """
 
 from __future__ import annotations
@@ -102,6 +96,8 @@ class _PieceOverlap(NamedTuple):
 _Wanted = tuple[StoredPiece, list[_PieceOverlap]]
 
 
+# The index has the locations (:mod:`te_fsdp.checkpoint.index`). DCP's reader is not used: it reads a piece
+# once for each rectangle, checks nothing, and writes into the model while it reads.
 def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Rectangle], into: Staged) -> None:
     """Read rectangles from the files of a checkpoint into ``into``; each byte is read once. Local operation.
 
@@ -203,6 +199,9 @@ def _read(file: CheckedFile, run: list[_Wanted], into: Staged, data: torch.Tenso
 # --- from other ranks
 
 
+# [Note: read once] Ranks with copies of one shard (HSDP's replicas, all ranks without sharding) need the same
+# data. If storage is the bottleneck, each of them reads a part, and sends it to the others once all ranks
+# have read and checked theirs.
 @dataclass
 class ReadShare:
     """One rank's part of reading data for several ranks, and its exchange over te_fsdp's Gloo group."""

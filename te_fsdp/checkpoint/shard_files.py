@@ -3,11 +3,7 @@
     file:   piece, piece, ..., table
     table:  mark, id of the save, name of the file, then bytes (u64) and CRC-32 (u32) of each piece in turn
 
-The manifest has each file's size, its table's CRC-32 and the offset of the table. A piece is therefore checked when it
-is read, and a file of another save or under another name is refused.
-
-A piece is a ``torch.save`` file, as in DCP, which takes torch 0.1 ms. The bytes around the elements are therefore made
-once for all pieces of one dtype and shape.
+:class:`SummedFile` writes such a file, :class:`CheckedFile` reads it.
 """
 
 from __future__ import annotations
@@ -151,6 +147,8 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+# A piece is a ``torch.save`` file, as in DCP, which takes torch 0.1 ms. The bytes around the elements are
+# therefore made once for all pieces of one dtype and shape.
 class Frame(NamedTuple):
     """Bytes around the elements in a ``torch.save`` file of a contiguous tensor.
 
@@ -214,6 +212,8 @@ def elements_of(
     return elements.view(dtype).view(shape)
 
 
+# The manifest has each file's size, its table's CRC-32 and the offset of the table. A piece is therefore
+# checked when it is read, and a file of another save or under another name is refused.
 class SummedFile:
     """A file of pieces, open for writing.
 

@@ -3,13 +3,6 @@
 An entry is one tensor of the files. A rank has pieces of it: views of its local tensor, each with its place in the
 original. A save reads the views, a load writes into them.
 
-The weights of a layer's experts are one tensor of the files, with a leading expert dim under global indices. TE's
-``GroupedLinear`` has a parameter per expert, or a single one for all::
-
-    weight0 (out, in), weight1, ...    or    weight (experts, out, in)    ->    weight (experts, out, in)
-
-State of one expert (a scale, an optimizer's step) has the same leading dim.
-
 The user's ``extra`` is stored as JSON, with its tensors as entries, including the state of random generators.
 """
 
@@ -101,6 +94,13 @@ def views_of(
     return views
 
 
+# [Note: one tensor for all experts] The weights of a layer's experts are one tensor of the files, with a
+# leading expert dim under global indices. TE's ``GroupedLinear`` has a parameter per expert, or a single one
+# for all::
+#
+#     weight0 (out, in), weight1, ...    or    weight (experts, out, in)    ->    weight (experts, out, in)
+#
+# State of one expert (a scale, an optimizer's step) has the same leading dim.
 @dataclass(frozen=True)
 class ExpertPlace:
     """Place of one expert's parameter in the stacked tensor: its global index, and the number of experts."""

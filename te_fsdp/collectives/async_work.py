@@ -5,16 +5,6 @@ Moves that start during a backward start in the same order on all ranks (:class:
     first backward    nothing starts early; the ranks agree on the units that backward leaves, and on their order
     later backwards   a unit's moves start when the unit is complete and all units before it have started
     end of backward   the remaining moves start in the same order
-
-Thus every rank issues the same collectives in the same order, whatever units it has used. If a rank has not used a
-unit, or only a part of it, this unit and the later ones start at the end of the backward. No move is waited for before
-the end. Otherwise a rank could wait for a unit that a different rank starts at its end, and keep that rank from
-reaching it.
-
-A unit is complete when each of its parameters (with FSDP2: each parameter group) has received a gradient in this
-backward. Autograd first accumulates all uses of a parameter in one graph. However, activation checkpoints with
-``use_reentrant=True`` run nested backwards: a parameter used in several of them receives several gradients. A unit for
-which this happens in the first backward never starts early.
 """
 
 from __future__ import annotations
@@ -67,6 +57,8 @@ class Pending(Generic[T]):
             now.wait_event(self.event)
         result = self.finish()
         if now != self.stream and isinstance(result, torch.Tensor):
+            # Otherwise the allocator could reuse the memory for the stream that made it, while this stream
+            # still reads it.
             result.record_stream(now)
         return result
 
@@ -102,6 +94,7 @@ class SideStream:
     @contextlib.contextmanager
     def after_current(self, device: torch.device, events: Iterable[Any] = ()) -> Iterator[None]:
         """Run on the side stream after all work on the current stream, and after the events that are not ``None``."""
+        # gloo runs in threads of its own, so a stream is not needed for overlap.
         if device.type == "cpu":
             yield
             return
@@ -124,6 +117,7 @@ class SideStream:
         pending = begin()
         if self._stream is None:
             return pending
+        # This wait is on the side stream: the host continues, and so does the compute stream.
         result = pending.wait()
         for tensor in touched:
             if tensor is not None:
@@ -131,6 +125,14 @@ class SideStream:
         return Pending(lambda: result, stream=self._stream, event=self._stream.record_event())
 
 
+# A unit is complete when each of its parameters (with FSDP2: each parameter group) has received a gradient in
+# this backward. Autograd first accumulates all uses of a parameter in one graph. However, activation
+# checkpoints with ``use_reentrant=True`` run nested backwards: a parameter used in several of them receives
+# several gradients. A unit for which this happens in the first backward never starts early.
+# [Note: same order on all ranks] Thus every rank issues the same collectives in the same order, whatever
+# units it has used. If a rank has not used a unit, or only a part of it, this unit and the later ones start
+# at the end of the backward. No move is waited for before the end. Otherwise a rank could wait for a unit
+# that a different rank starts at its end, and keep that rank from reaching it.
 class UnitOrder:
     """The order in which backwards leave units while the set of trained parameters stays the same.
 
@@ -181,6 +183,7 @@ class UnitOrder:
         Collective over ``mesh``, all ranks of this model: one all-reduce of two integers for each unit and axis.
         It is not the world, because other pipeline stages have different units.
         """
+        # A unit that a rank has not used sorts last on every rank, because the maximum over the ranks counts.
         never = len(self._units)
         mine = [
             (unit in self._again, self._complete.index(unit) if unit in self._complete else never)
@@ -188,5 +191,6 @@ class UnitOrder:
         ]
         seen = torch.tensor(mine, dtype=torch.int64, device=device)
         maximum(seen, mesh)
+        # Equal places are possible (the maximum of different ranks), so the order of the units decides.
         left = [(place, at) for at, (again, place) in enumerate(seen.tolist()) if not again]
         self.agreed = tuple(self._units[at] for _, at in sorted(left))

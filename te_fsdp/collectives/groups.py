@@ -1,10 +1,4 @@
-"""Process groups that te_fsdp creates, shared by all models of a process.
-
-[Note: shared groups] A process group uses threads and file descriptors until the program destroys it. torch cannot
-destroy one without a collective, so not when a model is garbage-collected. Models on the same ranks therefore share
-groups. This is safe because all ranks run their models in the same order. Each purpose within a model has its own
-group, since ranks may start the collectives of two purposes in different orders.
-"""
+"""Process groups that te_fsdp creates, shared by all models of a process."""
 
 from __future__ import annotations
 
@@ -28,6 +22,10 @@ def _groups() -> weakref.WeakKeyDictionary[Any, dict[Any, dist.ProcessGroup]]:
     return weakref.WeakKeyDictionary()
 
 
+# [Note: shared groups] A process group uses threads and file descriptors until the program destroys it. torch
+# cannot destroy one without a collective, so not when a model is garbage-collected. Models on the same ranks
+# therefore share groups. This is safe because all ranks run their models in the same order. Each purpose
+# within a model has its own group, since ranks may start the collectives of two purposes in different orders.
 def _shared(key: Any, make: Callable[[], Any]) -> dist.ProcessGroup:
     """Return the group of a key, and create it in the first call. All ranks of the group pass the same key."""
     known = _groups().setdefault(dist.group.WORLD, {})

@@ -11,10 +11,6 @@ of ``torch.distributed`` (usually torchrun's TCPStore). The n-th call of a set o
     outcome     ``go``, or the text of the error that all ranks raise. The first writer decides (compare-and-set), so
                 that ranks that time out agree with a rank that arrives at that moment
 
-Before its first call, each rank writes the key ``alive/<rank>``. Waiting ranks use it to check whether missing ranks
-are alive (:mod:`te_fsdp.collectives.liveness`). If a process has ended, all ranks raise at once instead of after
-the timeout.
-
 A call costs each rank a few requests, independent of the number of ranks. Missing ranks are searched for only after
 ``REPORT_AFTER`` seconds. Training steps (forward, backward, gradient norm, optimizer) do not synchronize here.
 """
@@ -58,6 +54,9 @@ _READING = 3.0
 _NAMED = 8
 
 
+# [Note: ranks that have ended] Before its first call, each rank writes the key ``alive/<rank>``. Waiting
+# ranks use it to check whether missing ranks are alive (:mod:`te_fsdp.collectives.liveness`). If a process
+# has ended, all ranks raise at once instead of after the timeout.
 @dataclass
 class _Process:
     """State of this process: the timeout, the flag of a running call per thread, and the calls of each set of ranks."""

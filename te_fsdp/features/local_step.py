@@ -6,10 +6,6 @@ DTensors during a step:
 
     group["params"]     parameter or main weight (a DTensor)    ->  its local tensor
     optimizer.state     {parameter: states (DTensors)}          ->  {local tensor: local states}
-
-FusedAdam updates all of them in place, so nothing is copied back. Parameters without state (before the first step) or
-gradient are not replaced. Neither are quantized weights, nor any parameter with ``capturable=True``, because that step
-may read a gradient scaler.
 """
 
 from __future__ import annotations
@@ -36,6 +32,9 @@ class Replaced(NamedTuple):
     local: torch.Tensor
 
 
+# FusedAdam updates all of them in place, so nothing is copied back. Parameters without state (before the
+# first step) or gradient are not replaced. Neither are quantized weights, nor any parameter with
+# ``capturable=True``, because that step may read a gradient scaler.
 def install_local_tensors(optimizer: Any) -> list[Replaced]:
     """Replace parameters in the groups of a FusedAdam by local tensors. Other optimizers are not changed.
 

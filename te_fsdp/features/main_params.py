@@ -11,12 +11,6 @@ A parameter has a main parameter if it is of low precision, if the optimizer's s
 each rank keeps its rows. Main parameters then replace their parameters in the groups, with their state. After the step
 the parameters are restored, the replicas all-gather all rows, and each parameter becomes its main weight, rounded or
 quantized once. ``zero_grad``, learning rate schedulers and the groups' options only see the model's parameters.
-
-``state_dict`` contains states and main weights as DTensors, and ``load_state_dict`` loads them. But DTensor placements
-cannot represent rows that several axes shard unevenly. DCP would silently store them at wrong offsets (torch 2.11 to
-2.15). Such states are padded to the same number of rows on all ranks and get a leading dim per sharding axis. They
-load on the same mesh, and have a different shape (which raises) on any other mesh. te_fsdp.checkpoint uses
-:attr:`OptimizerShard.low` and ``high`` and does not have this limitation.
 """
 
 from __future__ import annotations
@@ -454,6 +448,12 @@ def _is_exact(shard: OptimizerShard) -> bool:
     return shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
 
 
+# [Note: padded states] ``state_dict`` contains states and main weights as DTensors, and ``load_state_dict``
+# loads them. But DTensor placements cannot represent rows that several axes shard unevenly. DCP would
+# silently store them at wrong offsets (torch 2.11 to 2.15). Such states are padded to the same number of rows
+# on all ranks and get a leading dim per sharding axis. They load on the same mesh, and have a different shape
+# (which raises) on any other mesh. te_fsdp.checkpoint uses :attr:`OptimizerShard.low` and ``high`` and does
+# not have this limitation.
 def _padded(shard: OptimizerShard, value: Any) -> Any:
     """Return a state of unevenly sharded rows, with a leading dim per sharding axis and padded rows."""
     if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:

@@ -9,9 +9,6 @@ TE's FusedAdam keeps main weights itself. For torch's optimizers they replace th
 are cast to fp32, the optimizer updates main weights, and each parameter becomes its main weight, rounded or quantized
 once. Between steps the parameters are restored, so ``zero_grad``, gradient clipping, learning rate schedulers and
 checkpoints work as usual.
-
-FusedAdam's own main weights of quantized weights are used the same way. FusedAdam alone would create an fp32 copy of
-each gradient and quantize weight by weight, with one amax reduction each (TE 2.18 to 2.20).
 """
 
 from __future__ import annotations
@@ -260,6 +257,8 @@ def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.T
     return None if main is None else _torch.local_of(main)
 
 
+# FusedAdam's own main weights of quantized weights are used the same way. FusedAdam alone would create an
+# fp32 copy of each gradient and quantize weight by weight, with one amax reduction each (TE 2.18 to 2.20).
 def use_fused_adam_master_weights(step: Step) -> None:
     """Install FusedAdam's main weights of quantized weights as main parameters, and local tensors for all."""
     optimizer: Any = step.optimizer

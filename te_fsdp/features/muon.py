@@ -10,10 +10,6 @@ computes it. Owners are assigned so that all ranks compute about the same amount
                      matrices; orthogonalizes each
     all-to-all       parts of the result back
     every rank       weight decay and update of its shards, elementwise
-
-Operations, order and shapes are those of a single process, so equal gradients give bitwise equal results. If a matrix
-is not sharded (one process, ``no_shard``), each rank computes it itself without communication. Replicas
-(``dp_replicate``, or ``tp`` for a weight that tp does not shard) each compute their own.
 """
 
 from __future__ import annotations
@@ -454,6 +450,10 @@ def _exchange(
     return {weight.index: piece for weight, piece in zip(order, back, strict=True)}
 
 
+# [Note: same bits as one process] Operations, order and shapes are those of a single process, so equal
+# gradients give bitwise equal results. If a matrix is not sharded (one process, ``no_shard``), each rank
+# computes it itself without communication. Replicas (``dp_replicate``, or ``tp`` for a weight that tp does
+# not shard) each compute their own.
 def _orthogonalize(
     weight: _MuonWeight,
     pieces: Sequence[torch.Tensor],

@@ -5,8 +5,7 @@
     step         one flag per unit is read, and an all-reduce of one number combines the ranks
     a new step   the record is cleared: after a step, or when a forward finds that all gradients were cleared
 
-Nothing waits for the device until the step, or until a norm is computed for clipping. Parameters are searched only
-then, and only if a rank has seen such a value. A reduction spreads NaN over ranks, but not over parameters.
+:func:`report_nan` attaches the component :class:`NanReport`.
 """
 
 from __future__ import annotations
@@ -72,6 +71,9 @@ def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
     return NanReport(state, action)
 
 
+# [Note: when the device is read] Nothing waits for the device until the step, or until a norm is computed for
+# clipping. Parameters are searched only then, and only if a rank has seen such a value. A reduction spreads
+# NaN over ranks, but not over parameters.
 class NanReport(Component):
     """Watches the gradients of one model.
 

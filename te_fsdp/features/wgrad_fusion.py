@@ -1,15 +1,4 @@
-"""Weight gradients that TransformerEngine accumulates itself (``fuse_wgrad_accumulation``).
-
-With the option TE's GEMM writes a weight's gradient to ``weight.main_grad``, or adds it to the values there. It returns
-none to autograd. FSDP2 would then reduce nothing, without an error. FSDP2 itself keeps an unsharded gradient between
-backwards that do not reduce, and reduces it later. TE gets that tensor, which is allocated on the first request.
-Checked on torch 2.11 and 2.13 (``FSDPParam.unsharded_accumulated_grad``), read on 2.15 (``grad`` of the unsharded
-parameter).
-
-TE 2.18 to 2.20 calls ``get_main_grad()`` during backward on weights that have ``__fsdp_param__``. TE reads whether to
-overwrite that tensor from ``weight.overwrite_main_grad`` in forward, but evaluates the value only in backward, right
-before the GEMM. So the value is an object that decides then (``__bool__``).
-"""
+"""Weight gradients that TransformerEngine accumulates itself (``fuse_wgrad_accumulation``)."""
 
 from __future__ import annotations
 
@@ -97,6 +86,11 @@ def fuse_wgrad(setup: Setup) -> None:
         )
 
 
+# [Note: main_grad under FSDP2] With the option TE's GEMM writes a weight's gradient to ``weight.main_grad``,
+# or adds it to the values there. It returns none to autograd. FSDP2 would then reduce nothing, without an
+# error. FSDP2 itself keeps an unsharded gradient between backwards that do not reduce, and reduces it later.
+# TE gets that tensor, which is allocated on the first request. Checked on torch 2.11 and 2.13
+# (``FSDPParam.unsharded_accumulated_grad``), read on 2.15 (``grad`` of the unsharded parameter).
 def _attach_main_grad_buffers(buffers: dict[str, _MainGradBuffer], module: nn.Module, args: Any) -> None:
     """Attach the gradient buffers to the local tensors that TE will read. Runs after FSDP2's all-gather."""
     for name, buffer in buffers.items():
@@ -106,6 +100,10 @@ def _attach_main_grad_buffers(buffers: dict[str, _MainGradBuffer], module: nn.Mo
             local.get_main_grad = functools.partial(buffer.tensor, weakref.ref(local))
 
 
+# [Note: when TE decides to overwrite] TE 2.18 to 2.20 calls ``get_main_grad()`` during backward on weights
+# that have ``__fsdp_param__``. TE reads whether to overwrite that tensor from ``weight.overwrite_main_grad``
+# in forward, but evaluates the value only in backward, right before the GEMM. So the value is an object that
+# decides then (``__bool__``).
 class _MainGradBuffer:
     """The tensor in which FSDP2 expects one parameter's gradient. True while TE must overwrite its values."""
 

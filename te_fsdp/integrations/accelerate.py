@@ -1,8 +1,10 @@
 """Hugging Face accelerate on te_fsdp.
 
-    meshes = te_fsdp.Meshes.build(tp=2) accelerator = TeFsdpAccelerator(meshes) model =
-    build_model(**meshes.te_kwargs()) optimizer = torch.optim.AdamW(model.parameters()) model, optimizer, loader
-    = accelerator.prepare(model, optimizer, loader)
+    meshes = te_fsdp.Meshes.build(tp=2)
+    accelerator = TeFsdpAccelerator(meshes)
+    model = build_model(**meshes.te_kwargs())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
 accelerate's own FSDP2 and DDP are disabled. accelerate only starts the processes and distributes the data.
 Features that te_fsdp cannot support raise. Source: accelerate 1.15.

@@ -1,6 +1,7 @@
 """Lightning Fabric on te_fsdp.
 
-    strategy = TeFsdpStrategy(tp=2) fabric = Fabric(devices=8, strategy=strategy)
+    strategy = TeFsdpStrategy(tp=2)
+    fabric = Fabric(devices=8, strategy=strategy)
     fabric.launch()                                                                 # processes and meshes
     model = fabric.setup_module(build_model(**strategy.meshes.te_kwargs()))         # sharded, initialized
     optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))

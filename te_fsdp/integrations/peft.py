@@ -1,11 +1,13 @@
 """LoRA of Hugging Face PEFT on TransformerEngine's layers, with frozen and quantized bases and tp.
 
     add_adapters(model, peft.LoraConfig(r=8, target_modules=["layernorm_qkv", "proj"]))    # before fully_shard
-    te_fsdp.fully_shard(model, meshes) te_fsdp.materialize(model)
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model)
     with base_of(model):                                               # names as without adapters
         te_fsdp.checkpoint.load("pretrained", model)
-    ...                                                                # train the parameters that require
-    gradients te_fsdp.checkpoint.save("adapters", adapters_of(model), optimizer) merge(model)
+    ...                                                                # train
+    te_fsdp.checkpoint.save("adapters", adapters_of(model), optimizer)
+    merge(model)
 
 PEFT's own layer for TransformerEngine (0.21) does not support tp or merging. It passes the input of the norm to the
 adapter of a ``LayerNormLinear``. It fails if a layer returns its bias, as in ``te.TransformerLayer``. Layout here:

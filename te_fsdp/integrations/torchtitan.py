@@ -1,7 +1,7 @@
 """torchtitan on te_fsdp.
 
-    class MyModel(TeModel): ...                                       # of TransformerEngine's modules, see
-    TeModel spec = ModelSpec(name="my", flavor="8B", model=MyModel.Config(...), parallelize_fn=parallelize,
+    class MyModel(TeModel): ...                                       # of TransformerEngine's modules
+    spec = ModelSpec(name="my", flavor="8B", model=MyModel.Config(...), parallelize_fn=parallelize,
                      pipelining_fn=None, post_optimizer_build_fn=keep_main_weights, state_dict_adapter=None)
     Trainer.Config(model_spec=spec, checkpoint=CheckpointManager.Config(enable=True), ...)
 

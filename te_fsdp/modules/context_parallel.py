@@ -1,9 +1,8 @@
 """Context parallelism: attention over sequences that are split over the ranks of ``cp``.
 
     sequence        0   1   2   3            2 x cp equal chunks; cp = 2
-    cp rank 0       0           3            rank r has chunks r and 2 x cp - 1 - r, so that causal attention
-    costs
-    cp rank 1           1   2                all ranks the same (TE: DualChunkSwap)
+    cp rank 0       0           3            rank r has chunks r and 2 x cp - 1 - r, so that all ranks have
+    cp rank 1           1   2                the same work in causal attention (TE: DualChunkSwap)
 
 ``fully_shard`` sets the cp group of attention modules. :func:`context_parallel_shard` splits batches.
 Configurations that TE would compute wrongly, or reject without a reason, raise here. Settings of the model are

@@ -5,13 +5,6 @@ TE's entry is a tensor. It is empty for stateless recipes and contains a pickle 
 ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. te_fsdp's entry is a tensor that every te_fsdp module loads. Until
 version 0.1 it was a dict, which is still supported.
 
-The delayed-scaling state of experts has one row for each expert (:class:`ExpertEntry`). The ranks of an
-expert-parallel mesh have different experts under one name, and a load plan reads the rows of a rank's own experts.
-
-Plain DCP cannot reshard quantized tensors: a slice may be a temporary, so that a write to it is lost. The entry of a
-module with quantized weights therefore encodes the load condition in its shape. On a different mesh DCP raises with
-the entry's name before it reads data. Versions before 0.3 also wrote entries for stacked rows in tp rank order.
-
 High-precision values can always be loaded into quantized weights. They are quantized once with the scale of the
 unsharded weight. Contents and shapes of entries:
 
@@ -21,10 +14,6 @@ unsharded weight. Contents and shapes of entries:
     quantized, tp=2 and 4 shards    text                      (n, 2, 4)
     delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
     delayed scaling, experts        the same for each expert  (experts, n)
-
-If nothing is sharded (dims of 1) and the entry has no state, the text is omitted. Then ``n`` is 0 and stock TE
-accepts the entry. In other cases stock TE rejects it as an unsupported pickle. Scripts may clone and cast
-entries. The shape is preserved, and floating dtypes of at least 16 bits represent integers up to 255.
 """
 
 from __future__ import annotations
@@ -59,6 +48,10 @@ class DamagedEntryError(ValueError):
     """Raised if an entry's bytes were changed after packing."""
 
 
+# [Note: load condition] Plain DCP cannot reshard quantized tensors: a slice may be a temporary, so that a
+# write to it is lost. The entry of a module with quantized weights therefore encodes the load condition in
+# its shape. On a different mesh DCP raises with the entry's name before it reads data. Versions before 0.3
+# also wrote entries for stacked rows in tp rank order.
 def describe_load_condition(marks: tuple[int, ...]) -> str:
     """Return the text of a load condition: the mesh that plain DCP needs to load the weights."""
     if len(marks) == 1:
@@ -66,6 +59,10 @@ def describe_load_condition(marks: tuple[int, ...]) -> str:
     return f"quantized for tp={marks[0]} and {marks[1]} FSDP shard(s), other meshes need te_fsdp.checkpoint"
 
 
+# [Note: entries without state] If nothing is sharded (dims of 1) and the entry has no state, the text is
+# omitted. Then ``n`` is 0 and stock TE accepts the entry. In other cases stock TE rejects it as an
+# unsupported pickle. Scripts may clone and cast entries. The shape is preserved, and floating dtypes of at
+# least 16 bits represent integers up to 255.
 def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
     """Return a module's entry: uint8 on the CPU, shape ``(n, *marks)``. Local operation.
 
@@ -246,6 +243,9 @@ class _Entry(torch.Tensor):
         return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
 
 
+# [Note: rows of experts] The delayed-scaling state of experts has one row for each expert
+# (:class:`ExpertEntry`). The ranks of an expert-parallel mesh have different experts under one name, and a
+# load plan reads the rows of a rank's own experts.
 class ExpertEntry(_Entry):
     """Entry of experts. DCP writes and reads it by rows."""
 

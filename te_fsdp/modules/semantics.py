@@ -6,11 +6,6 @@ defines the effect of a difference. Sources: TransformerEngine 2.18 to 2.20.2
 (``pytorch/{transformer,module,attention,ops}``) and ``torch.nn``. Settings that do not change the function of
 unsharded weights are not recorded. These are sizes (shapes show them), parallelism, dtypes, memory, speed,
 ``layer_number`` (TE divides scores by it and multiplies them again), and additional return values.
-
-For modules of user-defined classes, the class and the public attributes are recorded. Only the user knows whether an
-attribute affects the computation. So a different function requires confirmation, as does a different class of a module
-without attributes. A different value is only reported. Values may differ between ranks (a rank number, for example);
-the file contains those of rank 0.
 """
 
 from __future__ import annotations
@@ -177,6 +172,10 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
     return found
 
 
+# [Note: user-defined modules] For modules of user-defined classes, the class and the public attributes are
+# recorded. Only the user knows whether an attribute affects the computation. So a different function requires
+# confirmation, as does a different class of a module without attributes. A different value is only reported.
+# Values may differ between ranks (a rank number, for example); the file contains those of rank 0.
 def own_settings(model: nn.Module) -> dict[str, Semantics]:
     """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation.
 

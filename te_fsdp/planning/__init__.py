@@ -1,9 +1,10 @@
 """Memory and communication estimates for a training job of any size, computed in one CPU process.
 
     import te_fsdp.planning as planning
-    job = planning.Job("my-llama", strategy="optim_grads_params", optimizer="fused-adam", sequence=8192) found =
-    planning.plan(job, planning.Sizes(dp_shard=32, tp=2)) print(found.peak.bytes, found.sent()) best =
-    planning.search(job, gpus=64, memory=80 * 2**30)
+    job = planning.Job("my-llama", strategy="optim_grads_params", optimizer="fused-adam", sequence=8192)
+    found = planning.plan(job, planning.Sizes(dp_shard=32, tp=2))
+    print(found.peak.bytes, found.sent())
+    best = planning.search(job, gpus=64, memory=80 * 2**30)
 
 The model is built on the meta device and sharded by ``te_fsdp.fully_shard``. torch's fake process group
 simulates the other ranks. A plan therefore reads the same DTensors as the job. Configurations that te_fsdp

@@ -13,17 +13,6 @@ Memory: forward and backward are simulated module by module, in the order in whi
   unreduced gradients                 backward of a module              end of the unit's backward
   reduce-scatter buffer               end of a unit's backward          end of the next unit's backward
   reduced gradients                   end of a unit's backward          optimizer step
-
-A parameter that is on one rank only has no buffers. Its unsharded weight shares the memory of the shard unless
-it is cast. Its gradients become the reduced gradients one at a time.
-
-This follows torch 2.11 and 2.13 (``_fsdp_param_group.py``) and was compared with allocator histories on H200
-GPUs. Fragmentation of the caching allocator is not counted, as in ``torch.cuda.max_memory_allocated``. Memory
-that NCCL allocates outside of torch is not counted.
-
-Communication is the number of bytes that a rank must receive with any algorithm. It equals the minimum that a
-rank sends. docs/plan.md, "The time of a step", defines how communication, computation and optimizer time
-combine. Rates are achieved rates, fitted to one measured step, not data sheet values.
 """
 
 from __future__ import annotations
@@ -166,6 +155,11 @@ def _is_inside(name: str, unit: str) -> bool:
     return not unit or name == unit or name.startswith(f"{unit}.")
 
 
+# This follows torch 2.11 and 2.13 (``_fsdp_param_group.py``) and was compared with allocator histories on
+# H200 GPUs. Fragmentation of the caching allocator is not counted, as in ``torch.cuda.max_memory_allocated``.
+# Memory that NCCL allocates outside of torch is not counted.
+# A parameter that is on one rank only has no buffers. Its unsharded weight shares the memory of the shard
+# unless it is cast. Its gradients become the reduced gradients one at a time.
 class _Memory:
     """Allocated memory during a simulated step, with the peak so far."""
 
@@ -305,6 +299,9 @@ class _Memory:
 # -------------------------------------------------------------------------------------------------------------- traffic
 
 
+# Communication is the number of bytes that a rank must receive with any algorithm. It equals the minimum that
+# a rank sends. docs/plan.md, "The time of a step", defines how communication, computation and optimizer time
+# combine. Rates are achieved rates, fitted to one measured step, not data sheet values.
 @dataclass(frozen=True)
 class Traffic:
     """One kind of collective over one mesh axis in an optimizer step.

@@ -1,24 +1,5 @@
 """Amax reduction of sharded weights with one scale.
 
-TE 2.20 stores the amax group as an attribute of the tensor object. Every ``detach``, ``clone``, view and
-``nn.Parameter`` loses it, and every FSDP2 all-gather overwrites it. A tensor with this attribute cannot be
-pickled or deep-copied. te_fsdp stores the *name* of the group on the tensor's quantizer, which TE copies to
-every tensor derived from it. A property then returns the group of this name when TE reads the attribute.
-
-Delayed scaling does not read the group. A write stores this rank's amax in the history. TE reduces the history
-at the end of the next forward, over the group of ``te.autocast``. With a group name, te_fsdp reduces this amax
-immediately, so all ranks of a weight always agree.
-
-FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks without rows. These ranks still
-participate in the amax reduction and read the gathered data with their own copy of the scale. TE 2.20.2 skips
-empty tensors in two places. Its extension returns before the all-reduce, so other ranks wait forever. Its Adam
-kernel for delayed scaling does not update the scale.
-
-torch's optimizers would update quantized weights by dequantizing and requantizing in each operation, which
-silently loses most small updates. They need fp32 main weights. TE's FusedAdam without main weights raises or
-does not update delayed-scaling weights. With main weights it writes a shard's amax to their histories and does
-not update cached transposes of the Hopper layout (TE 2.20.2).
-
 :func:`quantize_into` writes new values to many weights at once:
 
     current scaling, hybrids of it     amaxes of all, one max all-reduce per group, all scales, then the casts
@@ -26,10 +7,6 @@ not update cached transposes of the Hopper layout (TE 2.20.2).
     float8-block, MXFP8                casts only, since scales belong to blocks
     NVFP4                              each weight with its own reduction: TE 2.18 to 2.20 cannot use a given amax
     high precision                     rounded
-
-TE quantizes weight by weight: amax, reduction, scale and cast of one weight before those of the next. The results are
-identical. TE's ``quantize_master_weights`` is not used. It rounds values to the weight's nominal dtype first, reduces
-amaxes of blocks that no ranks share here, and computes scales with an approximate division.
 """
 
 from __future__ import annotations
@@ -63,6 +40,11 @@ _ATTRIBUTE = PATCHES["group"].attribute
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 
 
+# [Note: name of the amax group] TE 2.20 stores the amax group as an attribute of the tensor object. Every
+# ``detach``, ``clone``, view and ``nn.Parameter`` loses it, and every FSDP2 all-gather overwrites it. A
+# tensor with this attribute cannot be pickled or deep-copied. te_fsdp stores the *name* of the group on the
+# tensor's quantizer, which TE copies to every tensor derived from it. A property then returns the group of
+# this name when TE reads the attribute.
 def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
     """Set the group over which later quantizations to ``tensor``, or to a copy of it, reduce the amax.
 
@@ -98,6 +80,9 @@ def amax_group_name(tensor: torch.Tensor) -> str | None:
     return found[0].__dict__.get(_AMAX_GROUP) if found else None
 
 
+# [Note: amax of delayed scaling] Delayed scaling does not read the group. A write stores this rank's amax in
+# the history. TE reduces the history at the end of the next forward, over the group of ``te.autocast``. With
+# a group name, te_fsdp reduces this amax immediately, so all ranks of a weight always agree.
 def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
     """Reduce the newest amax in the histories of delayed-scaling weights over all shards.
 
@@ -219,6 +204,10 @@ def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
 # --- shards without rows
 
 
+# [Note: shards without rows] FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks
+# without rows. These ranks still participate in the amax reduction and read the gathered data with their own
+# copy of the scale. TE 2.20.2 skips empty tensors in two places. Its extension returns before the all-reduce,
+# so other ranks wait forever. Its Adam kernel for delayed scaling does not update the scale.
 def patch_empty_shards() -> None:
     """Let empty tensors participate in current scaling's amax reductions. Applied once per process."""
     apply_patch("quantize empty", _wrap_quantize)
@@ -292,6 +281,11 @@ def quantized_among(
     return [(name, given, local) for (name, given), local in together if _te.is_quantized_class(type(local))]
 
 
+# [Note: main weights of quantized weights] torch's optimizers would update quantized weights by dequantizing
+# and requantizing in each operation, which silently loses most small updates. They need fp32 main weights.
+# TE's FusedAdam without main weights raises or does not update delayed-scaling weights. With main weights it
+# writes a shard's amax to their histories and does not update cached transposes of the Hopper layout (TE
+# 2.20.2).
 def check_optimizer_of_quantized(optimizer: Optimizer, label: str) -> None:
     """Raise if an optimizer would update a quantized weight without fp32 main weights.
 
@@ -361,6 +355,10 @@ class PendingQuantization(NamedTuple):
     group: dist.ProcessGroup | None
 
 
+# [Note: one reduction for all weights] TE quantizes weight by weight: amax, reduction, scale and cast of one
+# weight before those of the next. The results are identical. TE's ``quantize_master_weights`` is not used. It
+# rounds values to the weight's nominal dtype first, reduces amaxes of blocks that no ranks share here, and
+# computes scales with an approximate division.
 @torch.no_grad()
 def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Write new values to local tensors, each rounded or quantized once.

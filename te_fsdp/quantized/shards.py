@@ -1,24 +1,4 @@
-"""Shards of quantized weights: a common scale, and the path through FSDP2's ``fully_shard``.
-
-Every write to a quantized weight reads the tensor's amax group (TE 2.20.2 ``update_quantized`` of per-tensor
-quantizers): initialization, requantization by the optimizer, loading from high precision, and ``copy_`` or
-``quantize_`` by the user. te_fsdp sets the weight mesh's group on weights of bound modules in a persistent way
-(:mod:`te_fsdp.quantized.amax`).
-
-Delayed scaling: a weight's quantizer reads the module's scale and writes the module's amax history. TE creates a new
-history when its length changes. This happens in the first forward if ``amax_history_len`` of ``te.autocast`` differs
-from that of ``quantized_model_init``. TE updates the module's weights but not FSDP2's shards, which keep the previous
-history. Their scale would stay constant, and growing weights would be clipped silently at the format's maximum (TE
-2.20.2 ``adjust_amax_history_length``). So te_fsdp stores the shards and updates them as well.
-
-FSDP2 shards parameters with tensor operations that TE's block formats do not support. Float8-block and NVFP4 weights
-are dequantized, MXFP8 weights raise or are dequantized (TE 2.20.2). te_fsdp passes high-precision values to FSDP2
-instead. Then it quantizes each shard and copies the unsharded weight's data into it.
-
-The weight mesh must be the mesh that shards the weight: FSDP2's shard axis times tp, without replicas.
-``set_device_mesh`` runs before FSDP2. So the mesh is checked when FSDP2 installs the first quantized shard of a
-module, or before its first all-gather. The ranks exchange the result: all raise, or none.
-"""
+"""Shards of quantized weights: a common scale, and the path through FSDP2's ``fully_shard``."""
 
 from __future__ import annotations
 
@@ -45,6 +25,10 @@ if TYPE_CHECKING:
 Key: TypeAlias = tuple[int, str]
 
 
+# [Note: quantized weights on the device] FSDP2 shards parameters with tensor operations that TE's block
+# formats do not support. Float8-block and NVFP4 weights are dequantized, MXFP8 weights raise or are
+# dequantized (TE 2.20.2). te_fsdp passes high-precision values to FSDP2 instead. Then it quantizes each shard
+# and copies the unsharded weight's data into it.
 class StashedWeight(NamedTuple):
     """An unsharded (tp-local) quantized weight during ``fully_shard``. Its data is copied to the shards.
 
@@ -156,6 +140,10 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, lab
 # ---------------------------------------------------------------------------------------- one scale for one weight
 
 
+# [Note: writes to quantized weights] Every write to a quantized weight reads the tensor's amax group (TE
+# 2.20.2 ``update_quantized`` of per-tensor quantizers): initialization, requantization by the optimizer,
+# loading from high precision, and ``copy_`` or ``quantize_`` by the user. te_fsdp sets the weight mesh's
+# group on weights of bound modules in a persistent way (:mod:`te_fsdp.quantized.amax`).
 def attach_amax_group(local: torch.Tensor, binding: ModuleBinding) -> None:
     """Set the group over which quantizations of a local shard reduce the amax.
 
@@ -275,6 +263,12 @@ def _group_of_whole(parameter: torch.Tensor | None, binding: ModuleBinding | Non
     return mesh.get_group(cuts[0]) if cuts else None
 
 
+# [Note: histories of FSDP2's shards] Delayed scaling: a weight's quantizer reads the module's scale and
+# writes the module's amax history. TE creates a new history when its length changes. This happens in the
+# first forward if ``amax_history_len`` of ``te.autocast`` differs from that of ``quantized_model_init``. TE
+# updates the module's weights but not FSDP2's shards, which keep the previous history. Their scale would stay
+# constant, and growing weights would be clipped silently at the format's maximum (TE 2.20.2
+# ``adjust_amax_history_length``). So te_fsdp stores the shards and updates them as well.
 def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> None:
     """Set the quantizers of a module's weights, sharded and unsharded, to its scale and history. Local operation."""
     tensors = [(n, _torch.local_of(p)) for n, p in module._parameters.items() if p is not None]
@@ -312,6 +306,10 @@ def register_shard(binding: ModuleBinding, module: nn.Module, name: str, paramet
     _check_on_all_ranks(binding, name, parameter)
 
 
+# [Note: when the weight mesh is checked] The weight mesh must be the mesh that shards the weight: FSDP2's
+# shard axis times tp, without replicas. ``set_device_mesh`` runs before FSDP2. So the mesh is checked when
+# FSDP2 installs the first quantized shard of a module, or before its first all-gather. The ranks exchange the
+# result: all raise, or none.
 def check_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Tensor) -> None:
     """Run the check of :func:`register_shard` before an all-gather, for shards that were set in a different way.
 

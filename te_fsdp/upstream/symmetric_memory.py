@@ -10,13 +10,6 @@ same:
 
     FSDP2   a0 b0 c0 a1 b1 c1    one reduce-scatter        rank r: ar br cr
     here    a0 a1 | b0 c0 b1 c1  one for "a", for "b c"    rank r: ar br cr
-
-The parts depend on shapes only, so all ranks agree. A gradient with a different dtype, or one that is not contiguous,
-is copied into a part of its own. FSDP2 keeps the input, and therefore the parts, until the reduction has ended.
-
-FSDP2 requests the memory of the input from a custom reduce-scatter but fills it itself (``chunk_cat``, from
-torch 2.15 ``chunk_cat_mixed_dtype``). It divides the input if the dtype has a small range. te_fsdp returns a
-tensor that implements these two operations differently and no others (``__torch_function__``).
 """
 
 from __future__ import annotations
@@ -155,6 +148,10 @@ class ReduceScatterParts(NamedTuple):
         return sum(part.numel for part in self.parts)
 
 
+# [Note: input of a reduce-scatter without a copy] FSDP2 requests the memory of the input from a custom
+# reduce-scatter but fills it itself (``chunk_cat``, from torch 2.15 ``chunk_cat_mixed_dtype``). It divides
+# the input if the dtype has a small range. te_fsdp returns a tensor that implements these two operations
+# differently and no others (``__torch_function__``).
 class ZeroCopyInput(torch.Tensor):
     """Placeholder for the input of FSDP2's reduce-scatter. It has no elements of its own."""
 
@@ -239,6 +236,9 @@ def _parts_of(group: Any) -> ReduceScatterParts:
     return known[1]
 
 
+# The parts depend on shapes only, so all ranks agree. A gradient with a different dtype, or one that is not
+# contiguous, is copied into a part of its own. FSDP2 keeps the input, and therefore the parts, until the
+# reduction has ended.
 def _find_parts(trained: list[Any], ranks: int) -> ReduceScatterParts:
     """Compute the parts for a list of FSDP2's records, whose shapes are constant."""
     parts = list[ReduceScatterPart]()

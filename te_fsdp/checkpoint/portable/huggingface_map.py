@@ -4,12 +4,6 @@ Hugging Face's names are those of transformers 4.57 and 5.23 (``models/*/modelin
 ``conversion_mapping.py``; ``GPT2Model``'s ``Conv1D`` keeps matrices as ``(in, out)``), TransformerEngine's those of
 2.18 to 2.20 (``pytorch/module/layernorm_linear.py``, ``layernorm_mlp.py``, ``grouped_linear.py``,
 ``pytorch/attention/multi_head_attention.py``), in the layout of the unsharded module.
-
-Two naming schemes store the same tensors in different forms. A *group* is the smallest set of weights that must be
-read together, such as query, key and value of one layer. Its *parts* are plain matrices and vectors, matrices as
-``(out, in)``. Each side stores the parts in a *form*: under one name each, one below the other under one name,
-interleaved by attention group, transposed, minus one. A conversion unpacks one side's form into the parts and packs
-them into the other's. Except for zero-centered gammas all of this moves values and computes nothing.
 """
 
 from __future__ import annotations
@@ -54,6 +48,12 @@ _IGNORED_TE = r"(.*\.)?(_extra_state|inv_freq)"
 _ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
 
 
+# [Note: groups, parts and forms] Two naming schemes store the same tensors in different forms. A *group* is
+# the smallest set of weights that must be read together, such as query, key and value of one layer. Its
+# *parts* are plain matrices and vectors, matrices as ``(out, in)``. Each side stores the parts in a *form*:
+# under one name each, one below the other under one name, interleaved by attention group, transposed, minus
+# one. A conversion unpacks one side's form into the parts and packs them into the other's. Except for
+# zero-centered gammas all of this moves values and computes nothing.
 @dataclass(frozen=True)
 class Form:
     """Storage of the parts of a group on one side.

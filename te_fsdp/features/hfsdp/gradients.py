@@ -3,10 +3,6 @@
 With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. The average over replicas
 is computed on demand (by a step or a norm). It consists of this rank's rows, as the gradient of the main parameter
 that the optimizer updates. It is computed once and is valid while the underlying gradient does not change.
-
-Code that reads ``parameter.grad`` (torch's clipping, a loss scaler, a log) would see a different value on each
-replica, and scale each replica differently. So this gradient is a DTensor that supports only operations with the same
-result before and after the average, an :class:`UnaveragedGradient`. FSDP2 and te_fsdp use its local tensor.
 """
 
 from __future__ import annotations
@@ -271,6 +267,10 @@ _LINEAR = (
 )
 
 
+# [Note: unaveraged gradients] Code that reads ``parameter.grad`` (torch's clipping, a loss scaler, a log)
+# would see a different value on each replica, and scale each replica differently. So this gradient is a
+# DTensor that supports only operations with the same result before and after the average, an
+# :class:`UnaveragedGradient`. FSDP2 and te_fsdp use its local tensor.
 class UnaveragedGradient(UnreadableShard):
     """A gradient that is averaged within one replica of the model only, see the module's docstring."""
 

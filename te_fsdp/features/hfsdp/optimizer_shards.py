@@ -10,13 +10,6 @@ does, and each replica updates its own rows (:class:`OptimizerShard`):
 
     gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows, in fp32
     new rows, as they are sent  --all-gather-->           shards
-
-The sharded dim is the first one that all axes divide evenly (for a quantized weight into full blocks, if possible),
-else dim 0. Main weights and states are DTensors with the parameter's shape. A large tensor sharded along dim 0 is sent
-separately without a copy, because its rows are contiguous. All others are packed: one collective per group and dtype.
-Rows are padded to the same number per replica. Rows of quantized weights that consist of full blocks are quantized
-before they are sent, others afterwards by each replica. The result is the same, because formats scale blocks, or the
-unsharded weight with an amax over all replicas.
 """
 
 from __future__ import annotations
@@ -71,6 +64,13 @@ ALIGNED = 16
 _rows_of = functools.cache(RowPartition)
 
 
+# [Note: rows of a replica] The sharded dim is the first one that all axes divide evenly (for a quantized
+# weight into full blocks, if possible), else dim 0. Main weights and states are DTensors with the parameter's
+# shape. A large tensor sharded along dim 0 is sent separately without a copy, because its rows are
+# contiguous. All others are packed: one collective per group and dtype. Rows are padded to the same number
+# per replica. Rows of quantized weights that consist of full blocks are quantized before they are sent,
+# others afterwards by each replica. The result is the same, because formats scale blocks, or the unsharded
+# weight with an amax over all replicas.
 class OptimizerShard:
     """This rank's part of a parameter's local tensor, for main weight and optimizer state: rows along ``dim``.
 
