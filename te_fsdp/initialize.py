@@ -162,7 +162,8 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
     for name, buffer in pending.items():
         module._buffers[name] = sentinel(tuple(buffer.shape), buffer.dtype, target_device(buffer))
     try:
-        reset()
+        with torch.no_grad():  # te.ops.Bias writes to its Parameter in place if that is on a GPU
+            reset()
         filled = {name: p.detach() for name, p in module._parameters.items() if p is not None}
         for name, parameter in {id(p): (name, p) for name, p in before.items()}.values():
             same = module._parameters[name] is whole[id(parameter)]

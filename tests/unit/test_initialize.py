@@ -130,6 +130,21 @@ def test_everything_that_is_left_is_named_at_once():
     assert not model[0].weight.is_meta
 
 
+def test_a_reset_may_write_to_its_parameters_in_place():
+    """TE's ops write to a bias on the GPU outside of ``no_grad`` (kind: code of ``reset_parameters`` for meta)."""
+
+    class InPlace(nn.Linear):
+        def reset_parameters(self) -> None:
+            if not self.weight.is_meta:
+                self.weight.fill_(2.0)
+                self.bias.zero_()
+
+    model = InPlace(2, 2, device="meta")
+    te_fsdp.materialize(model)
+    assert torch.equal(model.weight, torch.full((2, 2), 2.0)) and not model.bias.any()
+    assert model.weight.requires_grad
+
+
 def test_an_error_of_reset_parameters_comes_through():
     class Broken(nn.Linear):
         def reset_parameters(self) -> None:

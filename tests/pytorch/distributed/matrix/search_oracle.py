@@ -81,9 +81,9 @@ class Oracle:
             for name, parameter in named.items():
                 gradient = self.initial[name] if parameter.grad is None else parameter.grad
                 seen[f"gradient {step} {name}"] = gradient.detach().float().clone()
-            norm = (
-                nn.utils.clip_grad_norm_(named.values(), CLIP) if drawn.clips and trains else torch.ones(())
-            )
+            norm = torch.ones((), device=gradient.device)
+            if drawn.clips and trains:
+                norm = nn.utils.clip_grad_norm_(named.values(), CLIP)
             seen[f"norm {step}"] = norm.detach().float()
             if trains:
                 self._step(optimizer)

@@ -56,7 +56,9 @@ class Model(nn.Module):
         dtype, recipe = torch.float32 if recipe == "none" else torch.bfloat16, recipe_of(recipe)
         size = {"device": device, "params_dtype": dtype}
         column, both = {"parallel_mode": "column"}, {"set_parallel_mode": True}
-        heads = {"num_gqa_groups": HEADS // 2, "input_layernorm": True, "attention_dropout": 0.0}
+        # Under tp=4, half as many keys are 64 rows. A scale of block scaling is for 128.
+        groups = HEADS if recipe is not None and recipe.float8_block_scaling() else HEADS // 2
+        heads = {"num_gqa_groups": groups, "input_layernorm": True, "attention_dropout": 0.0}
         stacked = {"fuse_qkv_params": True, "qkv_weight_interleaved": False}
         makers = {
             "Linear": lambda: te.Linear(HIDDEN, FFN, **column, **tp, **size),
