@@ -319,6 +319,7 @@ def _communicates_over(
         check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
     if ep_mesh is not None:
         return ep_mesh
+    # Parameters on meta have no values to compare or to quantize.
     device = [p for p in model.parameters() if not p.is_meta and not isinstance(p, DTensor)]
     if device and tp_mesh is not None:
         return tp_mesh if weight_mesh is None else weight_mesh
@@ -352,9 +353,11 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
     module.__dict__[BINDING] = binding
     # Of the instance too: the class that FSDP2 gives a unit has a __module__ of torch's.
     module.__dict__.setdefault("__module__", type(module).__module__)
+    # The object stays, so references of optimizers, parents and user code stay valid, as in FSDP2.
     module.__class__ = bound_class(type(module))
     is_cut = tp_mesh is not None and getattr(module, "tp_size", 1) > 1
     if is_cut and hasattr(module, "set_tensor_parallel_group"):
+        # A module built with ``tp_size`` only has no group yet.
         module.set_tensor_parallel_group(tp_mesh.get_group())
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
@@ -401,6 +404,7 @@ def _to_dtensor(
     Data and quantized buffers stay.
     """
     rule, local = binding.rules[name], parameter.detach()
+    # ``detach`` loses this attribute, from which main weights are initialized.
     kept = _te.high_precision_value(parameter)
     if kept is not None:
         _te.attach_high_precision_value(local, kept)
@@ -409,6 +413,7 @@ def _to_dtensor(
     if binding.experts is not None and rule.layout.is_grouped:
         shape[0], placements[0] = binding.experts.total, Shard(0)
     if rule.shard_dim is not None and binding.tp_mesh is not None:
+        # TE creates one rank's part. The DTensor has the shape of the unsharded parameter.
         shape[rule.shard_dim] *= binding.tp_mesh.size()
         placements[-1] = Shard(rule.shard_dim)
     like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))

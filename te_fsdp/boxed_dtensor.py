@@ -226,6 +226,7 @@ class BoxedDTensor(DTensor):
             return super().__create_write_items__(fqn, object)
         self.__dict__[_WRITES] = True
         properties = TensorProperties.create_from_tensor(self._local_tensor)
+        # A reader of the files can see that rows need no reordering.
         properties.memory_format = ORIGINAL_ORDER
         return [
             WriteItem(
@@ -239,6 +240,7 @@ class BoxedDTensor(DTensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         if self._map is None:
             return super().__create_chunk_list__()
+        # DCP calls this one for a load only, and the same method returns the shards for both.
         self.__dict__.pop(_WRITES, None)
         return self._chunks()
 
@@ -256,6 +258,7 @@ class BoxedDTensor(DTensor):
 
     def __reduce_ex__(self, proto: Any) -> Any:
         """Pickle an ordinary DTensor, which processes without te_fsdp can read, with a note on its order."""
+        # A pickle with this class would need te_fsdp to be read.
         plain = _torch.dtensor(self._local_tensor, self._spec)
         if self._map is not None:
             plain.__dict__[_LOCAL_ORDER] = True
@@ -293,6 +296,7 @@ class BoxedDTensor(DTensor):
             return whole
         dim, tp = found.rule.shard_dim, mesh.size(mesh.ndim - 1)
         assert dim is not None
+        # Plain placements put the ranks one after the other, and each rank has a part of every block.
         parts = [height // tp for height in block_heights(whole.shape[dim], found.rule)]
         pieces = whole.split(parts * tp, dim)
         return torch.cat(

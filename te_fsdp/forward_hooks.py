@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 def register_forward_hooks(state: ShardedModel) -> None:
     """Register the hooks around each forward of a model and of its units. Local operation."""
+    # Hooks are not compiled: they read the state of a step, which a traced graph would contain as constants.
     for name, unit in state.modules.items():
         unit.register_forward_hook(_torch.disable_compile(functools.partial(_after_unit, state, name)))
         handle: list[Any] = []
@@ -69,6 +70,7 @@ def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
         for first in state.checks.first:
             run = functools.partial(first, state, run)
         run()
+    # Recomputation in backward, and forwards inside a registered method, belong to a forward that has begun.
     if not _torch.in_backward() and not state.computed.methods:
         recover_from_exception(state)
         has_failed_backward(state)  # forget cleared gradients before new ones exist
@@ -77,6 +79,8 @@ def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
                 # Raise now, not in the step: this rank's reductions would match those of a different microbatch.
                 state.sync.failed = True
                 raise_if_backward_failed(state, "forward")
+        # FSDP2 would add to the order of the previous microbatch, and prefetch one unit too many in the last
+        # one.
         for root in state.roots() if state.sync.unfinished else ():
             _fsdp2.clear_forward_order(root)
         if not _is_marked(state):
@@ -133,6 +137,7 @@ def _after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, outp
     """Make FSDP2 gather a unit in the backward of all tensors in its output, in objects of any class."""
     if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.in_backward():
         return
+    # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
     opaque = _fsdp2_outputs.opaque_in(output)
     if not opaque:
         return

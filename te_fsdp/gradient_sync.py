@@ -90,6 +90,7 @@ def wait_for_reductions(state: ShardedModel) -> None:
     if state.sync.unfinished:
         for root in state.roots():
             _fsdp2.wait_for_reductions(root)
+        # In the other modes, the next backward may start reductions again.
         state.sync.unfinished = state.sync.mode is not SyncMode.LAST
 
 
@@ -190,7 +191,9 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
     require_flags("zero_grad", set_to_none=set_to_none)
     state = require_sharded_model(model, "zero_grad")
     refuse_in_backward("zero_grad")
+    # FSDP2 may still have gradients of a failed backward, which the next one would reduce.
     recover_from_exception(state)
+    # A reduction that ends later would write to ``.grad`` after it was cleared.
     wait_for_reductions(state)
     drop_unreduced_gradients(state)
     for settle in state.components.settle:
@@ -288,7 +291,8 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
         row = state.units[name]
         fsdp: Any = unit
         fsdp.set_requires_gradient_sync(row.reduces(mode), recurse=False)
-        fsdp.set_requires_all_reduce(last, recurse=False)  # the other one has set it too
+        # HSDP reduces over dp_replicate once per step. set_requires_gradient_sync has set this one too.
+        fsdp.set_requires_all_reduce(last, recurse=False)
         fsdp.set_reshard_after_backward(row.releases(mode), recurse=False)
         fsdp.set_is_last_backward(last)  # of the tree; each unit has its own before the first forward
     for set_gradient_sync in state.components.set_gradient_sync:
@@ -316,6 +320,8 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
         unit: Any = state.modules[name]
         expose_unsharded_params(state, name, unit)
         if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
+            # A later write to the shards makes the gathered weights stale. The versions show it in the
+            # forward.
             state.unsharded.versions[name] = versions_of(unit)
             state.unsharded.gathers[name] = unit.unshard(async_op=True)
 

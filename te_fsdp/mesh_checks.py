@@ -68,6 +68,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     for name, size in zip(have, mesh.shape, strict=True):
         own = given.get(name, name)
         # An axis of size 1 affects no weight, so any name is accepted.
+        # Names of pipeline axes vary. A missed one would bind stages as if they had one model.
         is_stage = "".join(c for c in name.lower() if c.isalnum()) in _STAGES
         if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
             own = STAGES if size > 1 else None
@@ -169,6 +170,7 @@ def mesh_of_experts(ep_mesh: DeviceMesh, tp_mesh: DeviceMesh | None, label: str)
     if tp_mesh is None:
         return ep_mesh
     try:
+        # torch concatenates slices of one mesh only.
         return _torch.concatenated_meshes(ep_mesh, tp_mesh)
     except RuntimeError as error:
         raise MeshError(

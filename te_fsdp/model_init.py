@@ -73,6 +73,7 @@ class Initializer:
                 break
         pending = {id(t) for m in modules for t in (*m._parameters.values(), *m._buffers.values())}
         mode = _Unsharded(self.name, self.module, pending)
+        # A bound module would initialize its shards. Here the mode passes unsharded tensors.
         with mode.unbound(), torch.no_grad():
             with _keeping_sources_of_ties(self.module), mode:
                 self.call()
@@ -96,6 +97,7 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
         if reset is not None:
             found.append(Initializer(name, module, reset, is_reset=True))
         is_inner = any(outer.contains(name) for outer in found if not outer.is_reset)
+        # The outer initialization covers this module, unless its own constructor ran one.
         if is_inner and not _runs_in_constructor(type(module), (*METHODS, "post_init")):
             continue
         call = _initializer(name, module)
@@ -105,6 +107,7 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     last = {item.name: max(order[name] for name in order if item.contains(name)) for item in found}
     for item in found:
         _forget_marks(item.module)
+    # In the order in which constructors end: inner modules first, as one process draws.
     return sorted(found, key=lambda item: (last[item.name], -order[item.name]))
 
 
@@ -206,12 +209,14 @@ def _keeping_sources_of_ties(root: nn.Module) -> Iterator[None]:
         values = [(tensor, tensor.detach().clone()) for tensor in (*kept, *shards)]
         initialize(module)
         for tensor, value in values:
+            # Values that were never set need not be kept.
             if not has_sentinel(value):
                 tensor.copy_(value)
 
     owners = [module for module, initialize in stock.items() if callable(initialize)]
     own = {owner: owner.__dict__["_init_weights"] for owner in owners if "_init_weights" in owner.__dict__}
     for owner in owners:
+        # On the instance: a class may be shared with other models.
         owner.__dict__["_init_weights"] = functools.partial(keeping, stock[owner])
     try:
         yield
@@ -325,6 +330,7 @@ class _Unsharded(TorchFunctionMode):
 
     def _store(self, key: int) -> None:
         entry = self.live.pop(key)
+        # Writes through ``.data`` change no version, so the bits are compared too.
         if _torch.version_of(entry.full) != entry.version or _fingerprint(entry.full) != entry.before:
             count_rewrites(entry.held, None)
         if _fingerprint(entry.full) == entry.before or id(entry.held) not in self.pending:

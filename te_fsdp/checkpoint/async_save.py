@@ -81,6 +81,7 @@ def blocks_of(tensors: Iterable[tuple[K, torch.Tensor]]) -> list[Block[K]]:
     for key, tensor in tensors:
         kind = tensor.dtype, tensor.shape, tensor.device
         block = open_.get(kind)
+        # Stacks are limited: the stacked copy takes memory of the device.
         if block is None or block.bytes >= _STACK or tensor.nbytes > _SMALL:
             block = open_[kind] = Block([], [])
             blocks.append(block)
@@ -154,6 +155,7 @@ class Staging:
         operation.
         """
         devices = {block.device for block in blocks if not block.is_here}
+        # Page-locked memory is slow to allocate, and useless for tensors that are on the host.
         if self._pinned != bool(devices):
             self.slabs, self._pinned = [], bool(devices)
         copies, count = [], 0
@@ -170,6 +172,7 @@ class Staging:
                 rest = rest[_aligned(block.bytes) :]
         del self.slabs[count:]
         for device in devices:
+            # The copies must be complete: after this the training may overwrite the tensors.
             torch.get_device_module(device.type).current_stream(device).synchronize()
         return copies
 
@@ -261,6 +264,7 @@ class Background:
 
     def raise_unretrieved(self) -> None:
         """Raise the error of the last save, unless its handle or this method has raised it."""
+        # Once: the following save must be possible.
         last, self._last = self._last, None
         error = None if last is None else last.is_unretrieved()
         if error is not None:
@@ -292,6 +296,7 @@ class Background:
                 handle.finish(CheckpointError(f"{handle.path}: {type(error).__name__}: {error}"))
 
         self._last = handle
+        # Not a daemon thread: the interpreter must not end within a save.
         self._thread = threading.Thread(target=run, name=f"te_fsdp save {handle.path.name}", daemon=False)
         self._thread.start()
 

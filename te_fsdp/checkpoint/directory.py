@@ -61,6 +61,7 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
     with explain_os_errors(target):
         if not target.parent.exists():  # otherwise a later step shows what is wrong with it
             target.parent.mkdir(parents=True, exist_ok=True)
+        # Before anything is written: an error after hours of writing would be too late.
         _check_free(target)
         temporary = _hidden_name(target, _SAVING)
         temporary.mkdir()
@@ -107,6 +108,7 @@ def commit(temporary: Path, target: Path) -> None:
         return
     try:
         _check_free(target)
+        # The entries of the directory must be on disk before its final name is.
         sync(temporary)
         os.rename(temporary, target)
     except OSError:

@@ -85,6 +85,7 @@ class Lazy:
         def read(first: int, last: int) -> torch.Tensor:
             nonlocal entry
             whole = entry or InMemory(self.rows(index, index + 1)[0])
+            # Rows are read in order. After the last one the entry is not needed any more.
             entry = whole if last < whole.height else None
             return whole.rows(first, last)
 
@@ -250,6 +251,7 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
             file.seek(0)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         problem: Exception = error
+        # Its import takes seconds, so it happens only if the file contains TE's classes.
         if any(name.startswith("transformer_engine") for name in names) and not _te.is_loaded():
             try:
                 _te.te()
@@ -307,6 +309,7 @@ class Chunked(Lazy):
 
     def rows(self, first: int, last: int) -> torch.Tensor:
         """See :meth:`Lazy.rows`."""
+        # The usual case of a file of one process: no copy.
         if len(self.chunks) == 1:
             return self.chunks[0][1].rows(first, last)
         result = torch.empty(self.shape_of(first, last), dtype=self.dtype, device="cpu")

@@ -220,6 +220,8 @@ class Filling:
         delayed, delayed_slots = self._delayed()
         slots = {**tensor_slots(extra), **delayed_slots}
         states = [one.state for one in self.optimizers.values()]
+        # A failed read must leave the optimizer as it was. Reads go to the host, so no tensor is written
+        # before.
         before = [{parameter: dict(state) for parameter, state in own.items()} for own in states]
         try:
             # A rank may lack the memory for optimizer state.

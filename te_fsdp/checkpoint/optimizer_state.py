@@ -189,6 +189,7 @@ def compare_optimizer(
 ) -> None:
     """Add the differences between a saved optimizer and this one. Local operation; changes nothing."""
     name = type(optimizer).__name__
+    # Different classes may still have equal state, so the comparison goes on and reports all differences.
     if saved["class"] != name:
         found.optimizer[f"optimizer: saved {saved['class']}, this one is {name}", WHOLE_OPTIMIZER] = None
     here = [{owned[id(p)].key for p in group["params"]} for group in optimizer.param_groups]
@@ -197,6 +198,7 @@ def compare_optimizer(
         found.optimizer[f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS] = None
         here, there = [set().union(*here)], [set().union(*there)]
     for index, (now, then) in enumerate(zip(here, there, strict=True)):
+        # By name: the order of parameters may differ between versions of a script.
         for verb, which in ("missing in", now - then), ("only in", then - now):
             for parameter in sorted(which):
                 text = f"optimizer group {index}: {len(which)} {verb} the checkpoint"
@@ -299,6 +301,7 @@ def _fresh_state(
     """Give a parameter, whose weight was saved in a dtype, the described state, with memory still to be filled."""
     parameter, whole = owned.parameter, owned.info.original_shape
     expected = _expected_dtypes(optimizer, parameter, states)
+    # It allocates state in TE's own dtypes and scales, which differ from the parameter's.
     initialize_fused_adam(optimizer, parameter)
     present = optimizer.state[parameter]
     fresh = {}
@@ -316,6 +319,7 @@ def _fresh_state(
                 dtype = dtype_name(parameter.dtype if updated is None else updated.dtype)
             shape = tuple(parameter.shape)
         fresh[key] = _slot(optimizer, parameter, present.get(key), shape, getattr(torch, dtype))
+    # A main weight that the checkpoint lacks is set later from the loaded weight.
     kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
     present.clear()
     present.update(fresh | kept)
@@ -359,6 +363,7 @@ def restore_groups(
             sources = {index}
         if len(sources) == 1:
             options = decode(saved["groups"][sources.pop()]["options"], {})
+            # Schedulers add options such as ``initial_lr``. One that was not saved belongs to a later state.
             for key in set(group) - set(options) - set(optimizer.defaults) - {"params", "param_names"}:
                 del group[key]
             for key, value in options.items():

@@ -91,6 +91,7 @@ class Writing:
             self.copies = [(block.keys, copy) for block, copy in zip(self.own, rows, strict=True)]
         except Exception as error:  # out of host memory, for one
             self.problem = error
+        # The model may change now: nothing of it is read after this.
         self.own = []
 
     def blocks(self) -> Iterator[tuple[list[int], torch.Tensor]]:
@@ -115,6 +116,7 @@ class Writing:
                 file.write(rows)
                 tick(rows.nbytes)
             listed = file.finish(name, self.manifest.save_id)
+        # A later save writes the same pieces at the same places, and then reuses index and metadata.
         lengths = np.array([length for length, _ in file.sums], dtype=np.int64)
         places = np.stack([np.array(order, dtype=np.int64), lengths.cumsum() - lengths, lengths], axis=1)
         known = self.plan.places
@@ -196,6 +198,7 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
                 have.setdefault(box, []).append((rank, number))
                 number += 1
     token, names = secrets.token_hex(16), list[str]()
+    # Rank 0 only sends numbers back: a plan with all boxes would grow with ranks x parameters.
     plans = [WritePlan(token=token) for _ in all_held]
     load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
     tensors: dict[str, Stored] = {}
@@ -208,6 +211,7 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
                 for rank, at in holders:
                     plans[rank].groups.setdefault(group, {})[len(names)] = at
                 names.append(key)
+                # Replicas are spread over their ranks, so that no rank writes all of them.
                 writer, number = min(holders, key=lambda holder: load[holder[0]])
             load[writer] += math.prod(sizes) * dtype.itemsize
             plans[writer].writes.append(number)
@@ -215,6 +219,7 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
         boxes = np.array(list(have), dtype=np.int64).reshape(len(have), 2, len(shape))
         tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
     for plan in plans:
+        # In the order in which the rank has its pieces, so that equal ones form blocks.
         plan.writes.sort()
     wrong = [key for key, stored in tensors.items() if not is_tiling(stored.shape, stored.boxes)]
     if wrong:
@@ -247,6 +252,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
     alone = RankMessenger(0, 1, None)
     plan = plan_entries(alone, path, entries, None)
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
+    # Generators: one block of rows is in memory at a time.
     copies = (([at], row) for at, row in enumerate(rows))
     writing = Writing(alone, path, manifest, plan, tensors_of(entries), copies)
     writing.finish([writing.write(tick)])
@@ -303,6 +309,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
             "that every rank counts from 0 get global indices by te_fsdp.set_device_mesh(model, ..., ep_mesh=...)",
         )
 
+    # One number for each set of replicas. The pieces are compared only to name the ones that differ.
     if ranks.round(of_groups, lambda seen: [bool(_differing_ranks(seen))] * len(seen)):
         ranks.round(of_pieces, refuse)
 

@@ -124,6 +124,7 @@ def save(
     require_flags("save", CheckpointError, asynchronous=asynchronous, progress=progress is None or progress)
     began, handle = time.perf_counter(), SaveHandle(absolute(path))
     with collective_call("checkpoint.save"):
+        # One save at a time: two would compete for the disk, and their order decides which is the newest.
         background().wait()
         writing = _prepare(rank_messenger(), handle.path, model, optimizer, extra, keep_last, shared)
         handle.bytes = writing.bytes

@@ -184,6 +184,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     manifest.extra_states = sorted(extras)
     for name, value in extras.items():
         _add_extra_state(contents, name, value, choices)
+    # Files of torch.save have tied weights twice. One process shares their memory, which shows the tie.
     first: dict[Any, str] = {}
     for name, value in ((name, value) for name, value in state.items() if not _is_extra(name)):
         place: Any = name

@@ -109,8 +109,7 @@ def maximum(
     """Compute the maximum over ranks (``None``: the world), elementwise and in place.
 
     Collective: one all-reduce over a group, or one over each axis of a mesh except ``leave_out``, in sequence, so that
-        the
-    result reaches every rank. ``values`` must be on a device of the ranks' process groups.
+    the result reaches every rank. ``values`` must be on a device of the ranks' process groups.
     """
     if not isinstance(over, DeviceMesh):
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=over)
@@ -138,6 +137,7 @@ def are_equal(
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values, dtype=torch.int64, device=device or _device(over))
     mine = values.to(torch.int64)
+    # The maximum of the negatives is the negative of the minimum, so one collective compares both.
     extremes = torch.stack([mine, -mine])
     maximum(extremes, over, leave_out=leave_out)
     return extremes[0] == -extremes[1]
@@ -196,6 +196,7 @@ def raised_on_all_ranks(mesh: DeviceMesh | None, where: str) -> Iterator[None]:
     told: dict[int, tuple[str, str] | None] = {}
     if mesh is not None and mesh.size() > 1 and on_any_rank(mine is not None, mesh):
         told = gather_by_rank(None if mine is None else (type(mine).__name__, str(mine)), mesh)
+    # The own error first: its traceback shows the cause.
     if mine is not None:
         raise mine
     for first, problem in sorted(told.items()):

@@ -100,6 +100,7 @@ def clip_grad_norm_(
     factor = torch.clamp(max_norm / (total + _MARGIN), max=1.0)
     gradients = [_torch.local_of(p.grad) for p in chosen if p.grad is not None]
     _torch.multiply_all_(gradients, factor)
+    # With HFSDP the averages were scaled, not ``.grad``. The factor is recorded in case they are computed again.
     for averages in averages_of(given):
         averages.multiplied(factor)
     return total
@@ -125,6 +126,7 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         return torch.zeros((), device=device)
     # A stage without parameters contributes zero.
     sums = [_local_sum(gradients, norm_type, device) for gradients in spread.values() or [[]]]
+    # Each set of axes has one sum, so the number of collectives does not grow with the parameters.
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
         places = [i for i, axes in enumerate(spread) if axis in axes]
@@ -132,6 +134,7 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         dist.all_reduce(parts, op=op, group=group)
         for place, part in zip(places, parts.unbind(), strict=True):
             sums[place] = part
+    # Roots are taken at the end: only powers of the norm add up over shards.
     whole = torch.stack(sums)
     whole = whole.amax() if math.isinf(norm_type) else whole.sum()
     if stages is not None:

@@ -77,6 +77,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     require_optimizer(optimizer, "check_optimizer(model, optimizer)")
     for module in model.modules():
         if fsdp2_units.is_fsdp_module(module):
+            # An unsharded unit has different parameter objects than the optimizer.
             module.reshard()  # type: ignore[operator]
     current = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]

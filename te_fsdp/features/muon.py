@@ -100,6 +100,7 @@ class Muon(Optimizer):
         taken = {id(p) for group in groups for p in group["params"]}
         rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
         if adamw is not None and rest:
+            # One optimizer for both, so that schedulers, checkpoints and main weights see one object.
             groups.append({"params": rest, "algorithm": "adamw", **others})
         self._model, self._split_fused = model, split_fused
         super().__init__(groups, defaults)
@@ -148,6 +149,7 @@ class Muon(Optimizer):
             if group["algorithm"] == "muon"
             and (original := originals.get(id(parameter), parameter)).requires_grad
         ]
+        # Freezing, adding groups or loading may change the set of parameters and their shards.
         key = tuple((id(original), tuple(_torch.local_of(own).shape)) for own, original, _ in held)
         plan = self._plan
         if plan is None or plan.key != key:
@@ -174,6 +176,7 @@ class Muon(Optimizer):
             local, rate, weight = _torch.local_of(parameter), float(group["lr"]), plan.weights[index]
             update = flat.view(local.shape)
             local.mul_(1 - rate * group["weight_decay"])
+            # The adjusted rate depends on the shape of a matrix, so parts of a fused weight may differ.
             rates = [adjusted(rate, group["adjust_lr_fn"], torch.Size(shape)) for shape in weight.shapes]
             if len(set(rates)) == 1:
                 local.add_(update, alpha=-rates[0])

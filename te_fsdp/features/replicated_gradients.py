@@ -6,11 +6,6 @@
 
 So ``.grad`` is the reduced gradient or ``None`` whenever no backward is running, and a plain loop over microbatches
 accumulates reduced gradients. A reduced gradient is never reduced again.
-
-Gradients of a unit with strategy ``no_shard`` are sent together once backward has left the unit
-(:mod:`te_fsdp.collectives.async_work`), or at the end of backward if the unit may not start early. All others are sent
-together at the end, ordered by parameter name, which is the same on all ranks. A parameter without a gradient on this
-rank is sent as zeros with a flag, because another rank may have one.
 """
 
 from __future__ import annotations
@@ -55,6 +50,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("te_fsdp")
 
 
+# [Note: when gradients are sent] Gradients of a unit with strategy ``no_shard`` are sent together once
+# backward has left the unit (:mod:`te_fsdp.collectives.async_work`), or at the end of backward if the unit
+# may not start early. All others are sent together at the end, ordered by parameter name, which is the same
+# on all ranks. A parameter without a gradient on this rank is sent as zeros with a flag, because another rank
+# may have one.
 class ReplicatedGradients(Component):
     """Reduces the gradients of a model's replicated parameters by the end of each backward.
 
@@ -181,6 +181,7 @@ class ReplicatedGradients(Component):
         """
         if self._words is not None:
             self._gave_up = self.settle()
+            # Asynchronous: a rank must not wait in each backward for a flag that is almost always 0.
             word = torch.tensor(gave_up, dtype=torch.int32)
             work = dist.all_reduce(word, op=dist.ReduceOp.MAX, group=self._words, async_op=True)
             self._said = work, word
@@ -242,6 +243,7 @@ class ReplicatedGradients(Component):
                 handle.remove()
             slot.hooked, replaced = weakref.ref(parameter), True
             self._buckets = None
+            # autograd refuses a gradient of a different dtype than ``grad_dtype``.
             if slot.grads_dtype is not None and parameter.dtype != slot.grads_dtype:
                 parameter.grad_dtype = slot.grads_dtype
             slot.handles = [parameter.register_hook(functools.partial(self._before_accumulation, slot))]
@@ -314,6 +316,7 @@ class ReplicatedGradients(Component):
             self._order.arrived(slot.unit, slot)
         if slot not in self._inside:
             parameter = slot.parameter
+            # A reduced gradient that stayed here would be summed over the ranks a second time.
             slot.reduced, parameter.grad = parameter.grad, slot.unreduced
             slot.unreduced = None
             self._inside[slot] = None
@@ -336,6 +339,7 @@ class ReplicatedGradients(Component):
         stream = current_stream(self._device)
         if stream is not None and stream not in self._streams:
             self._streams.append(stream)
+        # The gradient of this hook is not accumulated yet, so its unit must wait for the next hook.
         self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
 
     def _end(self) -> None:
@@ -441,6 +445,7 @@ class ReplicatedGradients(Component):
 def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Add a reduced local gradient to a parameter's gradient."""
     if parameter.grad is not None:
+        # The earlier gradient may have a scale that is applied lazily (HFSDP). The new one has none.
         apply_deferred_grad_scale(parameter.grad)
         _torch.local_of(parameter.grad).add_(value)
     elif isinstance(parameter, DTensor):

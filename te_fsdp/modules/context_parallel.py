@@ -72,6 +72,7 @@ def set_context_parallel(
     _check_comm_type(meshes, comm_type, a2a_size)
     if meshes.cp is None:
         return
+    # Only all-to-all splits heads: "p2p" and "all_gather" keep all heads of a tp rank.
     cut = {"a2a": meshes.size("cp"), "a2a+p2p": a2a_size}.get(comm_type)
     for name, module in _attentions(model).items():
         _check_attention(name, module, comm_type, cut)
@@ -81,6 +82,7 @@ def set_context_parallel(
         assert a2a_size is not None
         with collective_call("set_context_parallel", meshes.device_mesh):
             group = [mesh.get_group() for mesh in meshes.cp_parts(a2a_size)]
+    # TE overlaps the ring with computation on a second stream. All modules share it.
     stream = _te_modules.new_stream()
     for module in model.modules():
         # A TransformerLayer would only forward the call to these modules.
@@ -218,6 +220,7 @@ def _check_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     """
     if module.cp_group is None:
         return
+    # Arguments may be positional, and the wrappers of FSDP2 and te_fsdp hide the signature.
     call = dict(zip(_argument_names(type(module)), args, strict=False)) | kwargs
     layout, mask, window = (
         getattr(module, name) if call.get(name) is None else call[name]

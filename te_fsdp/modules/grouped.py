@@ -88,6 +88,7 @@ def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) ->
         name: (module.num_gemms, ", ".join(f"{option}={getattr(module, option, None)}" for option in options))
         for name, module in modules.items()
     }
+    # Every rank compares, because no rank knows whose model is the wrong one.
     everyone = gather(mine, ep_mesh)
     for rank, theirs in enumerate(everyone):
         differ = [
@@ -206,6 +207,7 @@ def adopt_single(module: Any, adopted: dict[int, tuple[Any, Any]]) -> None:
             local = torch.empty((module.num_gemms, *first.shape), dtype=first.dtype, device="meta")
             new = torch.nn.Parameter(local, requires_grad=first.requires_grad)
             inherit(first, new)
+        # The old one is kept until all modules are bound: a new tensor could get its id.
         adopted[id(first)] = first, new
         for part in parts:
             module._parameters[part] = None
@@ -307,6 +309,7 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
             for key in [
                 k for k in state_dict if k.startswith(prefix) and experts.is_elsewhere(k[len(prefix) :])
             ]:
+                # Unexpected keys are an error in strict mode, but the experts of other ranks are expected.
                 del state_dict[key]
         super()._load_from_state_dict(state_dict, prefix, *args)
 

@@ -435,6 +435,7 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
     by_group: dict[str, list[int]] = {}
     for index, (_, _, group) in enumerate(requests):
         by_group.setdefault("" if group is None else group.group_name, []).append(index)
+    # Values of a group are neighbors in one vector, so that its all-reduce needs no packing.
     order = [index for members in by_group.values() for index in members]
     if not order:
         return []

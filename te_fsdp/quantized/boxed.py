@@ -74,6 +74,7 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._plain_values()
+        # After a load, values may still lack their scale. They are newer than the bytes.
         waiting = waiting_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
@@ -95,6 +96,7 @@ class QuantizedDTensor(BoxedDTensor):
             one = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
         else:
             one = QuantizedSlice(local, box.local, box.sizes)
+        # This module has load_state_dict, which can compute one scale with all ranks.
         one.waits = True
         return one.stored() if to_write else one
 
@@ -308,6 +310,7 @@ class QuantizedSlice(torch.Tensor):
         if any(_overlap(self.box, one.box) for one, _ in arrived):  # parts of a failed load
             arrived.clear()
         arrived.append((self, source))
+        # A scale depends on all values, so the weight is written when the last rectangle has arrived.
         if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
             return
         del base.__dict__[_ARRIVED]

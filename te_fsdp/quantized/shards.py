@@ -53,9 +53,11 @@ def stash_quantized(model: nn.Module) -> list[StashedWeight]:
         binding, local = binding_of(module), _torch.local_of(parameter)
         if binding is None or local.is_meta or not _te.is_quantized(local) or is_replicated(module, name):
             continue
+        # A tied weight must stay one weight: it is dequantized once.
         key = id(parameter)
         if key not in stashed:
             kept = _te.high_precision_value(local)
+            # The value before quantization is exact. A dequantized one has been rounded.
             value = local.dequantize() if kept is None else kept.to(local.device)
             # Keep the parameter itself, so that its id is not reused.
             stashed[key] = StashedWeight([], parameter, local, _te.quantizer_of(local).copy())
@@ -118,6 +120,7 @@ def _copy_bytes(
         experts, dim, low = experts[low:high], 1, 0
     for one, whole in zip(weight.experts, experts, strict=True):
         _copy_part(one, whole, dim - 1, low, label)
+    # They were computed from the data before it was overwritten.
     weight.derive_transposes()
 
 
@@ -186,6 +189,7 @@ def quantize_shard(value: torch.Tensor, quantizer: Any, binding: ModuleBinding) 
 
 def _experts_group(binding: ModuleBinding) -> str | None:
     """Return the name of the group whose ranks have shards of the same experts (tp, FSDP2's if it splits experts)."""
+    # Each expert has its own scale, so ranks with other experts take no part.
     rule = binding.rules.get("weight")
     mesh = binding.tp_mesh if rule is not None and rule.shard_dim is not None else None
     if binding.ep.is_cut_within and binding.weight_mesh is not None:

@@ -62,6 +62,7 @@ def add_reduction_listener(
 def _post_backward(group: Any, stock: Callable[..., None], listeners: Any, *args: Any) -> None:
     reduces = group.reduce_grads
     before, after, ended = listeners if reduces else ((), (), listeners[2])
+    # The last one added runs first, so that FSDP2 follows directly on the first one added.
     for call in reversed(before):
         call(group)
     flags = group.__dict__.get(FLAGS) if reduces else None
@@ -159,6 +160,7 @@ def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: 
     spec = spec_of(made)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
         return made
+    # Cached: a new spec in every backward would also fill the cache of DTensor's operations.
     known = managed.__dict__.get("_te_fsdp_gradient_spec", (None, spec))
     if known[0] is not spec:
         known = managed._te_fsdp_gradient_spec = (spec, with_dtype(spec, tensor.dtype))
@@ -313,6 +315,7 @@ def _init_outputs(
     if (lends or lent) and hasattr(managed, "_unsharded_param"):
         # The shard was loaded or moved since the previous all-gather: same parameter, different memory.
         output, size = managed.all_gather_outputs[0], managed._orig_size
+        # The object stays: autograd and TE refer to it.
         local_of(managed._unsharded_param).data = output.as_strided(size, managed._contiguous_orig_stride, 0)
 
 

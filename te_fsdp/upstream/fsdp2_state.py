@@ -190,6 +190,7 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
     partial reductions of HSDP, and from 2.15 all gradients of earlier microbatches.
     """
     groups = _groups(root)
+    # Gradients of earlier microbatches are complete, and the user repeats the failed microbatch only.
     kept = [_gradients_of(group) for group in groups]
     if stock and hasattr(root, "reset_iter_state"):
         root.reset_iter_state()  # type: ignore[operator]
@@ -231,6 +232,7 @@ def _reset(root: nn.Module, groups: list[Any]) -> None:
     for group in groups:
         result = group._all_gather_result
         if result is not None and result.all_gather_work is not None:
+            # Its memory is freed below, and NCCL may still write to it.
             result.all_gather_work.wait()
     _clear_events(_comm(root), groups)
     for group in groups:
@@ -297,6 +299,7 @@ def reduce_outside_backward(root: nn.Module) -> None:
         trained = [m for m in group.fsdp_params if m.sharded_param.requires_grad]
         if not any(getattr(managed, "_unsharded_param", None) is not None for managed in trained):
             continue
+        # FSDP2 reduces here only if these flags are set, which microbatches without a reduction cleared.
         before = group.reduce_grads, group.all_reduce_grads
         group.reduce_grads = group.all_reduce_grads = True
         try:
@@ -397,6 +400,7 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
     ``fsdp_params``). The names are the same on all ranks, and the group is unsharded.
     """
     everything, wanted = group.fsdp_params, [(module, name) for name in names]
+    # FSDP2 gathers the records in this list in one all-gather.
     group.fsdp_params = [m for m in everything if any(owner in wanted for owner in owners_of(m))]
     try:
         with without_modes():

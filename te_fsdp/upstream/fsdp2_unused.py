@@ -137,6 +137,7 @@ class UseFlags:
         key = ranks, count, dtype
         self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
         if self.filled:
+            # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
             own = [0.0 if managed in self.filled else 1.0 for managed in trained]
             return torch.tensor(own * ranks, dtype=dtype, device=group.device)
         if self._all_used is None or self._all_used[0] != key:
@@ -150,6 +151,7 @@ class UseFlags:
         if type(flags) is not torch.Tensor:
             return  # the model is planned, not trained
         if not (flags.is_cuda and torch.cuda.is_current_stream_capturing()):
+            # The only wait for the device. A rank that used all parameters has nothing to decide.
             used = flags.tolist()
             self._dropped = {managed for managed, count in zip(undecided, used, strict=True) if count == 0}
         for managed in undecided:

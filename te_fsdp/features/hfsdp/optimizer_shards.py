@@ -240,6 +240,7 @@ def all_gather_rows(parts: Sequence[ReplicaRows]) -> None:
     kinds = [(part.shard.ranks, "bytes" if part.as_bytes else part.mine.dtype) for part in parts]
     for kind in group_by_key(parts, kinds):
         group = kind[0].shard.group
+        # Packing costs a copy. Large tensors whose rows are contiguous avoid it.
         alone: list[tuple[torch.Tensor, torch.Tensor]] = []
         packed: list[tuple[ReplicaRows, RowPartition]] = []
         for part in kind:
@@ -326,8 +327,10 @@ def all_gather_main_params(cut: Cut) -> None:
         amaxes = [_te.quantizer_of(_torch.local_of(shard.parameter)).amax for shard in members]
         reduce_max(amaxes, members[0].group)
     all_gather_rows(plain + whole + packed)
+    # Each replica has the same full fp32 weight now, so all of them compute the same bytes.
     quantize_into((_torch.local_of(part.shard.parameter), part.whole) for part in whole)
     for shard in sent:
+        # The cached transpose belongs to the previous bytes.
         drop_derived_state(_torch.local_of(shard.parameter))
 
 
@@ -382,6 +385,7 @@ def _quantized(
 ) -> list[tuple[Component, Component]]:
     """Return (target, source) of each buffer of a quantized weight. The source is quantized from this rank's rows."""
     targets = buffers_of_parts(local, "install")
+    # A copy: the usage and the group that are set here must not reach the weight.
     quantizer = _te.quantizer_of(local).copy()
     if len(_te.storage_parts_of(local)) == 1:
         columnwise = [target.name.startswith("columnwise") for target in targets]
