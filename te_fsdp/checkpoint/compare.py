@@ -327,7 +327,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
                 expected="one path",
                 got=f"{paths[0]} on rank 0, {path} on rank {paths.index(path)}",
                 why="A checkpoint holds the parts of all ranks",
-                fix="the same path on all ranks, without the rank's number",
+                fix="pass the same path on all ranks, without the rank's number",
             )
     first = {stage: stages.index(stage) for stage in set(stages)}
     for name in digests[0]:
