@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from te_fsdp.check_points import DEFAULT
 from te_fsdp.layout import chunk_range, expert_index
 from te_fsdp.precision import gradient_dtype
-from te_fsdp.quantized.components import empty_on_meta
+from te_fsdp.quantized.components import empty_on_meta, keep_rowwise_only
 from te_fsdp.records import (
     ParamOwner,
     binding_of,
@@ -239,7 +239,7 @@ def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> 
         return local
     shard, plan = empty_on_meta(quantizer, local.shape, parameter.dtype), plan_of(parameter)
     if plan is not None and not plan.storage.is_whole and local.ndim == 2:
-        _te.drop_transpose(shard)  # as ``keep_rowwise_only`` does
+        keep_rowwise_only(shard)
     return shard
 
 

@@ -13,6 +13,7 @@ not counted. The formulas were compared with TransformerEngine 2.20.2 on H200 GP
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -126,15 +127,15 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     else:
         kind = _te.format_of_quantizer(quantizer)
         held = bytes_of(shard_in_training(module, name, parameter))
-        forward = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype, backward=False))
-        every = bytes_of(empty_on_meta(quantizer, shape, parameter.dtype))
-        gathered = again = forward
-        if kind is not None and kind.independent_directions:
+        empty = functools.partial(empty_on_meta, quantizer, shape, parameter.dtype)
+        gathered = again = forward = bytes_of(empty(backward=False))
+        every = bytes_of(empty()) - (whole if kind.shares_data and len(shape) == 2 and not replicated else 0)
+        if kind.independent_directions:
             kept = plan.storage.gather == "step" or job.recompute
             gathered, again = (every, every) if kept else (forward, every - forward)
         elif not replicated and plan.storage.gather == "pass":
             derived = every - forward
-        elif not replicated and kind is not None and kind.transpose:
+        elif not replicated and kind.transpose:
             copied = every - forward
         elif not replicated:
             derived = early = every - forward

@@ -134,15 +134,20 @@ def empty_on_meta(
 
 
 def keep_rowwise_only(shard: torch.Tensor) -> None:
-    """Drop a float8 shard's transpose, also in later writes. Other formats are not changed. Local operation.
+    """Drop a shard's columnwise data if it can be derived from its rowwise data, also in later writes. Local operation.
 
-    An all-gather sends the rowwise data, from which TE computes the unsharded weight's transpose. A tensor of
-    all experts is sent unchanged.
+    These are the transpose of a float8 shard, and the columnwise data of a 2-D MXFP8 shard. An all-gather sends the
+    rowwise data. TE computes the unsharded weight's transpose; for 2-D MXFP8 see [Note: 2-D MXFP8]
+    (``upstream/te_derived.py``). A tensor of all experts is sent unchanged.
     """
     row = _te.format_of(shard)
-    if row is not None and row.transpose and shard.ndim < 3:
+    if row is None or shard.ndim > 2 or not (row.transpose or row.shares_data):
+        return
+    if row.transpose:
         _te.drop_transpose(shard)
-        _te.quantizer_of(shard).set_usage(columnwise=False)
+    else:
+        shard.update_usage(columnwise_usage=False)  # type: ignore[attr-defined]
+    _te.quantizer_of(shard).set_usage(columnwise=False)
 
 
 def block_of(local: torch.Tensor) -> int | None:

@@ -22,9 +22,9 @@ shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR 
    cannot recompute (MXFP8, one-dimensional blocks) must stay for the next backward.
 9. Before a backward FSDP2 all-gathers a resharded unit again, and TE then keeps only the data for backward GEMMs. When
    activations are recomputed, the data for forward GEMMs is missing (TE raises an internal error). Float8 and
-   float8-block weights are sent as rowwise data, which te_fsdp keeps at no cost. MXFP8 weights have independent
-   rowwise and columnwise data. If one is missing, both are gathered at this point. Later backwards gather both
-   immediately.
+   float8-block weights are sent as rowwise data, which te_fsdp keeps at no cost, and so are 2-D MXFP8 weights. Other
+   MXFP8 weights have independent rowwise and columnwise data. If one is missing, both are gathered at this point. Later
+   backwards gather both immediately.
 
 FSDP2 assigns parameters through the module's ``__setattr__``: once after sharding, then the unsharded parameter
 before each forward and backward, and the sharded one afterwards. Through these assignments te_fsdp detects a
@@ -64,6 +64,7 @@ from te_fsdp.upstream import (
 )
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
 from te_fsdp.upstream.patches import apply_patch, apply_patch_to
+from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -108,11 +109,11 @@ def release_function_of(
     row = local.__dict__[GATHERED]
     # Is it sharded along a dim other than the first?
     within = shard is not None and any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding)))
-    return functools.partial(_release_columns if within else _te.drop_derived_buffers, local, row)
+    return functools.partial(_release_columns if within else drop_derived_buffers, local, row)
 
 
 def _release_columns(local: torch.Tensor, row: Format) -> None:
-    _te.drop_derived_buffers(local, row)
+    drop_derived_buffers(local, row)
     for values in _te.value_buffers_of(local):
         values.untyped_storage().resize_(0)
 
@@ -167,7 +168,7 @@ def patch_new_zeros(local: torch.Tensor) -> None:
     tensor object only.
     """
     row = _te.format_of(local)
-    if row is not None and row.name == "mxfp8":
+    if row is not None and row.name in ("mxfp8", "mxfp8-2d"):
         apply_patch_to(local, "new zeros", functools.partial(_zeros, weakref.ref(local)))
 
 
@@ -258,12 +259,18 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         now = id(binding.weight_mesh), ranks, orig_size
         if known is not None and known[:3] != now:
             known = None
+        row = _te.format_of(self) if known is None else known.row
+        shares_data = row is not None and row.shares_data
+        if shares_data:
+            keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
         again = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
         # Gathers for backward must bring both directions where the module runs its forward again there.
         group = _te.fsdp_group_of(module) if again and _te.gathers_one_direction(self) else None
         both = group is not None and _torch.in_backward()
-        with _fsdp2.report_as_unsharded(group) if both else nullcontext():
+        # A shard with shared data has rowwise data only, which TE sends if the weight stays unsharded.
+        reported = _te.fsdp_group_of(module) if shares_data else group
+        with _fsdp2.report_as_unsharded(reported) if both or shares_data else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
         if known is None:
             known = _build_gather_metadata(self, module, binding, now)
@@ -387,6 +394,9 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
             if getattr(tensor, buffer.attribute) is None:
                 setattr(tensor, buffer.attribute, value)
+        if known is not None and known.row.shares_data:
+            assert known.row.block is not None
+            derive_columnwise(tensor, known.row.block)
         if out is None:
             _te.drop_transpose(tensor)
         else:

@@ -28,6 +28,7 @@ from te_fsdp.quantized.components import BufferLocations, Component, bytes_of_ra
 from te_fsdp.quantized.write_counts import count_write
 from te_fsdp.records import copy_param_attrs
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_derived import derive_transpose
 from te_fsdp.upstream.te_formats import GROUPED_BUFFERS
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ class _GroupedWeightMixin:
     def derive_transposes(self) -> None:
         """Recompute the cached transposes of float8 weights from their bytes. Local operation."""
         for expert in self.experts:
-            _te.derive_transpose(expert)  # all experts share one buffer
+            derive_transpose(expert)  # all experts share one buffer
 
     def get_metadata(self) -> dict[str, Any]:
         """Return the existing flat buffers by their names in ``GroupedTensor``."""

@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.errors import PrecisionError
-from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES, Format, has_amax_history, unknown_format
+from te_fsdp.upstream.te_formats import (
+    FORMATS,
+    SCALE_SOURCES,
+    Format,
+    has_amax_history,
+    row_for,
+    unknown_format,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -250,7 +257,8 @@ def format_of(tensor: torch.Tensor) -> Format | None:
         return None
     if hasattr(tensor, "experts"):  # is_grouped without a call, which every step would make often
         return format_of_quantizer(quantizer_of(tensor))
-    return _format_of_class(type(tensor))
+    row = _format_of_class(type(tensor))
+    return row_for(row, tensor._quantizer) if row.two_dim else row  # type: ignore[attr-defined]
 
 
 @functools.cache
@@ -263,7 +271,8 @@ def _format_of_class(cls: type) -> Format:
 def format_of_quantizer(quantizer: Any) -> Format:
     """Return the format that a quantizer produces."""
     name = type(quantizer).__name__
-    return next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
+    found = next((row for row in FORMATS.values() if name in row.quantizers), unknown_format(name))
+    return row_for(found, quantizer)
 
 
 def active_recipe() -> Any | None:
@@ -386,23 +395,6 @@ def drop_transpose(tensor: torch.Tensor) -> None:
     if getattr(tensor, "_data", None) is not None and getattr(tensor, "_transpose", None) is not None:
         tensor._transpose = None  # type: ignore[attr-defined]
         tensor._transpose_invalid = True  # type: ignore[attr-defined]
-
-
-def drop_derived_buffers(tensor: torch.Tensor, row: Format) -> None:
-    """Drop the buffers that TE derived from a gathered weight: transposes and padded scales."""
-    if getattr(tensor, "_transpose", None) is not None:
-        drop_transpose(tensor)
-    for buffer in row.buffers:
-        if buffer.is_derived:
-            setattr(tensor, buffer.attribute, None)
-
-
-def derive_transpose(tensor: torch.Tensor) -> None:
-    """Recompute a float8 tensor's transpose from its rowwise data, in the existing buffer if there is one."""
-    buffers = tensor.get_metadata()  # type: ignore[attr-defined]
-    data, transpose = buffers.get("data"), buffers.get("data_transpose")
-    if data is not None and transpose is not None:
-        transpose.copy_(data.movedim(-1, 0))
 
 
 def gathers_one_direction(tensor: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can
     float8          data                   1 x 1          scale: one per weight
     mxfp8           rowwise data, scale    1 x 1, 1 x 32
                     columnwise data, scale 1 x 1, 32 x 1  (quantized independently of rowwise data)
+    mxfp8-2d        the same, with one scale for each 32 x 32 block, so that both directions have equal data
     float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
     nvfp4           data, scale            1 x 2 (two values per byte), 1 x 16, and transposed; amax of the
                                            unsharded weight
@@ -93,6 +94,11 @@ class Format:
     #: Whether rowwise and columnwise data are quantized independently, so that neither can be computed from the
     #: other. An all-gather sends one of them. Other formats send rowwise data only.
     independent_directions: bool = False
+    #: Name of the row for tensors whose quantizer has ``with_2d_quantization`` (TE 2.19 and later), if they have one
+    two_dim: str = ""
+    #: Whether the rowwise data and one scale per block are also the columnwise data. Shards and all-gathers contain
+    #: the rowwise data only.
+    shares_data: bool = False
     #: Buffers that an all-gather sends first, in order, and that TE removes from the unsharded weight before a
     #: backward (``fsdp_post_all_gather``).
     dropped: tuple[Buffer, ...] = ()
@@ -115,7 +121,7 @@ class Format:
             getattr(quantizer, "with_2d_quantization", True)
             and getattr(quantizer, "block_scaling_dim", 2) == 2
         )
-        return two_dim and not self.independent_directions
+        return two_dim and not self.independent_directions and not self.shares_data
 
     def directions(self) -> list[dict[str, Block]]:
         """Return the sets of buffers that each contain the weight's values, rowwise first: name -> block."""
@@ -164,6 +170,21 @@ _ROWS = (
         ),
         unknown_options={"with_gemm_swizzled_scales": True},
         independent_directions=True,
+        two_dim="mxfp8-2d",
+    ),
+    # Tensors and quantizers are those of mxfp8.
+    Format(
+        name="mxfp8-2d",
+        block=32,
+        elements=_FP8,
+        buffers=(
+            Buffer("rowwise_data", _VALUES),
+            Buffer("rowwise_scale_inv", (1, 32), _E8M0, is_derived=True),
+            Buffer("columnwise_data", _VALUES, is_derived=True),
+            Buffer("columnwise_scale_inv", (32, 1), _E8M0, is_derived=True),
+        ),
+        unknown_options={"with_gemm_swizzled_scales": True},
+        shares_data=True,
     ),
     Format(
         name="float8-block",
@@ -214,6 +235,11 @@ _ROWS = (
 FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
 #: Quantizer class name -> source of the scale, see :class:`Format`.
 SCALE_SOURCES: dict[str, str] = {name: source for row in _ROWS for name, source in row.quantizers.items()}
+
+
+def row_for(row: Format, quantizer: Any) -> Format:
+    """Return the row of a tensor's format, given the row of its class and its quantizer."""
+    return FORMATS[row.two_dim] if row.two_dim and getattr(quantizer, "with_2d_quantization", False) else row
 
 
 @functools.cache  # a cached result costs no call of a Python function, and each step needs one per weight

@@ -32,7 +32,7 @@ TORCH_DOORS = (
     *(f"te_fsdp/upstream/{name}.py" for name in NAMES_TORCH_DOORS.split(" ")),
     "te_fsdp/boxed_dtensor.py",
 )
-NAMES_TE_DOORS = "te te_formats te_modules patches"
+NAMES_TE_DOORS = "te te_derived te_formats te_modules patches"
 TE_DOORS = tuple(f"te_fsdp/upstream/{name}.py" for name in NAMES_TE_DOORS.split(" "))
 EMULATION = "te_fsdp/emulation/"
 
@@ -180,7 +180,7 @@ TE_NAMES = """
     fp8_scale_inv get_cublasLt_version init_fp8_meta_tensors make_grouped_weights optimize_for_gemm param_init_meta
     preserve_high_precision_init_val rowwise_quantizer wgrad_store with_amax_reduction
 """
-TE_CLASSES = {row.tensor for row in FORMATS.values()} | set(SCALE_SOURCES)
+TE_CLASSES = {row.tensor for row in FORMATS.values() if row.tensor} | set(SCALE_SOURCES)
 # Attributes that te_fsdp replaces: the tables of patches have all of them.
 PATCHED_NAMES = {row.attribute for row in (*_patches.PATCHES.values(), *_patches.FSDP2)}
 # Optimizers and Hugging Face's models have these names, too.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from checkpointing import format_cases, formats
@@ -186,3 +187,34 @@ def test_a_mesh_that_cuts_through_blocks(pool, tmp_path, arch):
             for outcomes in results:
                 assert outcomes[recipe]["wrong"] == [], (axes, recipe)
                 assert set(outcomes[recipe]["converted"]) == {"mlp.fc1_weight", "mlp.fc2_weight"}
+
+
+@pytest.mark.covering(always=[{"pair": "mxfp8_2d-mxfp8_2d"}], strength=0)
+@pytest.mark.recipe("mxfp8_2d")
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("pair", ["mxfp8_2d-mxfp8_2d", "mxfp8-mxfp8_2d", "mxfp8_2d-mxfp8"])
+def test_mxfp8_with_one_plane(pool, saved, pair):
+    """2-D MXFP8 is saved as one plane of bytes, and other MXFP8 as two; each loads into the other by value."""
+    origin, here = pair.split("-")
+    saved.get(pool, "tp4", ["mxfp8", origin])
+    where = {"directory": saved.directory}
+    if origin == here:
+        for outcomes in run_body(
+            pool, formats.load_formats, "dp2xtp2", names=["tp4"], recipes=[here], **where
+        ):
+            assert outcomes[f"tp4-{here}"]["wrong"] == [] and outcomes[f"tp4-{here}"]["tensors"] > 20
+        one, two = (_quantized_bytes(f"{saved.directory}/tp4-{recipe}") for recipe in (here, "mxfp8"))
+        assert two == 2 * one > 0
+        return
+    where |= {"name": "tp4", "pairs": [(origin, here)], "master": False}
+    for outcomes in run_body(pool, formats.convert_formats, "dp2xtp2", **where):
+        assert outcomes[pair]["wrong"] == [] and len(outcomes[pair]["converted"]) >= 4
+
+
+def _quantized_bytes(path: str) -> int:
+    """Return the bytes of the components of quantized weights in a checkpoint."""
+    from te_fsdp.checkpoint.reader import open_checkpoint_contents
+
+    contents = open_checkpoint_contents(Path(path))
+    components = [(contents.components(name) or {}).values() for name in contents.manifest.parameters]
+    return sum(math.prod(one.shape) * one.dtype.itemsize for found in components for one in found)

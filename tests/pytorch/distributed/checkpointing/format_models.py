@@ -21,7 +21,7 @@ def width_of(recipe: str) -> int:
     float8-block has blocks of 128 rows and columns, one for each rank; bf16 weights may become such. Blocks of MXFP8
     are small: two or four for each rank. Other formats are cut anywhere, NVFP4 by 16.
     """
-    return {"block": 512, "none": 512, "mxfp8": 256}.get(recipe, 128)
+    return {"block": 512, "none": 512, "mxfp8": 256, "mxfp8_2d": 256}.get(recipe, 128)
 
 
 class Quantized(nn.Module):

@@ -7,6 +7,7 @@ RECIPES = {
     "current": "is_fp8_available",
     "block": "is_fp8_block_scaling_available",
     "mxfp8": "is_mxfp8_available",
+    "mxfp8_2d": "is_mxfp8_available",
     "nvfp4": "is_nvfp4_available",
 }
 """TE's public check for each recipe name that the tests use; "none" needs no check."""
@@ -15,8 +16,12 @@ RECIPES = {
 def recipe_support() -> dict[str, tuple[bool, str]]:
     """For each recipe, whether the device (real or pretended) runs it, and TE's reason if not."""
     import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import MXFP8BlockScaling
 
-    return {name: getattr(te, check)(return_reason=True) for name, check in RECIPES.items()}
+    found = {name: getattr(te, check)(return_reason=True) for name, check in RECIPES.items()}
+    if not hasattr(MXFP8BlockScaling, "enable_2d_quantization"):
+        found["mxfp8_2d"] = False, "2-D MXFP8 requires TransformerEngine 2.19"
+    return found
 
 
 def single_grouped_problem(recipe: str) -> str:

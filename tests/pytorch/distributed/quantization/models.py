@@ -26,6 +26,7 @@ def recipe_of(name: str) -> Any:
         "current": recipe.Float8CurrentScaling,
         "block": recipe.Float8BlockScaling,
         "mxfp8": recipe.MXFP8BlockScaling,
+        "mxfp8_2d": lambda: recipe.MXFP8BlockScaling(enable_2d_quantization=True),  # TE 2.19
         "nvfp4": recipe.NVFP4BlockScaling,
     }
     return hybrid_recipe(*name.split("/")) if "/" in name else classes[name]()

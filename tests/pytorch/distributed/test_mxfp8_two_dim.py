@@ -1,0 +1,47 @@
+"""2-D MXFP8 weights: trained like in one process, with half of the bytes of weights with two planes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from quantization import two_dim
+
+DP2_TP2, DP2 = {"dp_shard": 2, "tp": 2}, {"dp_shard": 2}
+#: Kind of model, mesh, whether weights stay gathered, whether the forward runs again, bytes relative to two planes.
+#: With resharding both send one direction in forward and one in backward. Recomputation needs both directions of two
+#: planes in backward. Shards along columns are packed in multiples of a weight's bytes: three, and two for one plane.
+CASES = {
+    "transformer": ("transformer", DP2_TP2, False, False, 1),
+    "gathered once": ("linear", DP2, True, False, 1 / 2),
+    "recomputed": ("linear", DP2, False, True, 2 / 3),
+    "experts": ("grouped", DP2, False, False, 1),
+    "columns": ("columns", DP2, True, False, None),
+}
+
+
+@pytest.mark.recipe("mxfp8_2d")
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("case", CASES)
+def test_one_plane_for_both_directions(pool, case):
+    """Losses and weights equal those of two planes bit for bit, and one process within the tolerance of MXFP8.
+
+    Negative control: blocks of one row have other losses.
+    """
+    kind, axes, kept, recompute, share = CASES[case]
+    ranks = 4 if axes is DP2_TP2 else 2
+    options = {"kind": kind, "axes": axes, "reshard": not kept, "recompute": recompute}
+    one = pool.run(two_dim.training, ranks, **options)
+    two = pool.run(two_dim.training, ranks, **options, planes=2)
+    for ours, full in zip(one, two, strict=True):
+        assert ours["weights"] == ours["compared"] > 0
+        assert ours["losses"] == full["losses"]
+        assert all(torch.equal(a, b) for a, b in zip(ours["values"], full["values"], strict=True))
+        assert ours["stored"] * 2 == full["stored"]
+        assert ours["sent"] == full["sent"] * share if share else 0 < ours["sent"] < full["sent"]
+        assert all(usages == {"rowwise": True, "columnwise": False} for usages in ours["usages"])
+        rows = zip(ours["losses"], ours["reference"], ours["tolerances"], strict=True)
+        assert all(abs(loss - expected) <= bound * expected for loss, expected, bound in rows), ours
+        assert ours["losses"][-1] < ours["losses"][0]
+    if case == "gathered once":
+        rows = pool.run(two_dim.training, ranks, **options, recipe="mxfp8")
+        assert rows[0]["losses"] != one[0]["losses"]
