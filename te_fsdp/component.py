@@ -91,6 +91,12 @@ class Component:
     def finish_step(self) -> None:
         """Run after an optimizer step, when preparations are undone."""
 
+    # --------------------------------------------------------------------------------------------------------- report
+
+    def report_line(self) -> str:
+        """Return a line for :func:`te_fsdp.report`, or an empty string."""
+        return ""
+
 
 _PHASES = tuple(name for name in vars(Component) if not name.startswith("_"))
 
@@ -121,6 +127,7 @@ class Components:
     prepare_step: tuple[Callable[[Optimizer, list[torch.Tensor]], None], ...]
     undo_step: tuple[Callable[[], None], ...]
     finish_step: tuple[Callable[[], None], ...]
+    report_line: tuple[Callable[[], str], ...]
 
     def __init__(self, components: Iterable[Component] = ()) -> None:
         self.by_class: dict[type[Component], Component] = {type(one): one for one in components}

@@ -23,6 +23,7 @@ from te_fsdp.apply_fully_shard import (
 from te_fsdp.component import Component
 from te_fsdp.features.gradient_dtypes import GradientDtypes, attach_gradient_dtypes
 from te_fsdp.features.hfsdp.gradients import ShardedOptimizer, hide_unaveraged_grads
+from te_fsdp.features.host_pace import HostPace, measure_host_pace
 from te_fsdp.features.main_weights import use_fused_adam_master_weights
 from te_fsdp.features.nan_report import NanReport
 from te_fsdp.features.replicated_gradients import ReplicatedGradients, reduce_replicated_gradients
@@ -68,14 +69,17 @@ SETUP: SetupFunctions = (
     unscale_over_all_meshes,
     fuse_wgrad,
     choose_communication,
+    measure_host_pace,
 )
-#: All components, in the order in which they are attached. The last one is attached by ``te_fsdp.report_nan``.
+#: All components, in the order in which they are attached. The last one is attached by ``te_fsdp.report_nan``,
+#: ``HostPace`` on GPUs only.
 COMPONENTS: tuple[type[Component], ...] = (
     GradientDtypes,
     ShardedOptimizer,
     UnreducedGradients,
     ReplicatedGradients,
     UnitTransports,
+    HostPace,
     NanReport,
 )
 #: Around every step of an optimizer of sharded models. Bound models have a part of it (``bind_device_mesh.py``). In

@@ -70,6 +70,8 @@ class Report:
     #: not), and the names of the large parameters.
     gradients: tuple[tuple[str, tuple[str, ...]], ...] = ()
     checks: str = ""  #: Level of checks of a sharded model (docs/checks.md)
+    #: Lines of features about the training so far, for example that the host sets the pace (docs/fast.md).
+    remarks: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -118,6 +120,7 @@ class Report:
             lines.append(_describe_several("gradients", "large parameters", names, words))
         if self.checks not in ("", DEFAULT):
             lines.append(f"checks: {self.checks}")
+        lines += self.remarks
         return "\n".join(lines)
 
 
@@ -168,7 +171,8 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     gathers = {name: str(transport) for name, transport in transports_of(state).by_unit.items()}
     costs = _costs_of(model) if state.precision is not None else ()
     copied, level = _group_by_value(transports_of(state).copied), state.checks.level
-    return Report(tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), copied, level)
+    remarks = tuple(filter(None, (line() for line in state.components.report_line)))
+    return Report(tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), copied, level, remarks)
 
 
 def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -20,6 +20,11 @@ def is_fsdp_module(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+def inner_units(unit: nn.Module) -> list[str]:
+    """Return the names of the FSDP2 units inside of a module."""
+    return [name for name, module in unit.named_modules() if module is not unit and is_fsdp_module(module)]
+
+
 def fsdp_state_of(unit: nn.Module) -> Any:
     """Return the state that FSDP2 keeps for a unit (``FSDPModule._get_fsdp_state``)."""
     # torch searches a weak dictionary in five calls. A step requests the state several times for each unit.

@@ -1,0 +1,242 @@
+"""``HostPace``: measure once how long the GPU waits for the host in a training step.
+
+    steps 1 to 4      not measured: compilation, allocations, checks of the first steps
+    steps 5 to 7      an event and the host's time at each mark: units' forwards and backwards, optimizer
+    step 8            each part between two marks is issued while the device sleeps: its time without the host
+
+In a part that the host issues more slowly than the device computes, the device waits for the difference. It does not
+wait if it is more than one part behind the host. There is one sleep for each part, because a device stores about a
+thousand launches only. Step 8 takes about twice as long as the others. The host never waits for the device. If the
+steps differ in their marks, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import statistics
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+
+from te_fsdp.collectives.agreement import rank
+from te_fsdp.component import Component
+from te_fsdp.upstream import (
+    fsdp2_outputs as _fsdp2_outputs,
+    fsdp2_units,
+    torch_cuda as _torch_cuda,
+    torch_dtensor as _torch,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from te_fsdp.apply_fully_shard import Setup
+    from te_fsdp.sharded_model import ShardedModel
+
+_log = logging.getLogger("te_fsdp")
+
+#: Steps before the first measured one, and measured steps.
+SKIPPED, MEASURED = 4, 3
+#: Fraction of a step, and milliseconds, from which a wait is reported.
+SHARE, LEAST = 0.1, 1.0
+
+
+class Clock(Protocol):
+    """The device's time. Tests use a different one."""
+
+    def event(self) -> Any:
+        """Record an event."""
+
+    def is_done(self, event: Any) -> bool:
+        """Return whether the device has reached an event."""
+
+    def between(self, first: Any, second: Any) -> float:
+        """Return the milliseconds between two events that are done."""
+
+    def sleep(self, milliseconds: float) -> None:
+        """Let the device wait, not the host."""
+
+    def now(self) -> float:
+        """Return the host's time in milliseconds."""
+
+    def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being recorded."""
+
+
+class _CudaClock:
+    def event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def is_done(self, event: Any) -> bool:
+        return event.query()
+
+    def between(self, first: Any, second: Any) -> float:
+        return first.elapsed_time(second)
+
+    def sleep(self, milliseconds: float) -> None:
+        _torch_cuda.device_sleep(milliseconds)
+
+    def now(self) -> float:
+        return 1e3 * time.perf_counter()
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+class _Mark(NamedTuple):
+    """A point of a step."""
+
+    host: float  #: Host time
+    before: Any  #: Event before a sleep; the same event without one
+    event: Any
+    is_behind: bool  #: Whether the device had not reached the previous mark
+
+
+class Pace(NamedTuple):
+    """Result: milliseconds of a step."""
+
+    step: float
+    wait: float  #: How long the device waits for the host
+
+    def __str__(self) -> str:
+        return (
+            f"the host sets the pace: the GPU waits {self.wait:.1f} ms of each step of {self.step:.1f} ms; "
+            f"te_fsdp.graphed_step would save about {self.wait:.0f} ms (docs/fast.md)"
+        )
+
+
+class HostPace(Component):
+    """Measures the steps of one model, then reports the result."""
+
+    def __init__(self, state: ShardedModel, clock: Clock) -> None:
+        self._units = {
+            name: unit for name, unit in state.modules.items() if not fsdp2_units.inner_units(unit)
+        }
+        self._clock = clock
+        self._steps = 0
+        self._marks: list[_Mark] = []
+        self._measured: list[list[_Mark]] = []
+        self._sleeps: list[float] = []
+        self._handles: list[Any] = []
+        self._result: Pace | None = None
+        self._is_over = False
+
+    def report_line(self) -> str:
+        """Return the result; empty before it is known, and if the device does not wait."""
+        return "" if self._result is None else str(self._result)
+
+    def prepare_step(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
+        """Mark the beginning of the optimizer's step."""
+        if self._handles:
+            self._mark()
+
+    def finish_step(self) -> None:
+        """Mark the end of a step, and begin the next one."""
+        if self._is_over:
+            return
+        if self._clock.is_capturing():
+            self._end()
+            return
+        self._steps += 1
+        if self._steps == SKIPPED:
+            self._watch()
+        if self._steps <= SKIPPED:
+            return
+        if len(self._measured) <= MEASURED:
+            self._mark()
+            self._measured.append(self._marks)
+            self._marks = []
+            if len({len(marks) for marks in self._measured}) > 1:
+                self._end()  # not every step is the same
+            elif len(self._measured) == MEASURED:
+                self._sleeps = [1.5 * part + 0.2 for part in self._host_parts()]
+            elif len(self._measured) > MEASURED:
+                self._unwatch()
+        elif self._clock.is_done(self._measured[-1][-1].event):
+            self._evaluate()
+
+    # ------------------------------------------------------------------------------------------------------------ marks
+
+    def _watch(self) -> None:
+        for unit in self._units.values():
+            self._handles.append(unit.register_forward_pre_hook(_torch.disable_compile(self._before)))
+            self._handles.append(unit.register_forward_hook(_torch.disable_compile(self._after)))
+
+    def _unwatch(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._sleeps = []
+
+    def _end(self) -> None:
+        self._unwatch()
+        self._measured, self._marks, self._is_over = [], [], True
+
+    def _before(self, unit: nn.Module, args: Any) -> None:
+        if not _torch.in_backward() and torch.is_grad_enabled():
+            self._mark()
+
+    def _after(self, unit: nn.Module, args: Any, output: Any) -> None:
+        if _torch.in_backward() or not torch.is_grad_enabled():
+            return
+        trained = (tensor for tensor in _fsdp2_outputs.tensors_in(output) if tensor.requires_grad)
+        first = next(trained, None)
+        if first is not None:
+            first.register_hook(lambda gradient: self._mark())
+
+    def _mark(self) -> None:
+        clock, place = self._clock, len(self._marks)
+        if not self._handles or clock.is_capturing():
+            return
+        before = event = clock.event()
+        behind = bool(self._marks) and not clock.is_done(self._marks[-1].event)
+        if place < len(self._sleeps):
+            clock.sleep(self._sleeps[place])
+            event = clock.event()
+        self._marks.append(_Mark(clock.now(), before, event, behind))
+
+    # ---------------------------------------------------------------------------------------------------------- results
+
+    def _host_parts(self) -> list[float]:
+        """Return the median host time of each part between two marks."""
+        parts = [
+            [b.host - a.host for a, b in itertools.pairwise(marks)] for marks in self._measured[:MEASURED]
+        ]
+        return [statistics.median(times) for times in zip(*parts, strict=True)]
+
+    def _evaluate(self) -> None:
+        measured, slept = self._measured[:MEASURED], self._measured[-1]
+        behind = [
+            statistics.median(flags)
+            for flags in zip(*[[m.is_behind for m in s] for s in measured], strict=True)
+        ]
+        device = [self._clock.between(a.event, b.before) for a, b in itertools.pairwise(slept)]
+        parts = zip(self._host_parts(), device, behind[1:], strict=True)
+        wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
+        step = statistics.median([self._clock.between(marks[0].event, marks[-1].event) for marks in measured])
+        self._end()
+        if wait >= max(SHARE * step, LEAST):
+            self._result = Pace(step, min(wait, step))
+            if rank() == 0:
+                _log.warning("%s", self._result)
+
+
+def measure_host_pace(setup: Setup) -> None:
+    """Measure once whether the host sets the pace of training, on GPUs and unless checks are off. Local operation."""
+    state = setup.state
+    if state.meshes.device.type != "cuda" or state.checks.level == "off" or _is_compiled(state.model):
+        return
+    state.components.attach(HostPace(state, _CudaClock()))
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether a module is compiled, whose hooks would be compiled with it."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
+        for module in model.modules()
+    )
