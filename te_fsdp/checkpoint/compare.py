@@ -140,6 +140,7 @@ class Differences:
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     """Return the differences between a checkpoint and a model, whose ``state`` is given. Local operation."""
     manifest = source.manifest
+    # Lazy tensors are those of plain and converted files, whose scaling is unknown.
     if source.tensors is not None:
         _settle_scaling(manifest, state.described)
     found = compare_model(manifest, state)
@@ -190,6 +191,7 @@ def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module,
     if recorded and rank() == 0:
         seen += own_differences(from_json(recorded, own=True), own_settings(model))
     if known:
+        # A difference of a module whose tensors one side lacks is reported with these tensors.
         alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
         seen += differences(known, here, alone)
         recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
@@ -214,6 +216,7 @@ def _compare_contents(
     if kinds[0] == kinds[1] and not lacks and not cuts_blocks:
         return
     plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
+    # Integers and bools are not rounded or quantized.
     if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
         what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
         found.tensors[f"with another {what}", name] = _saved_and_here(*both)
@@ -329,6 +332,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
                 why="A checkpoint holds the parts of all ranks",
                 fix="pass the same path on all ranks, without the rank's number",
             )
+    # Stages have different models. Each rank is compared with the first rank of its stage.
     first = {stage: stages.index(stage) for stage in set(stages)}
     for name in digests[0]:
         others = [r for r, seen in enumerate(digests) if seen[name] != digests[first[stages[r]]][name]]

@@ -85,6 +85,7 @@ class Source:
         rank failed. A rank reads only stored pieces that contain its own rows.
         """
         places = [rectangle(key, piece) for key, entry in entries.items() for piece in entry.pieces]
+        # The same rectangle may be wanted twice, by a weight and as the source of a main weight.
         wanted = [place for place in dict.fromkeys([*places, *more]) if math.prod(place[2])]
         self.staged.parts.update({place: [] for place in wanted})
         if self.ranks is None:
@@ -97,6 +98,7 @@ class Source:
             share.provide(self.staged)
             self._read(share.own)
 
+        # No rank sends before all have read and checked: damage must be found before anything is used.
         all_agree(read)
         share.exchange(self.staged)
         _log.info("%s: read shared with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
@@ -201,6 +203,7 @@ def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified
     index = all_agree(lambda: check_index(path, manifest))
     # A save records the settings of modules, and with them the model's own names.
     is_converted = not (manifest.semantics or {}).get("modules")
+    # A conversion does not know the model's names, as of tied weights, so they are fitted.
     if not (is_converted and (changes := _changes(manifest, model))):
         return Source(path, manifest, index=index)
     if not is_verified:  # lazy tensors are not compared with the table of checksums

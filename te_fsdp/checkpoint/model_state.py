@@ -202,6 +202,7 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
     found: dict[int, OwnedTensor] = {}
     for prefix, module in model.named_modules():
         for name, tensor in getattr(module, kind).items():
+            # A tied parameter is stored once, under its first name.
             if tensor is None or id(tensor) in found:
                 continue
             fqn = _torch.without_wrappers(f"{prefix}.{name}")
@@ -290,6 +291,7 @@ def model_state(model: nn.Module, *, may_cut_blocks: bool = False) -> ModelState
             expected="a model on its device",
             fix="call te_fsdp.materialize(model) first",
         )
+    # The layout of the original, which does not depend on the mesh that saves.
     layouts = original_layouts(model)
     for owned in state.owned.values():
         state.members.setdefault(owned.key, []).append(owned)
@@ -322,6 +324,7 @@ def _add_parameter(
     else:
         described |= _describe_quantized(owned)
         try:
+            # A load may convert such a weight through high precision. A save has no form for half a block.
             entries = _quantized_entries(owned)
         except PlacementError:
             if not may_cut_blocks:
@@ -331,6 +334,7 @@ def _add_parameter(
         add_entry(state.entries, key, entry)
     state.keys[name] = list(entries)
     first = state.described.setdefault(name, described)
+    # All experts of a layer are one tensor, with one entry in the manifest.
     if first != described:
         wrong = [key for key in first if first[key] != described.get(key)]
         raise CheckpointError(

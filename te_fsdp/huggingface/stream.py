@@ -157,11 +157,13 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                 found[name] = [checksums_of(piece, self.bucket_bytes) for _, piece in pieces]
             return found
 
+        # Also without ``since``: this stream may be the ``since`` of a later call.
         self.checksums = all_agree(sums)
         if self.since is None:
             return list(self._weights.groups)
         before = self.since.checksums
         mine = {name for name, sums in self.checksums.items() if sums != before.get(name)}
+        # A group is sent if any rank has changed a part of it, so all ranks need one list.
         changed = set[str]().union(*gather(mine))
         return [g for g in self._weights.groups if changed.intersection(tensors_of(g, self._plan))]
 
@@ -189,6 +191,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             names = [name for group in groups for name in tensors_of(group, plan)]
             tensors = assemble(plan, names, self._shares, self._device, receiver)
             for group in groups:
+                # Popped, so that the memory of a group is free once its tensors are yielded.
                 own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else None
                 yield from self._converted(plan, group, own)
         self.since, self.ended = None, True
@@ -226,6 +229,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         if self.format != "native" and not is_fp8:
             return torch.bfloat16
         found = kinds[0]
+        # A group has one dtype: its parts are joined into one tensor.
         for kind in kinds[1:]:
             found = torch.promote_types(found, kind)
         return found

@@ -116,6 +116,7 @@ class TeFsdpAccelerator(_Accelerator):
         models = [obj for obj in args if isinstance(obj, nn.Module)]
         optimizers = [obj for obj in args if isinstance(obj, Optimizer)]
         for optimizer in optimizers:
+            # All optimizers first: sharding replaces parameters, and cannot be undone.
             te_fsdp.check_optimizer(nn.ModuleList([*models, *self._models]), optimizer)
         for model in (model for model in models if not get_sharded_model(model)):
             own = {id(parameter) for parameter in model.parameters()}
@@ -159,6 +160,7 @@ class TeFsdpAccelerator(_Accelerator):
         if shared and self.dispatch_batches:
             what = "DataLoaderConfiguration(dispatch_batches=True)"
             self._require_unshared_data(what, "dispatch_batches=False")
+        # accelerate would divide the data by processes, and ranks of tp would get different data.
         prepared = prepare_data_loader(
             data_loader,
             self.device,
@@ -294,6 +296,7 @@ class TeFsdpAccelerator(_Accelerator):
                 got=f"{len(models)} models and {len(optimizers)} optimizers",
                 fix="call te_fsdp.checkpoint.save and load for each model",
             )
+        # accelerate writes what is in its lists, so they are empty during its part.
         self._kept = models[0], optimizers[0].optimizer if optimizers else None
         self._models, self._optimizers = [], []
         try:
@@ -355,6 +358,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
     found = {f"{name}=": _INSTEAD[name] for name in given if name in _INSTEAD}
     handlers = [type(handler).__name__ for handler in options.get("kwargs_handlers") or ()]
     found |= {f"{name}()": _HANDLERS[name] for name in handlers if name in _HANDLERS}
+    # ``accelerate launch`` passes its configuration file as environment variables.
     for name in (f"ACCELERATE_USE_{word}" for word in _LAUNCHED):
         if os.environ.get(name, "false").lower() == "true":
             found[f"{name}=true"] = "accelerate launch --multi_gpu or torchrun, without this option"

@@ -163,6 +163,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 why="TransformerEngine's modules take their device as an argument",
                 fix='pass device="meta" to the modules',
             )
+        # The next module may be built without this context.
         self._on_meta = False
         shard(module, self.meshes, self._seed, self._sharding)
         self._models.append(module)
@@ -233,6 +234,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                     why="te_fsdp writes complete checkpoints into a directory",
                     fix="omit it; a load may skip parts of the checkpoint",
                 )
+        # te_fsdp stores model and optimizer by shard, and other objects once, from rank 0.
         model, optimizer, others = _sorted(state)
         extra = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in others.items()}
         checkpoint.save(self.broadcast(path), model, optimizer, extra=extra)
@@ -268,6 +270,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
             return {}
         model, optimizer, others = _sorted(state if isinstance(state, dict) else {})
         if strict and others:
+            # Before anything is loaded: a missing key must not leave a half-loaded state.
             saved = from_rank_0(lambda: set(open_checkpoint(path).extra))
             if missing := sorted(others.keys() - saved):
                 raise CheckpointError(

@@ -144,6 +144,7 @@ def keep_main_weights(optimizers: Any, model_parts: list[nn.Module], parallel_di
     """
     for optimizer in optimizers:
         te_fsdp.main_weights(model_parts[0], optimizer)
+    # te_fsdp runs around every optimizer step, so the parameters would count twice.
     optimizers.param_groups.clear()
 
 
@@ -225,12 +226,14 @@ class CheckpointManager(_Manager):
         model_only = last_step and config.last_save_model_only
         extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}
         if hasattr(self.dataloader, "state_dict"):
+            # Each data-parallel rank is at a different place of the data.
             extra["dataloader"] = checkpoint.PerRank(_encode_bytes(self.dataloader.state_dict()))
         self.save_future = checkpoint.save(
             self.folder / f"step-{curr_step}",
             self.model,
             None if model_only else self.optimizer,
             extra={} if model_only else extra,
+            # The program ends after the last step, so nothing is gained by not waiting.
             asynchronous=config.asynchronous and not last_step,
             keep_last=config.keep_latest_k or None,
         )

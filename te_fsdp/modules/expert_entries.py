@@ -231,6 +231,7 @@ class _Fit:
         own = self.planner.state_dict
         for key, value in own.items():
             mark = value.__dict__.get(_MARK) if isinstance(value, torch.Tensor) else None
+            # The form that the checkpoint has is loaded as torch loads it.
             if mark is None or key in saved or mark.own() not in (parts := key.split(".")):
                 continue
             at = len(parts) - 1 - parts[::-1].index(mark.own())

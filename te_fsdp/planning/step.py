@@ -117,6 +117,7 @@ def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[st
         # The last microbatch starts with the accumulated gradients and with the buffer of the previous reduction.
         memory.now["reduced gradients"] = sum(w.gradient for w in weights if w.storage.reduce == "each")
         memory.now["unreduced gradients"] = sum(map(memory.accumulated_bytes, weights))
+        # FSDP2 frees the buffer of a reduction when the next one starts, here in the last microbatch.
         before = next((run.unit for run in runs if run.unit.name), root)
         memory.now["buffers of reductions"] = before.reduction if before.reduces_each else 0
     memory.forward(runs, root)
@@ -198,6 +199,7 @@ class _Memory:
             self.now["activations"] += sum(stage.kept for stage in run.stages)
             self.record_moment(f"forward of {unit.label}")
             if unit.name and run.last:
+                # A recomputed unit keeps its input only. Its activations exist again in its backward.
                 if self.job.recompute and unit.is_outermost:
                     self.now["activations"] -= unit.kept - unit.entering
                 if not unit.keeps:
@@ -245,6 +247,7 @@ class _Memory:
             unit = run.unit
             if unit.name and run.last:
                 begin(unit)
+                # FSDP2 prefetches one unit in backward. Its buffer exists together with the current unit.
                 ahead = [one for one in order[order.index(unit) + 1 :][:1] if one.gathers and not one.keeps]
                 self.now["buffers of gathers"] = sum(one.buffer("gathered_again") for one in ahead)
                 if self.job.recompute and unit.is_outermost:
@@ -342,6 +345,8 @@ def _traffic_of_weights(weights: Sequence[Weight], job: Job, sizes: Sizes) -> Se
         gradient = weight.whole * weight.wire
         if storage.is_whole:
             ranks = shards * replicas
+            # An all-reduce receives each element twice: in the reduce-scatter and in the all-gather inside of
+            # it.
             yield ("dp", "gradients", "all-reduce", ranks), 2 * gradient * (ranks - 1) / ranks
             continue
         share = (shards - 1) / shards

@@ -166,6 +166,7 @@ def fully_shard(
             fix="Placements([0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]) for ZeRO-3 on one axis",
         )
     strategy, outer = _strategies(mesh, placements)
+    # Without sharding the model would run, and train on every rank by itself.
     guard = module.register_forward_pre_hook(_raise_in_forward)
     note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
     module.__dict__[_NOTED] = note
@@ -221,6 +222,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
     held = [p for group in optimizer.param_groups for p in group["params"]]
     given = {id(note): note for p in held if (note := p.__dict__.get(_NOTED)) is not None}.values()
+    # With several optimizers the first call has sharded the model already.
     notes = [note for note in given if note.module.__dict__.get(_NOTED) is note]  # not sharded yet
     if optimizer.state and (notes or any(_SHARDED in p.__dict__ for p in held)):
         raise OrderError(

@@ -118,6 +118,7 @@ class MegatronFSDP(torch.nn.Module):
         units, policy = native_units(fsdp_unit_modules), mixed_precision_policy.native()
         self.dist_index = dist_index if dist_index is not None else default_index()
         self.ddp_config, self.mp_policy = config, mixed_precision_policy
+        # Sharding needs the values on the device, except on meta, where materialize draws them by shard.
         if not init_model_with_meta_device:
             _move(module, device or self.dist_index.meshes.device)
         native_fully_shard(
@@ -293,8 +294,9 @@ def fully_shard_model(module: nn.Module, *args: Any, **kwargs: Any) -> MegatronF
     those of :class:`Arguments`. Collective over the world.
 
     Raises:
-        TypeError: megatron-fsdp does not have this argument. MeshError, PlacementError, PrecisionError,
-        InitError: As :func:`te_fsdp.fully_shard` and :func:`te_fsdp.materialize`.
+        TypeError: megatron-fsdp does not have this argument.
+        MeshError, PlacementError, PrecisionError, InitError: As :func:`te_fsdp.fully_shard` and
+            :func:`te_fsdp.materialize`.
     """
     given = Arguments(*args, **kwargs)
     strategy = native_strategy(given.zero_dp_strategy, "zero_dp_strategy")
@@ -425,6 +427,7 @@ def _bridge(optimizer: Optimizer, models: Sequence[nn.Module]) -> None:
     def load_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         if not state_dict["state"]:
             _allocate(optimizer)
+            # A state dict without state would reset the optimizer silently.
             if kept := sum(bool(state) for state in optimizer.state.values()):
                 raise CheckpointError(
                     f"{type(optimizer).__name__}.load_state_dict",
@@ -480,6 +483,7 @@ def _initialize(optimizer: Optimizer, group: dict[str, Any], parameter: torch.Te
     main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
     main = None if main_parameters is None else main_parameters.make(optimizer, parameter)
     blank = torch.zeros_like(parameter if main is None else main)
+    # A step on zeros allocates the state in the optimizer's own way, and changes nothing.
     blank.grad = torch.zeros_like(blank)
     other = type(optimizer)([{**group, "params": [blank]}])  # type: ignore[call-arg]
     other.step()
