@@ -45,6 +45,7 @@ from te_fsdp.unit_communication import (
     reduce_unused,
 )
 from te_fsdp.upstream import (
+    fsdp2_hooks as _fsdp2_hooks,
     fsdp2_patches as _fsdp2_patches,
     fsdp2_settled as _fsdp2_settled,
     fsdp2_state as _fsdp2,
@@ -244,6 +245,7 @@ def prepare_units(setup: Setup) -> None:
             if any((id(owner), name) in cuts for owner, name in fsdp2_units.owners_of(managed)):
                 # No high-precision copies of quantized shards, neither now nor when a shard is quantized later.
                 _fsdp2_patches.disable_flat_shard(managed)
+        _fsdp2_hooks.shorten_hooks(unit)
         _fsdp2_patches.record_shard_meshes(unit)
         _fsdp2_patches.alias_single_rank_shards(unit)
         for group in fsdp2_units.fsdp_parameter_groups(unit):

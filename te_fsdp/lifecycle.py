@@ -37,6 +37,7 @@ from te_fsdp.check_points import LEVELS, NONE, CheckPoints
 from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.records import KEY, ParameterRecord, get_record
 from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.upstream.torch_autograd import without_subclasses
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -177,16 +178,22 @@ def broadcast_tp_gradients(
         main_parameters: ``id`` of a parameter -> the tensor with its gradient, if not the parameter itself.
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    for parameter in parameters:
-        facts = parameter.__dict__.get(KEY)
-        if not facts or not facts.tp_replica or not isinstance(parameter, DTensor):
-            continue
-        holder: Any = main_parameters[id(parameter)] if main_parameters is not None else parameter
-        mesh = holder.device_mesh
-        for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
-            if gradient is not None and mesh.size(mesh.ndim - 1) > 1:
+    groups: dict[int, dist.ProcessGroup | None] = {}
+    with without_subclasses():
+        for parameter in parameters:
+            facts = parameter.__dict__.get(KEY)
+            if not facts or not facts.tp_replica or not isinstance(parameter, DTensor):
+                continue
+            holder: Any = main_parameters[id(parameter)] if main_parameters is not None else parameter
+            mesh = _torch.spec_of(holder).mesh
+            key = id(mesh)
+            if key not in groups:
                 # FSDP2 puts its axes before the existing one.
-                found.setdefault(mesh.get_group(mesh.ndim - 1), []).append(gradient)
+                groups[key] = mesh.get_group(mesh.ndim - 1) if mesh.size(mesh.ndim - 1) > 1 else None
+            group = groups[key]
+            for gradient in (holder.grad, getattr(holder, "decoupled_grad", None)):
+                if gradient is not None and group is not None:
+                    found.setdefault(group, []).append(gradient)
     for group, gradients in found.items():
         broadcast(_torch.local_tensors_of(gradients), group)
 

@@ -16,6 +16,7 @@ parameters. Both records together give the global indices of a parameter's local
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
@@ -242,7 +243,7 @@ def require_model(given: object, where: str) -> None:
             f"{where}: model",
             expected="a torch.nn.Module",
             got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
-            fix="pass the model itself, as one module",
+            fix="the model itself, as one module, in this place",
         )
 
 
@@ -253,7 +254,7 @@ def require_optimizer(given: object, where: str) -> None:
             f"{where}: optimizer",
             expected="a torch.optim.Optimizer",
             got=type(given).__name__,
-            fix="pass the optimizer itself, not a list, a state dict or a scheduler",
+            fix="the optimizer itself in this place: no list of them, no state dict, no scheduler",
         )
 
 
@@ -353,6 +354,11 @@ class ModuleBinding:
     fsdp: FsdpRecord = field(default_factory=FsdpRecord)
     ep: ExpertRecord = field(default_factory=ExpertRecord)
     amax: AmaxRecord = field(default_factory=AmaxRecord)
+
+    @functools.cached_property
+    def is_cut_over_tp(self) -> bool:
+        """Return whether the module is computed by several ranks of ``tp``, whose mesh never changes."""
+        return self.tp_mesh is not None and self.tp_mesh.size() > 1
 
     @property
     def weight_group(self) -> str | None:

@@ -31,6 +31,7 @@ from te_fsdp.errors import OrderError, message
 from te_fsdp.lifecycle import registered_at
 from te_fsdp.records import NO_SHARD, binding_of, get_or_create_record
 from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -270,7 +271,7 @@ class Reduction:
         for unit, bucket in self.early[len(self._pending) :]:
             if not is_complete(unit):
                 return
-            with torch.profiler.record_function(f"te_fsdp::reduce_no_shard {unit}"):
+            with profiler_range(f"te_fsdp::reduce_no_shard {unit}"):
                 self._pending.append(bucket.start(self.comm, self.take))
 
     def finish(self) -> Iterator[tuple[GradientSlot, torch.Tensor]]:
@@ -282,7 +283,7 @@ class Reduction:
         while self._pending:
             yield from self._pending.popleft().wait()
         for bucket in self.rest:
-            with torch.profiler.record_function("te_fsdp::reduce_no_shard"):
+            with profiler_range("te_fsdp::reduce_no_shard"):
                 yield from bucket.start(self.comm, self.take).wait()
 
     def abandon(self) -> None:

@@ -33,11 +33,13 @@ def sum_at_once(group: Any) -> None:
 
 def _sum(group: Any) -> None:
     """Sum what waits of a group over tp. Collective over tp: one all-reduce for each dtype, of all at once."""
-    found: dict[tuple[Any, torch.dtype], list[tuple[Any, DTensor]]] = {}
-    for managed, gradient in _fsdp2_settled.partial_gradients(group, _SUM):
-        found.setdefault((gradient.device_mesh, gradient.dtype), []).append((managed, gradient))
-    for (mesh, _), waiting in found.items():
-        parts = [_torch.local_of(gradient) for _, gradient in waiting]
+    records = _fsdp2_settled.replicated_records(group)
+    found: dict[tuple[int, torch.dtype], list[tuple[Any, DTensor]]] = {}
+    for managed, gradient in _fsdp2_settled.partial_gradients(records, _SUM) if records else ():
+        found.setdefault((id(_torch.spec_of(gradient).mesh), gradient.dtype), []).append((managed, gradient))
+    for waiting in found.values():
+        mesh = _torch.spec_of(waiting[0][1]).mesh
+        parts = [_torch.local_of_dtensor(gradient) for _, gradient in waiting]
         flat = (
             torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].flatten().clone()
         )

@@ -47,6 +47,7 @@ from te_fsdp.upstream import (
     te as _te,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 if TYPE_CHECKING:
     from torch import nn
@@ -183,7 +184,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         source = (
             input_tensor.sent if isinstance(input_tensor, _torch_transport.ZeroCopyInput) else input_tensor
         )
-        with torch.profiler.record_function(f"te_fsdp::reduce_scatter ({self.name})"):
+        with profiler_range(f"te_fsdp::reduce_scatter ({self.name})"):
             reduce_scatter(output_tensor, source, group, self.comm, op=op)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -68,17 +69,13 @@ def _check_start(
 def _check_adds_gradients(state: ShardedModel) -> None:
     """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
     own: Any = state.components.by_class[UnreducedGradients]
-    if (
-        own.added is not None
-        and own.added.requires_grad
-        and _fsdp2_gradients.leaf_in_backward(own.added) == "adds"
-    ):
+    if own.added is not None and _fsdp2_gradients.leaf_in_backward(own.added) == "adds":
         return
     own.added = None
     if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
         return
-    for parameter, unsharded in _trained_params(state):
-        leaf = parameter if unsharded is None else unsharded
+    replicated = [(p, p) for trained in state.components.trained_parameters for p in trained()]
+    for parameter, leaf in itertools.chain(_fsdp2_gradients.leaves_of(own.groups), replicated):
         does = _fsdp2_gradients.leaf_in_backward(leaf)
         if does == "adds":
             own.added = leaf

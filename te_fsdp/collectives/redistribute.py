@@ -32,6 +32,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.errors import OrderError, PrecisionError
+from te_fsdp.upstream.torch_dtensor import copy_all_
 
 if TYPE_CHECKING:
     from torch import nn
@@ -292,7 +293,6 @@ def _all_reduce(
     return Pending(cast, work, stream)
 
 
-@torch.no_grad()
 def reduce_scatter(
     output: torch.Tensor,
     source: torch.Tensor | Sequence[torch.Tensor],
@@ -316,6 +316,8 @@ def reduce_scatter(
         op: ``AVG``, ``SUM``, or NCCL's premultiplied sum (not with fp32 sums).
         async_op: See :func:`redistribute`.
     """
+    if torch.is_grad_enabled():  # FSDP2 calls it without gradients
+        return torch.no_grad()(reduce_scatter)(output, source, group, comm, op=op, async_op=async_op)
     sources = [source] if isinstance(source, torch.Tensor) else list(source)
     assert len(sources) == 1 or not async_op
     wire = sources[0].dtype if comm is None else comm.wire(sources[0].dtype)
@@ -437,5 +439,5 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
         buffer = PackedLayout(tuple(map(torch.Tensor.numel, several)))
         packed = buffer.pack(several, dtype, several[0].device)
         dist.broadcast(packed, group=group, group_src=0)
-        for tensor, values in zip(several, buffer.pieces(packed), strict=True):
-            tensor.copy_(values.view(tensor.shape))
+        pieces = zip(several, buffer.pieces(packed), strict=True)
+        copy_all_(several, [values.view(tensor.shape) for tensor, values in pieces])

@@ -61,7 +61,7 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
                 states[local] = values = {}
                 for name, value in state.items():
                     values[name] = local_of_dtensor(value) if isinstance(value, DTensor) else value
-                if parameter in scales:
+                if scales and parameter in scales:
                     scales[local] = scales[parameter]
                 if decoupled:
                     local.decoupled_grad = own  # type: ignore[missing-attribute]
@@ -81,7 +81,8 @@ def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None
         if place < len(members) and members[place] is local:
             members[place] = parameter
         optimizer.state.pop(local, None)
-        scales.pop(local, None)
+        if scales:
+            scales.pop(local, None)
         local.grad = None
         local.__dict__.pop("decoupled_grad", None)
     replaced.clear()

@@ -28,7 +28,7 @@ from te_fsdp.modules.expert_entries import mark_entries
 from te_fsdp.modules.mixin import ResettableModule
 from te_fsdp.quantized.alignment import Weight, check_fit, check_recipe, fits
 from te_fsdp.quantized.grouped_weight import as_grouped, as_plain_parameter, grouped_shard_dim
-from te_fsdp.records import ModuleBinding, binding_of, inherit, name_of
+from te_fsdp.records import BINDING, ModuleBinding, binding_of, inherit, name_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_modules import GroupedWeightAccess, grouped_path_problem, rename_parameters
 
@@ -185,7 +185,7 @@ def check_single_recipe(module: Any, label: str) -> None:
             f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
             expected="a recipe for which TransformerEngine has grouped kernels on this device",
             why=problem,
-            fix="use another recipe, or one parameter per expert (single_grouped_weight=False)",
+            fix="another recipe, or one parameter per expert (single_grouped_weight=False)",
         )
 
 
@@ -263,13 +263,17 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
 
     def __getattr__(self, name: str) -> Any:
         """Resolve TE's local name of a parameter."""
-        experts = _experts_of(self)
-        return super().__getattr__(name if experts is None else experts.registered_name(name))
+        binding = self.__dict__.get(BINDING)
+        if binding is None or binding.experts is None:
+            return super().__getattr__(name)
+        registered = binding.experts.registered_name(name)
+        found = self.__dict__["_parameters"].get(registered)
+        return super().__getattr__(registered) if found is None else found
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Resolve TE's local name in an assignment."""
-        experts = _experts_of(self)
-        if experts is not None and (isinstance(value, torch.nn.Parameter) or value is None):
+        experts = _experts_of(self) if value is None or isinstance(value, torch.nn.Parameter) else None
+        if experts is not None:
             parameters, registered = self.__dict__["_parameters"], experts.registered_name(name)
             name = registered if name not in parameters and registered in parameters else name
         super().__setattr__(name, value)

@@ -88,7 +88,7 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
         _own_memory(found)
-        if binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
+        if binding.is_cut_over_tp:
             for place, name in enumerate(ctx.names):
                 if binding.rules[name].partial_grad and specs[place] is not None:
                     found[place], specs[place] = _partial(binding, name, specs[place], found[place])

@@ -103,6 +103,21 @@ def components_of(local: torch.Tensor, label: str) -> list[Component]:
     return components_from(str(_te.format_of(local)), metadata, tuple(local.shape), label)
 
 
+def rowwise_components(local: torch.Tensor) -> list[Component]:
+    """Return :func:`components_of` a float8 tensor with rowwise data, with fewer calls; none for other tensors."""
+    row, found = _te.format_of(local), list[Component]()
+    for buffer in row.buffers if row is not None and row.block == 1 else ():
+        tensor = getattr(local, buffer.attribute, None)
+        if tensor is None:
+            return []
+        whole = buffer.block is None
+        view = tensor.detach()
+        found.append(
+            Component(buffer.name, view.view(-1) if whole else view, None if whole else (1,) * view.ndim)
+        )
+    return found
+
+
 def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
     """Return :func:`components_of`, for a hybrid tensor those of both parts, whose names may be equal.
 

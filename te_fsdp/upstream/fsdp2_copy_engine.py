@@ -28,10 +28,11 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from te_fsdp.upstream.fsdp2_hooks import profiler_range
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
 from te_fsdp.upstream.fsdp2_settled import call_all_gather_hook, takes_all
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, owners_of
-from te_fsdp.upstream.torch_dtensor import copy_all_, local_of
+from te_fsdp.upstream.torch_dtensor import copy_all_, local_of, local_of_dtensor
 
 #: Alignment of each part in bytes, required by vectorized copies and kernels.
 ALIGNMENT = 256
@@ -226,8 +227,7 @@ class CopyEngineGathers:
         in_pass = phase in ("FORWARD", "PRE_BACKWARD")
         # After an explicit call the user may write to shards. Work on the current stream must therefore wait.
         stream = group.comm_ctx.all_gather_stream if in_pass else device.current_stream()
-        # torch.profiler.record_function would cost more than the rest of this line without a profiler.
-        shown = torch._C._profiler._RecordFunctionFast(group._with_fqn("FSDP::all_gather"))
+        shown = profiler_range(group._with_fqn("FSDP::all_gather"))
         with shown, torch.no_grad(), device.stream(stream):
             _wait(stream, self._last)  # the previous all-gather may have used a different stream
             _wait(stream, held and held.event)
@@ -247,7 +247,7 @@ class CopyEngineGathers:
         if not isinstance(group._all_gather_result, _PendingCopy):
             stock()
             return
-        current = group.device_handle.current_stream()
+        current = _current_stream(group)
         _wait(current, group._all_gather_result.all_gather_event)
         for managed in group.fsdp_params:
             is_new = "_unsharded_param" not in managed.__dict__
@@ -266,7 +266,7 @@ class CopyEngineGathers:
         if group.is_sharded:
             return
         stock()
-        current = group.device_handle.current_stream()
+        current = _current_stream(group)
         # The next write to shards is on this stream.
         _wait(current, self._read.pop(id(group), None))
         gather = self._cached_plan(group)
@@ -436,13 +436,17 @@ def _wait(stream: Any, event: Any) -> None:
         stream.wait_event(event)
 
 
+def _current_stream(group: Any) -> Any:
+    """Return the current stream of a group's device. Without an index torch searches the current device in Python."""
+    return group.device_handle.current_stream(group.device.index)
+
+
 def _inputs(managed: Any) -> list[torch.Tensor]:
     """Return the sent tensors of a shard. ``FSDPParam.all_gather_inputs`` inspects hook signatures each time."""
-    local = local_of(managed.sharded_param)
-    if not has_all_gather_hooks(local):
-        return [managed._sharded_param_data]
-    is_even = local.shape == managed.padded_sharded_param_size
-    if not is_even or managed.offload_to_cpu or not takes_all(type(local)):
+    local = local_of_dtensor(managed.sharded_param)
+    if not takes_all(type(local)):
+        return managed.all_gather_inputs if has_all_gather_hooks(local) else [managed._sharded_param_data]
+    if local.shape != managed.padded_sharded_param_size or managed.offload_to_cpu:
         return managed.all_gather_inputs
     return list(call_all_gather_hook(managed, local))
 

@@ -67,12 +67,36 @@ def drop_unreduced_gradient(managed: Any, group: Any) -> None:
 
 def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained sharded parameter with its unsharded parameter, or ``None`` if its group is sharded."""
-    return [
-        (managed.sharded_param, managed._unsharded_param if group.is_unsharded else None)
-        for group in groups
-        for managed in group.fsdp_params
-        if managed.sharded_param.requires_grad
-    ]
+    found = list[tuple[torch.Tensor, torch.Tensor | None]]()
+    for group in groups:
+        whole = group.is_unsharded
+        for managed in group.fsdp_params:
+            if managed.sharded_param.requires_grad:
+                found.append((managed.sharded_param, managed._unsharded_param if whole else None))
+    return found
+
+
+def leaves_of(groups: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield each trained sharded parameter with each leaf to which a backward may add its gradient.
+
+    The unsharded parameter comes first: it is the leaf of every forward under FSDP2, also after its unit was resharded.
+    """
+    for group in groups:
+        for managed in group.fsdp_params:
+            sharded = managed.sharded_param
+            if sharded.requires_grad:
+                unsharded = managed.__dict__.get("_unsharded_param")
+                if unsharded is not None:
+                    yield sharded, unsharded
+                yield sharded, sharded
+
+
+class _Edge(torch.autograd.Function):
+    """A node with the edge to a leaf. ``get_gradient_edge`` makes a view, which runs DTensor's dispatch."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0)
 
 
 def leaf_in_backward(leaf: torch.Tensor) -> str:
@@ -81,8 +105,12 @@ def leaf_in_backward(leaf: torch.Tensor) -> str:
     Returns:
         ``"adds"`` if it adds to ``.grad``, ``"returns"`` if ``torch.autograd.grad`` returns the gradient, else ``""``.
     """
+    if not leaf.requires_grad:
+        return ""
+    with torch.enable_grad():
+        edge: Any = _Edge.apply(leaf).grad_fn
     try:
-        runs = torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+        runs = torch._C._will_engine_execute_node(edge.next_functions[0][0])
     except RuntimeError:
         return "returns"
     return "adds" if runs else ""

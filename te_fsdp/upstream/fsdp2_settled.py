@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -257,6 +257,29 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         group._wait_all_gather_streams_on_event(event)
 
 
+def _init_unsharded(managed: Any, stock: Callable[[Any], None]) -> None:
+    """Run ``FSDPParam.init_unsharded_param`` with the views that the previous all-gather made of its outputs."""
+    local, parameter = managed.sharded_param._local_tensor, managed.__dict__.get("_unsharded_param")
+    if parameter is None or type(local) is torch.Tensor or not takes_all(type(local)):
+        stock(managed)
+        return
+    for tensor in managed._unsharded_inner_tensors:
+        storage, size = tensor.untyped_storage(), tensor.nbytes
+        if storage.nbytes() != size:
+            storage.resize_(size)
+    extensions, outputs = managed._extensions_data, managed.all_gather_outputs
+    sizes, known = tuple(extensions.all_gather_input_sizes), managed.__dict__.get(_VIEWS)
+    if known is None or known[0] is not outputs or known[1] != sizes:
+        known = managed.__dict__[_VIEWS] = outputs, sizes, managed._unflatten_all_gather_outputs()
+    metadata, dtype = extensions.all_gather_metadata, managed.param_dtype or managed.orig_dtype
+    local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
+    extensions.clear()
+
+
+#: Attribute of a record: its all-gather outputs, the shapes of its inputs, and the outputs in these shapes.
+_VIEWS = "_te_fsdp_views"
+
+
 @functools.cache
 def _with_shortcuts(kind: Any) -> Any:
     """Return a subclass of the record class ``kind`` with shortcuts for parameters without cast, move or padding."""
@@ -301,6 +324,7 @@ def _with_shortcuts(kind: Any) -> Any:
         return new_dtensor(DTensor, tensor, self._sharding_spec, requires_grad=False)
 
     answers = {
+        "init_unsharded_param": lambda self: _init_unsharded(self, kind.init_unsharded_param),
         "all_gather_inputs": AllGatherInputs(),
         "unsharded_grad_data": property(unsharded_grad_data),
         "to_sharded_dtensor": to_sharded_dtensor,
@@ -325,6 +349,17 @@ def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
     return tensors
 
 
+def gather_conditions(group: Any, quantizer: Any) -> tuple[bool, ...]:
+    """Return what TE's all-gather hook of a float8 shard reads besides the shard (``FSDPParamGroup._training_state``).
+
+    These are the pass, whether the unit stays unsharded between forward and backward, and the quantizer's usages.
+    """
+    # the property ``name`` of an enum runs Python code
+    before_backward = group._training_state._name_ == "PRE_BACKWARD"
+    stays = group.post_forward_mesh_info is None
+    return before_backward, stays, quantizer.rowwise_usage, quantizer.columnwise_usage
+
+
 @functools.cache
 def takes_all(cls: Any) -> bool:
     """Return whether a class has an all-gather hook with more arguments than the mesh."""
@@ -335,16 +370,38 @@ def takes_all(cls: Any) -> bool:
 # ------------------------------------------------------------------------------------------- gradients of a whole unit
 
 
-def partial_gradients(group: Any, placement: Placement) -> Iterator[tuple[Any, DTensor]]:
+def replicated_records(group: Any) -> list[Any]:
+    """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation.
+
+    The result changes only with the parameters, which the first all-gather creates.
+    """
+    known = group.__dict__.get(_REPLICATED)
+    if known is not None and known[0] is group.fsdp_params:
+        return known[1]
+    created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
+    found = [
+        managed
+        for managed, parameter in created
+        if isinstance(parameter, DTensor)
+        and len(spec_of(parameter).placements) == 1
+        and spec_of(parameter).placements[0].is_replicate()
+    ]
+    if all(parameter is not None for _, parameter in created):
+        group.__dict__[_REPLICATED] = group.fsdp_params, found
+    return found
+
+
+#: Attribute of a parameter group: its list of records, and :func:`replicated_records` of it.
+_REPLICATED = "_te_fsdp_replicated"
+
+
+def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[tuple[Any, DTensor]]:
     """Yield (record, unsharded gradient) of the gradients that await a reduction as ``placement`` over one axis.
 
-    Gradients accumulated over several backwards are included.
+    Gradients accumulated over several backwards are included. ``records`` are :func:`replicated_records`.
     """
-    for managed in group.fsdp_params:
-        parameter = managed.__dict__.get("_unsharded_param")
-        if not isinstance(parameter, DTensor):
-            continue
-        gradient: Any = parameter.grad
+    for managed in records:
+        gradient: Any = managed._unsharded_param.grad
         if managed.__dict__.get("unsharded_accumulated_grad") is not None:  # torch before 2.15
             if gradient is not None:
                 managed.accumulate_unsharded_grad_if_needed()
@@ -352,11 +409,7 @@ def partial_gradients(group: Any, placement: Placement) -> Iterator[tuple[Any, D
         if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not torch.Tensor:
             continue
         placements = gradient._spec.placements
-        if (
-            len(placements) == 1
-            and placements[0] == placement
-            and parameter._spec.placements[0].is_replicate()
-        ):
+        if len(placements) == 1 and placements[0] == placement:
             yield managed, gradient
 
 

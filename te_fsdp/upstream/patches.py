@@ -141,6 +141,18 @@ FSDP2 = (
         "test_all_calls.py::test_budget",
     ),
     Patch(
+        "`FSDPState`, `FSDPParamGroup`",
+        "_pre_forward, _post_forward, _pre_backward, pre_forward, post_forward, pre_backward, post_backward",
+        "the same code without profiler ranges while no profiler runs, and with one `torch._dynamo.disable`",
+        "test_all_calls.py::test_budget",
+    ),
+    Patch(
+        "`FSDPParamGroup`",
+        "_register_post_backward_hook",
+        "one loop over flat arguments",
+        "test_all_calls.py::test_budget",
+    ),
+    Patch(
         "`FSDPParamGroup`",
         "unshard, wait_for_unshard",
         "fewer calls for plain shards",
@@ -149,7 +161,7 @@ FSDP2 = (
     ),
     Patch(
         "`FSDPParam`",
-        "all_gather_inputs, unsharded_grad_data, to_sharded_dtensor",
+        "all_gather_inputs, init_unsharded_param, unsharded_grad_data, to_sharded_dtensor",
         "one call if nothing is cast, moved or padded",
         "test_all_calls.py::test_budget",
         versions="torch 2.11 to 2.14",

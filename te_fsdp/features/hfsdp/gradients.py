@@ -91,7 +91,8 @@ class OuterAverages:
             return
         self._factor = None
         for gradient in gradients:
-            apply_deferred_grad_scale(gradient)
+            if gradient is not None and _FACTOR in gradient.__dict__:
+                apply_deferred_grad_scale(gradient)
         self._main_parameters.look(parameters)
         given: list[MainParameter] = []
         averages, specs, sources = [], [], []

@@ -44,7 +44,13 @@ from te_fsdp.quantized.amax import (
     reduce_max,
     shared_scales,
 )
-from te_fsdp.quantized.components import Component, block_of, buffers_of_parts, drop_derived_state
+from te_fsdp.quantized.components import (
+    Component,
+    block_of,
+    buffers_of_parts,
+    drop_derived_state,
+    rowwise_components,
+)
 from te_fsdp.records import plan_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -384,9 +390,12 @@ def _quantized(
     shard: OptimizerShard, rows: torch.Tensor, local: torch.Tensor, scale: torch.Tensor | None
 ) -> list[tuple[Component, Component]]:
     """Return (target, source) of each buffer of a quantized weight. The source is quantized from this rank's rows."""
+    stored = _te.quantizer_of(local)
+    if scale is not None and (targets := rowwise_components(local)) and not stored.columnwise_usage:
+        return list(zip(targets, rowwise_components(cast(rows, stored, scale)), strict=True))
     targets = buffers_of_parts(local, "install")
     # A copy: the usage and the group that are set here must not reach the weight.
-    quantizer = _te.quantizer_of(local).copy()
+    quantizer = stored.copy()
     if len(_te.storage_parts_of(local)) == 1:
         columnwise = [target.name.startswith("columnwise") for target in targets]
         quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))

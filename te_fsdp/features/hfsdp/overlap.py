@@ -46,6 +46,7 @@ from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
+from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 if TYPE_CHECKING:
     from te_fsdp.sharded_model import ShardedModel
@@ -229,7 +230,7 @@ class EarlyAverages:
         start = functools.partial(averaging.start, local, plan.comm, self._groups[0])
         events = self._events.pop(unit, [])
         with (
-            torch.profiler.record_function(f"te_fsdp::average {unit}"),
+            profiler_range(f"te_fsdp::average {unit}"),
             self._side.after_current(plan.state.meshes.device, events),
         ):
             # The side stream waits for each move before the next one starts, and then frees its memory.

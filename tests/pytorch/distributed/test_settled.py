@@ -25,6 +25,17 @@ def test_changes_between_steps(pool, transport):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("form", ["flat", "nested"])
+def test_inputs_of_a_unit(pool, form):
+    """Gradients are reduced for inputs of any form, and FSDP2's ranges are in a profile."""
+    for ours, theirs, has_ranges in pool.run(settled.gradients_by_inputs, 2, form=form):
+        assert has_ranges
+        for number, (have, want) in enumerate(zip(ours, theirs, strict=True)):
+            assert want.any()
+            assert_same_bits(f"gradient {number}", have, want)  # both ranks have the same rows
+
+
+@pytest.mark.ranks(2)
 def test_one_sum_a_unit(pool):
     """Weight and bias of a norm are summed over tp by one all-reduce for each unit."""
     for calls in pool.run(settled.sums_over_tp, 2):

@@ -187,3 +187,44 @@ def failed_step() -> dict[str, Any]:
         weights.append([_torch.local_of(p).clone() for p in model.parameters()])
     found["same"] = all(map(torch.equal, *weights))
     return found
+
+
+class _Nested(torch.nn.Module):
+    """A layer whose inputs are flat, with lists of numbers and keywords, or nested in a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Any, sizes: list[int] | None = None, *, scale: torch.Tensor | None = None) -> Any:
+        value = x["value"] if isinstance(x, dict) else x
+        y = self.layer(value)
+        y = y if sizes is None else y.split(sizes)[0]
+        return y if scale is None else y * scale
+
+
+def gradients_by_inputs(form: str) -> tuple[list[torch.Tensor], list[torch.Tensor], bool]:
+    """Gradients of weights and inputs of a unit and of the same layer alone; whether ranges are in a profile."""
+    meshes = te_fsdp.Meshes.build(dp_shard=2)
+    torch.manual_seed(0)
+    alone = torch.nn.Sequential(_Nested()).to(harness.device())
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(_Nested()).to(harness.device())
+    te_fsdp.fully_shard(model, meshes, units=["0"], check_inputs=False)
+    found = []
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for unit in (model[0], alone[0]):
+            torch.manual_seed(1)
+            x = torch.randn(8, HIDDEN, device=harness.device(), requires_grad=True)
+            scale = torch.randn(HIDDEN, device=harness.device(), requires_grad=True)
+            if form == "flat":
+                output = unit(x, [4, 4], scale=scale)
+            else:
+                output = unit({"value": x}, scale=scale)
+            output.square().sum().backward()
+            weights = [p.grad for p in unit.parameters()]
+            found.append(
+                [*(g.full_tensor() if hasattr(g, "full_tensor") else g for g in weights), x.grad, scale.grad]
+            )
+    names = {event.key.partition(" (")[0] for event in profile.key_averages()}
+    return found[0], found[1], {"FSDP::pre_forward", "FSDP::post_backward_reduce"} <= names
