@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         TeFsdpError as TeFsdpError,
     )
     from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
     from te_fsdp.features.graphed_step import graphed_step as graphed_step
     from te_fsdp.features.main_weights import (
         check_optimizer as check_optimizer,
@@ -91,6 +92,7 @@ _HOMES = {
     "set_collective_timeout": "te_fsdp.collectives.rendezvous",
     # training
     "graphed_step": "te_fsdp.features.graphed_step",
+    "ExpertDispatcher": "te_fsdp.features.expert_dispatch",
     "microbatch": "te_fsdp.gradient_sync",
     "no_sync": "te_fsdp.gradient_sync",
     "sync": "te_fsdp.gradient_sync",

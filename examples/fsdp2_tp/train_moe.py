@@ -55,6 +55,8 @@ class Options(train.Options):
     """Experts that a token is sent to."""
     balance: float = 0.01
     """Weight of the load-balancing loss; 0: none."""
+    capacity_factor: float = 0.0
+    """Rows of each expert relative to an even load; further tokens are dropped. 0: drop none, the host reads counts."""
     single_grouped: bool = False
     """Keep the experts of a GroupedLinear in one 3-D parameter (TransformerEngine's single_grouped_weight)."""
 
@@ -143,12 +145,13 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Router, dispatch to the experts and combine. No token is dropped; an expert may get none."""
+    """Router, dispatch to the experts and combine. An expert may get no token."""
 
     def __init__(self, options: Options, meshes: te_fsdp.Meshes, dtype: torch.dtype, split: bool) -> None:
         super().__init__()
         self.ep, self.tp, self.placement = meshes.ep, meshes.tp, Shard(0) if split else Replicate()
         self.top_k, self.multiple = options.top_k, ROWS.get(options.recipe, 16)
+        self.capacity_factor, self.meshes = options.capacity_factor, meshes
         # Number of experts of each rank of ep.
         self.shares = [len(part) for part in torch.arange(options.experts).chunk(meshes.size("ep"))]
         self.router = Router(options.hidden, options.experts, bias=False, dtype=dtype, device="meta")
@@ -164,13 +167,29 @@ class MixtureOfExperts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
 
         tokens, weights, chosen = (to_all(t, self.tp, self.placement) for t in (tokens, weights, chosen))
+        visit = self.visit_at_capacity if self.capacity_factor else self.visit_all
+        mixed = visit(tokens, weights, chosen).to(x.dtype)
+        return from_all(mixed, self.tp, self.placement).view_as(x), balance
+
+    def visit_at_capacity(
+        self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the mixed results of buffers with a fixed size for each expert. The host reads nothing."""
+        total = sum(self.shares)
+        sizes = len(tokens), self.top_k, total, self.capacity_factor
+        capacity = te_fsdp.ExpertDispatcher.capacity_for(*sizes, multiple=self.multiple)
+        dispatcher = te_fsdp.ExpertDispatcher(self.meshes, total, capacity)
+        rows, route = dispatcher.dispatch(tokens, chosen)
+        return dispatcher.combine(self.experts(rows, dispatcher.splits), route, weights)
+
+    def visit_all(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the mixed results without dropping a token. The host reads the number of rows of each expert."""
         # torch's functions, because TransformerEngine's moe_permute is a Triton kernel and needs a GPU.
         by_expert = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=probabilities.shape[1])
+        counts = chosen.flatten().bincount(minlength=sum(self.shares))
         copies = tokens.repeat_interleave(self.top_k, 0)[by_expert]
         results = torch.empty_like(copies).index_copy(0, by_expert, self.visit(copies, counts))
-        mixed = (results.unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1).to(x.dtype)
-        return from_all(mixed, self.tp, self.placement).view_as(x), balance
+        return (results.unflatten(0, (-1, self.top_k)) * weights[..., None]).sum(1)
 
     def visit(self, copies: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Send each row to its expert and return the results in the same order.
@@ -217,7 +236,8 @@ def balance_loss(probabilities: torch.Tensor, chosen: torch.Tensor) -> torch.Ten
     Shares are counted over all ranks, so the sum over ranks does not depend on the mesh.
     """
     experts = probabilities.shape[1]
-    counts = chosen.flatten().bincount(minlength=experts)
+    # The host would wait for bincount, which reads the largest index.
+    counts = chosen.new_zeros(experts).index_add_(0, chosen.flatten(), torch.ones_like(chosen.flatten()))
     dist.all_reduce(counts)
     return (probabilities * (counts / counts.sum())).sum() * experts
 

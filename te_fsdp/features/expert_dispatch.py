@@ -1,0 +1,178 @@
+"""``ExpertDispatcher``: send tokens to experts in buffers of fixed sizes, without host synchronization.
+
+The number of tokens that choose an expert is known on the device only. Sending exactly these rows requires the host to
+read it. Instead each expert has a fixed number of rows (``capacity``) for the tokens of each rank. Rows that no token
+uses are zero. Tokens beyond the capacity are dropped: they get zeros from that expert. All shapes and all splits of
+``all_to_all`` and ``GroupedLinear`` are constants, so CUDA graphs can record the calls.
+
+[Note: groups of tokens]
+The capacity applies to a *group* of tokens, those of one rank. Which tokens are dropped therefore depends on the tokens
+of their own group only, and needs no communication. One process that passes the tokens of all ranks with ``groups=``
+the number of ranks drops the same ones, and gives each expert the same rows in the same order.
+
+Alternatives considered:
+
+- *A capacity for the tokens of all ranks.* Fewer tokens are dropped if ranks prefer different experts, but a rank needs
+  the counts of all others before it can send a row.
+- *TE's ``ep_dispatch`` and ``ep_combine`` (TE 2.18 and later).* They require NCCL 2.30.4, a TE build with NCCL EP, and
+  BF16 tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.errors import InputError, require_number
+from te_fsdp.mesh import Meshes
+
+
+class ExpertRoute(NamedTuple):
+    """Result of :meth:`ExpertDispatcher.dispatch`: the row of each copy of a token."""
+
+    rows: torch.Tensor  #: (tokens, top_k): row in the buffer that is sent, or ``unused``
+    unused: int  #: Value for dropped copies: the number of rows
+
+    def dropped(self) -> torch.Tensor:
+        """Return the number of dropped copies, an integer tensor on the device."""
+        return (self.rows == self.unused).sum()
+
+
+class ExpertDispatcher:
+    """Send tokens to the experts of an ``ep`` axis and combine the results, without host synchronization.
+
+    ``GroupedLinear`` gets the constant list :attr:`splits` as ``m_splits``.
+
+    Example::
+
+        dispatcher = te_fsdp.ExpertDispatcher(meshes, num_experts=64, capacity=128)
+        rows, route = dispatcher.dispatch(tokens, chosen)  # (t, hidden), (t, top_k)
+        results = experts.down(act(experts.up(rows, dispatcher.splits)), dispatcher.splits)
+        mixed = dispatcher.combine(results, route, weights)  # (t, hidden)
+
+    Args:
+        meshes: Meshes of the job. Experts are distributed as by :meth:`te_fsdp.Meshes.experts`.
+        num_experts: Number of experts of the layer on all ranks.
+        capacity: Rows of each expert for the tokens of each rank. See :meth:`capacity_for`. No token is dropped if it
+            is at least the number of tokens of a rank.
+        groups: Number of equal groups in the tokens of this rank, with a capacity for each ([Note: groups of tokens]).
+    """
+
+    def __init__(self, meshes: Meshes, num_experts: int, capacity: int, *, groups: int = 1) -> None:
+        """Compute the constant sizes. Local operation."""
+        for name, value in (("num_experts", num_experts), ("capacity", capacity), ("groups", groups)):
+            require_number("te_fsdp.ExpertDispatcher", name, value, least=1, fix="pass a positive integer")
+        mine, ranks = len(meshes.experts(num_experts)), meshes.size("ep")
+        self.num_experts, self.capacity, self.groups = int(num_experts), int(capacity), int(groups)
+        self.group = None if meshes.ep is None else meshes.ep.get_group()
+        step, each = -(-num_experts // ranks), capacity * groups
+        #: Rows for each of this rank's experts, to pass as ``m_splits``.
+        self.splits: list[int] = [ranks * each] * mine
+        self._shape = ranks, mine, each
+        self._send = [min(step, num_experts - rank * step) * each for rank in range(ranks)]
+        self._receive = [mine * each] * ranks
+
+    @staticmethod
+    def capacity_for(tokens: int, top_k: int, num_experts: int, factor: float, *, multiple: int = 1) -> int:
+        """Return the capacity for a factor over an even load, rounded up to a multiple.
+
+        Args:
+            tokens: Tokens of a rank.
+            top_k: Experts of each token.
+            num_experts: Number of experts.
+            factor: Ratio of the capacity to an even load.
+            multiple: Number of rows that the recipe's blocks require: 16 for float8, 32 for MXFP8, 128 for NVFP4.
+        """
+        rows = max(1, math.ceil(tokens * top_k * factor / num_experts))
+        return -(-rows // multiple) * multiple
+
+    def dispatch(self, tokens: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, ExpertRoute]:
+        """Send each token to its experts.
+
+        First choices of all tokens of a group take precedence over second choices, and earlier tokens over later ones.
+        Collective over ``ep``: one ``all_to_all_single``, and one in backward.
+
+        Args:
+            tokens: (tokens, hidden).
+            chosen: (tokens, top_k), integer indices of different experts.
+
+        Returns:
+            The rows of this rank's experts (sum of :attr:`splits`, hidden), ordered by expert, then by rank; and the
+            route for :meth:`combine`.
+
+        Raises:
+            InputError: The shapes do not fit.
+        """
+        if tokens.ndim != 2 or chosen.ndim != 2 or len(tokens) != len(chosen) or len(tokens) % self.groups:
+            raise InputError(
+                "ExpertDispatcher.dispatch: shapes of tokens and chosen experts",
+                expected=f"(tokens, hidden) and (tokens, top_k), tokens divisible by groups={self.groups}",
+                got=f"{tuple(tokens.shape)} and {tuple(chosen.shape)}",
+                fix="flatten the batch dims first",
+            )
+        route = self._route(chosen)
+        copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
+        # The last row receives the dropped copies.
+        buffer = tokens.new_zeros(route.unused + 1, tokens.shape[1])
+        buffer = buffer.index_copy(0, route.rows.flatten(), copies)[: route.unused]
+        ranks, mine, each = self._shape
+        if self.group is None:
+            return buffer, route
+        arrived = _AllToAll.apply(buffer, self._send, self._receive, self.group)
+        return arrived.view(ranks, mine, each, -1).transpose(0, 1).flatten(0, 2), route
+
+    def combine(self, results: torch.Tensor, route: ExpertRoute, weights: torch.Tensor) -> torch.Tensor:
+        """Return the results of each token's experts, weighted and summed. Collective like :meth:`dispatch`.
+
+        Args:
+            results: Rows of this rank's experts, in the order of :meth:`dispatch`.
+            route: Its second result.
+            weights: (tokens, top_k).
+
+        Returns:
+            (tokens, hidden) in the dtype of the product of results and weights.
+        """
+        ranks, mine, each = self._shape
+        if self.group is not None:
+            back = results.reshape(mine, ranks, each, -1).transpose(0, 1).flatten(0, 2)
+            results = _AllToAll.apply(back, self._receive, self._send, self.group)
+        padded = torch.cat([results, results.new_zeros(1, results.shape[1])])
+        found = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)
+        return (found * weights[..., None]).sum(1)
+
+    def _route(self, chosen: torch.Tensor) -> ExpertRoute:
+        """Return the row of each copy: by expert, then by group, then by the position in the group."""
+        tokens, top_k = chosen.shape
+        buckets = self.num_experts * self.groups
+        groups = torch.arange(self.groups, device=chosen.device)[:, None, None]
+        # (groups, top_k, tokens of a group): the order of precedence.
+        wanted = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
+        wanted = wanted.flatten()
+        order = wanted.argsort(stable=True)
+        ordered = wanted[order]
+        begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
+        place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
+        position = torch.empty_like(place).scatter_(0, order, place)
+        unused = buckets * self.capacity
+        rows = torch.where(position < self.capacity, wanted * self.capacity + position, unused)
+        return ExpertRoute(rows.view(self.groups, top_k, -1).transpose(1, 2).reshape(tokens, top_k), unused)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send ``send[r]`` rows to rank r and receive ``receive[r]`` rows from it. Gradients return the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.back = receive, send, group
+        arrived = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return _AllToAll.apply(gradients[0], *ctx.back), None, None, None

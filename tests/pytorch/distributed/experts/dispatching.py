@@ -1,0 +1,82 @@
+"""Bodies: experts that get tokens in buffers of fixed sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+EXPERTS, HIDDEN, WIDE, TOP_K = 3, 16, 32, 2
+TOKENS = 24
+"""Tokens of a rank."""
+
+
+class Block(nn.Module):
+    """Router, experts and the dispatcher between them."""
+
+    def __init__(self, meshes: Any, capacity: int, groups: int) -> None:
+        super().__init__()
+        import transformer_engine.pytorch as te
+
+        import te_fsdp
+
+        mine = len(meshes.experts(EXPERTS))
+        options = {"bias": False, "params_dtype": torch.float32, "device": "meta", **meshes.te_kwargs()}
+        self.router = nn.Linear(HIDDEN, EXPERTS, bias=False, device="meta")
+        self.up = te.GroupedLinear(mine, HIDDEN, WIDE, **options)
+        self.down = te.GroupedLinear(mine, WIDE, HIDDEN, **options)
+        self.dispatcher = te_fsdp.ExpertDispatcher(meshes, EXPERTS, capacity, groups=groups)
+
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the mixed results and the number of dropped copies."""
+        weights, chosen = self.router(tokens).softmax(-1).topk(TOP_K)
+        rows, route = self.dispatcher.dispatch(tokens, chosen)
+        results = self.down(F.gelu(self.up(rows, self.dispatcher.splits)), self.dispatcher.splits)
+        return self.dispatcher.combine(results, route, weights), route.dropped()
+
+
+def step(axes: dict[str, int], capacity: int, *, groups: int = 1, dense: bool = False) -> dict[str, Any]:
+    """Run forward and backward on this rank's tokens.
+
+    Args:
+        axes: The mesh.
+        capacity: Of each expert, for the tokens of a rank.
+        groups: Number of ranks whose tokens this one has.
+        dense: Compute all experts for all tokens instead, as plain products.
+
+    Returns:
+        Outputs, gradients of the tokens, unsharded gradients of the parameters, and the number of dropped copies.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model = Block(meshes, capacity, groups)
+    te_fsdp.fully_shard(model, meshes, average_gradients=False)
+    te_fsdp.materialize(model, seed=2)
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randn(2 * TOKENS, HIDDEN, generator=generator).split(TOKENS * groups)[meshes.data_rank]
+    tokens = tokens.to(harness.device(), copy=True).requires_grad_()
+    if dense:
+        return {"outputs": _dense(model, tokens)}
+    outputs, dropped = model(tokens)
+    outputs.square().sum().backward()
+    gradients = {name: harness.full(parameter.grad) for name, parameter in model.named_parameters()}
+    return {
+        "outputs": outputs.detach(),
+        "tokens": tokens.grad,
+        "gradients": gradients,
+        "dropped": int(dropped),
+        "splits": model.dispatcher.splits,
+    }
+
+
+@torch.no_grad()
+def _dense(model: Block, tokens: torch.Tensor) -> torch.Tensor:
+    whole, tokens = {name: harness.full(p) for name, p in model.named_parameters()}, tokens.cpu()
+    weights, chosen = (tokens @ whole["router.weight"].T).softmax(-1).topk(TOP_K)
+    share = torch.zeros(len(tokens), EXPERTS).scatter_(1, chosen, weights)
+    results = [F.gelu(tokens @ whole[f"up.weight{n}"].T) @ whole[f"down.weight{n}"].T for n in range(EXPERTS)]
+    return (torch.stack(results, 1) * share[..., None]).sum(1)
