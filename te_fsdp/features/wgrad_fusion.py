@@ -6,7 +6,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, te as _te, torch_dtensor as _torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from te_fsdp.apply_fully_shard import Setup
     from te_fsdp.plan import ModelPlan
 
-#: Weights of the modules that support ``fuse_wgrad_accumulation``. GroupedLinear is refused.
+#: Weights of the modules that support ``fuse_wgrad_accumulation``, besides GroupedLinear with a weight per expert.
 _FUSED_WEIGHTS = {
     "Linear": ("weight",),
     "LayerNormLinear": ("weight",),
@@ -51,7 +51,11 @@ def wgrad_fusion_disabled(model: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _fused_weights(module: nn.Module) -> tuple[str, ...]:
     """Return the names of a module's weights whose gradients TE accumulates."""
-    return _FUSED_WEIGHTS.get(_te.kind_of(module) or "", ())
+    kind = _te.kind_of(module) or ""
+    # Not tested with TE's grouped tensors, as a parameter or in its GEMMs.
+    if kind == "GroupedLinear" and not getattr(module, "use_grouped_tensor", False):
+        return tuple([f"weight{index}" for index in range(module.num_gemms)])  # type: ignore[bad-argument-type]
+    return _FUSED_WEIGHTS.get(kind, ())
 
 
 def refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
@@ -72,18 +76,29 @@ def fuse_wgrad(setup: Setup) -> None:
     state = setup.state
     if not setup.fused:
         return
-    holders: list[weakref.ref[torch.Tensor]] = []
+    holders: list[_Holder] = []
     records = {
-        (id(owner), name): _MainGradBuffer(managed, group, holders)
+        (id(owner), name): (managed, group)
         for unit in state.modules.values()
         for managed, group in _fsdp2.fsdp_params_of(unit)
         for owner, name in fsdp2_units.owners_of(managed)
     }
     for module in setup.fused:
-        buffers = {name: records[id(module), name] for name in _fused_weights(module)}
+        buffers = {n: _MainGradBuffer(*records[id(module), n], holders) for n in _fused_weights(module)}
+        if _te.kind_of(module) == "GroupedLinear":
+            peers = list(buffers.values())
+            for buffer in peers:
+                buffer.peers = peers
         module.register_forward_pre_hook(
             _torch.disable_compile(functools.partial(_attach_main_grad_buffers, buffers))
         )
+
+
+class _Holder(NamedTuple):
+    """A weight that has a gradient buffer as an attribute, and the buffers of its module."""
+
+    peers: list[_MainGradBuffer]
+    weight: weakref.ref[torch.Tensor]
 
 
 # [Note: main_grad under FSDP2] With the option TE's GEMM writes a weight's gradient to ``weight.main_grad``,
@@ -103,35 +118,49 @@ def _attach_main_grad_buffers(buffers: dict[str, _MainGradBuffer], module: nn.Mo
 # [Note: when TE decides to overwrite] TE 2.18 to 2.20 calls ``get_main_grad()`` during backward on weights
 # that have ``__fsdp_param__``. TE reads whether to overwrite that tensor from ``weight.overwrite_main_grad``
 # in forward, but evaluates the value only in backward, right before the GEMM. So the value is an object that
-# decides then (``__bool__``).
+# decides then (``__bool__``). ``GroupedLinear`` evaluates that of its first weight, for all its weights, and after
+# it has called ``get_main_grad()`` on each.
 class _MainGradBuffer:
     """The tensor in which FSDP2 expects one parameter's gradient. True while TE must overwrite its values."""
 
-    def __init__(self, managed: Any, group: Any, holders: list[weakref.ref[torch.Tensor]]) -> None:
+    def __init__(self, managed: Any, group: Any, holders: list[_Holder]) -> None:
         self.managed, self.group = weakref.ref(managed), weakref.ref(group)
-        self._is_new = self._was_asked = False
-        self._holders = holders  # the weight of the model that keeps a buffer as an attribute
+        self.is_new = self.was_asked = False
+        self.peers: list[_MainGradBuffer] = [self]  # the buffers for which TE evaluates one of these objects
+        self._holders = holders  # the weights of the model that keep a buffer as an attribute
 
     def __bool__(self) -> bool:
         if _torch.backward_id() < 0:
             return False  # unknown in forward: TE must add to zeros
-        self._was_asked = True
-        return self._is_new
+        for peer in self.peers:
+            peer.was_asked = True
+        if all(peer.is_new for peer in self.peers):
+            return True
+        for peer in self.peers:  # TE adds to all of them
+            if peer.is_new:
+                peer.buffer().zero_()
+        return False
+
+    def buffer(self) -> torch.Tensor:
+        """Return the local buffer, which is allocated on the first request. Local operation."""
+        managed, group = self.managed(), self.group()
+        assert managed is not None and group is not None
+        return _fsdp2.find_unreduced_gradient(managed, group)
 
     def tensor(self, weight: weakref.ref[torch.Tensor]) -> torch.Tensor:
         """Return the local buffer for TE, which overwrites it if nothing was accumulated. Local operation.
 
-        TE keeps it as an attribute of the weight. This call drops the attribute of the previous weight.
+        TE keeps it as an attribute of the weight. This call drops the attributes of the previous weights, except those
+        of the same GroupedLinear, which TE sets together.
         """
-        for earlier in self._holders:
-            held = earlier()
-            if held is not None:
+        for holder in self._holders:
+            held = holder.weight()
+            if held is not None and holder.peers is not self.peers:
                 held.__dict__.pop("main_grad", None)
-        self._holders[:] = [weight]
-        managed, group = self.managed(), self.group()
-        assert managed is not None and group is not None
-        self._is_new = _fsdp2.unreduced_gradient(managed) is None
-        found = _fsdp2.find_unreduced_gradient(managed, group)
-        if self._is_new and not self._was_asked:
+        kept = [h for h in self._holders if h.peers is self.peers and h.weight() is not weight()]
+        self._holders[:] = [*kept, _Holder(self.peers, weight)]
+        self.is_new = _fsdp2.unreduced_gradient(self.managed()) is None
+        found = self.buffer()
+        if self.is_new and not self.was_asked:
             found.zero_()  # a TE version that does not evaluate the object adds to the buffer
         return found

@@ -41,6 +41,14 @@ def check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
 
 def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
     """Check that gradients and outputs are correct under the module's options; raise PlacementError otherwise."""
+    for name, parameter in module._parameters.items():
+        if getattr(parameter, "is_distributed_weight", False):
+            raise PlacementError(
+                f"{label}.{name} ({kind}): a DistributedWeight (TransformerEngine 2.19)",
+                expected="an ordinary parameter",
+                why="Its own code gathers the weight and reduces its gradient, and FSDP2 would do so again",
+                fix="build this module with ordinary parameters",
+            )
     problem = why = ""
     unsplit = kind == "GroupedLinear" or (kind in _LINEARS and module.parallel_mode is None)
     if getattr(module, "fuse_wgrad_accumulation", False):

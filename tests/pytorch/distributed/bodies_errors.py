@@ -166,6 +166,14 @@ def fused_accumulation() -> None:
     te_fsdp.set_device_mesh(model, _meshes().tp, _meshes().weight)
 
 
+def a_weight_that_shards_itself() -> None:
+    import te_fsdp
+
+    model = Block(nn.Linear(8, 8, device="meta"), "meta")
+    model.linear.weight.is_distributed_weight = True
+    te_fsdp.fully_shard(model, _meshes())
+
+
 def forgotten_parallel_mode() -> None:
     import transformer_engine.pytorch as te
 

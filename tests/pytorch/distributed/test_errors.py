@@ -67,6 +67,11 @@ CASES = [
         "PlacementError",
         ["linear (Linear)", "fuse_wgrad_accumulation=True", "Fix:"],
     ),
+    (
+        bodies.a_weight_that_shards_itself,
+        "PlacementError",
+        ["linear.weight (Linear): a DistributedWeight", "FSDP2 would do so again", "Fix:"],
+    ),
     (bodies.forgotten_parallel_mode, "PlacementError", ["LayerNormMLP", "set_parallel_mode=False", "Fix:"]),
 ]
 

@@ -34,9 +34,13 @@ class Model(nn.Module):
         )
         options.pop("tp_group", None), options.pop("tp_size", None)
         self.last = te.Linear(HIDDEN, HIDDEN, **options)
+        self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, bias=False, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layer(x))
+        x = self.layer(x)
+        tokens = x.shape[0] * x.shape[1]
+        x = self.experts(x.flatten(0, 1), [tokens // 2, tokens - tokens // 2]).view(x.shape)
+        return self.last(x)
 
 
 def training(
