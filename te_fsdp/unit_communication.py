@@ -155,7 +155,8 @@ class UnitReduceScatter(_torch.ReduceScatter):
             self._input = (backward, numel)
             given = _input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = fsdp2_units.fsdp_parameter_groups(unit)
-            buffer = _torch_transport.zero_copy_input_of(group, numel, given)
+            one_by_one = self.comm.fp32_sum and given != torch.float32  # all-to-alls, which are not coalesced
+            buffer = _torch_transport.zero_copy_input_of(group, numel, given, packs_small=one_by_one)
         if buffer is None:
             buffer = torch.empty(*size, dtype=given, device=device)
         if self._input is not None and self.comm.look is not None:

@@ -124,8 +124,11 @@ def barrier(handle: Any, seconds: float) -> None:
 
 # --- zero-copy gradients
 
-#: Minimum number of elements of a gradient that is sent separately. Copying smaller ones together is cheaper.
+#: Minimum number of elements of a gradient that is sent separately in any group.
 LARGE = 1 << 16
+#: Number of gradients of a group up to which small ones are sent separately, too. A further part of one operation of
+#: NCCL costs the host some microseconds, the kernel that copies gradients together some ten (H100).
+FEW = 16
 
 
 class ReduceScatterPart(NamedTuple):
@@ -133,7 +136,7 @@ class ReduceScatterPart(NamedTuple):
 
     numel: int
     count: int
-    is_large: bool
+    is_alone: bool  #: Whether it is one gradient, sent from its own memory
 
 
 class ReduceScatterParts(NamedTuple):
@@ -194,7 +197,7 @@ class ZeroCopyInput(torch.Tensor):
         assert len(left) == sum(part.count for part in self.how.parts)
         for part in self.how.parts:
             mine, left = left[: part.count], left[part.count :]
-            if part.is_large:
+            if part.is_alone:
                 self.sent.append(mine[0].to(self.dtype).contiguous().view(-1))
                 continue
             memory = torch.empty(part.numel, dtype=self.dtype, device=self.device)
@@ -213,45 +216,49 @@ def enable_zero_copy_reduce_scatter(group: Any) -> None:
     group.__dict__[_KEY] = True
 
 
-def zero_copy_input_of(group: Any, numel: int, dtype: torch.dtype) -> ZeroCopyInput | None:
+def zero_copy_input_of(
+    group: Any, numel: int, dtype: torch.dtype, *, packs_small: bool = False
+) -> ZeroCopyInput | None:
     """Return a placeholder for a reduction's input of ``numel`` elements. Local operation.
 
     Return ``None`` if all gradients must be copied, or if FSDP2 does not reduce the gradients of all trained
-    parameters. All ranks return the same.
+    parameters. All ranks return the same. ``packs_small``: every part is a collective of its own, so that small
+    gradients are always copied together.
     """
     if not group.__dict__.get(_KEY, False):
         return None
-    how = _parts_of(group)
-    if how.numel != numel or not any(part.is_large for part in how.parts):
+    how = _parts_of(group, packs_small)
+    if how.numel != numel or not any(part.is_alone and part.numel >= LARGE for part in how.parts):
         return None
     return ZeroCopyInput.make(how, dtype, group.device)
 
 
-def _parts_of(group: Any) -> ReduceScatterParts:
+def _parts_of(group: Any, packs_small: bool) -> ReduceScatterParts:
     """Return the parts of the gradients of a parameter group's trained parameters. Identical on all ranks."""
     trained = [managed for managed in _in_order(group) if managed.sharded_param.requires_grad]
-    known = group.__dict__.get(_PARTS)
-    if known is None or known[0] != trained:
-        known = group.__dict__[_PARTS] = trained, _find_parts(trained, group.mesh_info.shard_mesh_size)
+    key, known = (trained, packs_small), group.__dict__.get(_PARTS)
+    if known is None or known[0] != key:
+        parts = _find_parts(trained, group.mesh_info.shard_mesh_size, packs_small or len(trained) > FEW)
+        known = group.__dict__[_PARTS] = key, parts
     return known[1]
 
 
 # The parts depend on shapes only, so all ranks agree. A gradient with a different dtype, or one that is not
 # contiguous, is copied into a part of its own. FSDP2 keeps the input, and therefore the parts, until the
 # reduction has ended.
-def _find_parts(trained: list[Any], ranks: int) -> ReduceScatterParts:
+def _find_parts(trained: list[Any], ranks: int, packs_small: bool) -> ReduceScatterParts:
     """Compute the parts for a list of FSDP2's records, whose shapes are constant."""
     parts = list[ReduceScatterPart]()
     for managed in trained:
         numel = managed.padded_sharded_param_size.numel() * ranks
         if numel == 0:
             continue
-        if numel >= LARGE and not _reason_to_copy(managed, ranks):
-            parts.append(ReduceScatterPart(numel, 1, is_large=True))
-        elif parts and not parts[-1].is_large:
-            parts[-1] = ReduceScatterPart(parts[-1].numel + numel, parts[-1].count + 1, is_large=False)
+        if (numel >= LARGE or not packs_small) and not _reason_to_copy(managed, ranks):
+            parts.append(ReduceScatterPart(numel, 1, is_alone=True))
+        elif parts and not parts[-1].is_alone:
+            parts[-1] = ReduceScatterPart(parts[-1].numel + numel, parts[-1].count + 1, is_alone=False)
         else:
-            parts.append(ReduceScatterPart(numel, 1, is_large=False))
+            parts.append(ReduceScatterPart(numel, 1, is_alone=False))
     return ReduceScatterParts(ranks, tuple(parts))
 
 

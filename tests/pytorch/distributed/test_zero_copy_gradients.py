@@ -34,8 +34,9 @@ def test_same_bits(pool, axes, options):
         for number, seen in enumerate(result["counts"]):
             if number % 2:  # the twin
                 assert seen == {"reduced": 0, "copied": 0}
-            else:  # norms, biases, and rows that are not cut evenly
-                assert 0 < seen["copied"] < 0.2 * seen["reduced"]
+            else:  # rows that are not cut evenly, and with fp32 sums the small ones
+                assert 0 <= seen["copied"] < 0.2 * seen["reduced"]
+                assert seen["copied"] or options.get("recipe") == "current"
         assert "large parameters (branch.linear.weight, ...): " in result["report"]
 
 
@@ -54,7 +55,7 @@ def test_left_to_te_fsdp(pool):
         assert found == {
             ("nccl", "none"): ((), 0, 0),
             ("nccl", "fp32"): ((), 0, 0),
-            ("copy_engine", "none"): ((("", ("weight",)),), 64 * 64 + 64 + flags, 64 + flags),
+            ("copy_engine", "none"): ((("", ("weight",)),), 64 * 64 + 64 + flags, 0),
             ("copy_engine", "fp32"): (((casts, ("weight",)),), 0, 0),
         }
 
@@ -62,7 +63,9 @@ def test_left_to_te_fsdp(pool):
 @pytest.mark.ranks(2)
 def test_what_is_lost_would_show(pool):
     for error in pool.run_expect_error(straight.straight, 2, axes={"dp_shard": 2}, fault="lost"):
-        assert "layer.self_attention.layernorm_qkv.weight" in error.message
+        assert (
+            "layer.self_attention.layernorm_qkv.layer_norm_weight: 16 of 16 elements differ" in error.message
+        )
 
 
 @pytest.mark.ranks(2)
