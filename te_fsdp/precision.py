@@ -131,15 +131,14 @@ class PrecisionPlan:
         return None if dtype == own else dtype
 
     def fsdp2_policy(self, unit: str) -> Fsdp2Policy:
-        """Return FSDP2's own policy for a unit. Local operation.
-
-        ``reduce_dtype`` is set explicitly, because the meaning of ``None`` depends on the torch version.
-        """
+        """Return FSDP2's own policy for a unit. Local operation."""
         policy = self.policy
         return Fsdp2Policy(
             param_dtype=self.compute[unit],
+            # Not `None`, whose meaning depends on the version of torch.
             reduce_dtype=self.accumulation_dtype(unit),
             output_dtype=policy.output_dtype,
+            # FSDP2 casts inputs whenever its param_dtype is set, which is always the case here.
             cast_forward_inputs=policy.cast_forward_inputs and policy.param_dtype is not None,
         )
 
@@ -153,6 +152,8 @@ class PrecisionPlan:
             return
         done: dict[int, torch.nn.Parameter] = {}
         for _, module, name, parameter in iter_param_owners(model):
+            # FSDP2 makes no copy of replicated parameters in the compute dtype: forward would read the wider
+            # values.
             if is_replicated(module, name) or not _trained(parameter) or parameter.dtype == dtype:
                 continue
             if id(parameter) not in done:
@@ -186,6 +187,7 @@ def plan_precision(
     members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}
     for label, module, name, parameter in iter_param_owners(model):
         row = rows[id(module), name]
+        # A tied parameter has several labels, and belongs to the unit of the first one.
         if not row.storage.is_whole and label == row.owners[0] and parameter.is_floating_point():
             members[row.unit].append((label, parameter, _te.weight_quantizer(module, name) is not None))
     compute: dict[str, torch.dtype | None] = {}

@@ -85,6 +85,7 @@ class Encoded:
 
     def write(self, folder: Path, manifest: Manifest) -> None:
         """Write both files, synced to disk, and list them in the manifest. Local operation."""
+        # A pickle has the length of each string, so this needs a mark of the same length.
         metadata = self.metadata.replace(self.mark.encode(), manifest.identity.encode())
         with synced(folder / DCP_METADATA) as raw:
             raw.write(metadata)
@@ -244,6 +245,7 @@ def read_index(path: Path, manifest: Manifest) -> Index:
                 for key, found in _unpack(block, own) if any(head[0] in wanted for head in own) else ():
                     if key not in wanted:
                         continue
+                    # A negative number would select a file from the end of the list, without an error.
                     if len(found) and not 0 <= found[:, 0].min() <= found[:, 0].max() < len(files):
                         raise DamagedFileError(f"{key} is in a file that it does not name")
                     yield key, found

@@ -114,8 +114,12 @@ def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Recta
                         for read in reads:
                             read.result()
                     finally:
+                        # A read that has begun still writes into its buffer, also after another one has
+                        # failed.
                         wait(read for read in reads if not read.cancel())
             except (OSError, DamagedFileError) as error:
+                # An error of the file has the offset of the damaged piece, by which the message names its
+                # tensor.
                 begin = getattr(error, "begin", None)
                 keys = [f", of {piece.key}" for piece, _ in pieces if piece.offset == begin]
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
@@ -141,6 +145,7 @@ def pieces_to_read(
                     in_file[begin] = StoredPiece(file, key, begin, length, sizes, dtype), []
                 in_file[begin][1].append(part)
                 covered += math.prod(part.shape)
+        # Stored pieces do not overlap (`is_tiling`), so a count of elements is enough.
         if covered == sum(math.prod(sizes) for _, _, sizes in missing[key]):
             del missing[key]
     if missing:
@@ -221,6 +226,7 @@ class ReadShare:
         The parts have similar sizes, in the order of the whole: neighbors are adjacent in the files.
         """
         common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
+        # Digests, because the lists of a large model have many MB on all ranks together.
         members = ranks.round(lambda: digest(repr([*common])), _ranks_with_same_reads)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
         ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in common.items())]
@@ -321,6 +327,7 @@ class Conversion:
         value = torch.empty(self.owned.local.shape, dtype=torch.float32, device=self.owned.local.device)
         for part, box, places in self._boxes():
             read = {name: staged.new(place, value.device) for name, place in places.items()}
+            # Files have a leading dim of experts, of which each part is one.
             if part.place is not None:
                 read = {name: own[0] for name, own in read.items()}
             weight = value if part.index is None else value[part.index]

@@ -148,6 +148,7 @@ def _start_of_job() -> str:
         return ""
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else ""
+    # Not TORCHELASTIC_RESTART_COUNT of several nodes: ranks with different counts would use different keys.
     return f"{dist.get_world_size()}.{restarts}/"
 
 
@@ -201,8 +202,11 @@ class _Rendezvous:
             self.store.set(f"alive/{me}", address)
         # Before counting: a rank that sees all ranks counted can read all names.
         self.store.set(f"{number}/{me}", self.call)
+        # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different
+        # calls.
         mine = self.store.add(f"{number}/in/{self.call}", 1)
         came = self.store.add(f"{number}/came", 1)
+        # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
         self.store.delete_key(f"{number - 1}/{me}")
         if came == len(self.ranks):
             everyone_here = mine == came or self.store.add(f"{number}/in/{self.call}", 0) == came
@@ -242,6 +246,7 @@ class _Rendezvous:
                     continue
             if waited >= report_at:
                 self._report(waited)
+                # After 10, 20, 40, ... seconds, at last every 5 minutes.
                 report_at = min(2 * waited, waited + 300)
             # Polled, because a blocking wait in the store prints its own warnings. Short intervals at first, longer
             # ones later, so that thousands of ranks do not overload the store.

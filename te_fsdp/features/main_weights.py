@@ -100,6 +100,7 @@ def _require_one_model(model: nn.Module, optimizer: Optimizer, foreign: list[tor
     living = {id(parameter) for state in states.values() for parameter in state.parameters().values()}
     others = [parameter for parameter in foreign if id(parameter) in living]
     if others:
+        # fully_shard of FSDP2 has renamed the class.
         kinds = [type(state.model).__name__.removeprefix("FSDP") for state in states.values()]
         raise OrderError(
             f"{type(optimizer).__name__}: {len(others)} parameters of other sharded models "
@@ -239,12 +240,14 @@ def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)
         return
     main, keeps = main_parameters.make(optimizer, parameter), optimizer.master_weights
+    # With a main weight as parameter, FusedAdam would create another main weight of it.
     optimizer.master_weights = keeps and main is None
     try:
         optimizer.initialize_state(parameter if main is None else main, False)
     finally:
         optimizer.master_weights = keeps
     if main is not None:
+        # Between steps, state belongs to the parameter of the model.
         optimizer.state[parameter] |= optimizer.state.pop(main)
         rekey_scales(optimizer, main, parameter)
 
@@ -412,6 +415,7 @@ def _check_fresh(optimizer: Optimizer) -> None:
 
 def _check_same(shards: list[OptimizerShard]) -> None:
     """Check on all replicas that all have the same parameters in the same order; raise MeshError otherwise."""
+    # Sorted, so that all ranks run the collectives of their groups in the same order.
     for mine in sorted(
         group_by_key(shards, [shard.ranks for shard in shards]), key=lambda alike: alike[0].ranks
     ):

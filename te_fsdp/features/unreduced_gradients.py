@@ -3,11 +3,6 @@
 FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the optimizer's parameter. In one
 process that gradient would be in ``.grad``. So every way to clear ``.grad`` must drop it: ``optimizer.zero_grad()``,
 ``zero_grad()`` of any module, or a loop over parameters.
-
-[Note: markers] A backward that leaves a gradient unreduced sets ``.grad`` to an empty marker of the gradient's shape,
-unless ``.grad`` has a reduced gradient already. A marker refuses to be read, since its norm would be wrong. It is
-removed before the reduction. If ``.grad`` is ``None`` by then, the user has cleared it. The unreduced gradient is
-dropped at the start of the next forward, backward, reduction or step.
 """
 
 from __future__ import annotations
@@ -49,6 +44,10 @@ _NAME = "_te_fsdp_name"
 _ZEROED = "_te_fsdp_zeroed"
 
 
+# [Note: markers] A backward that leaves a gradient unreduced sets ``.grad`` to an empty marker of the
+# gradient's shape, unless ``.grad`` has a reduced gradient already. A marker refuses to be read, since its
+# norm would be wrong. It is removed before the reduction. If ``.grad`` is ``None`` by then, the user has
+# cleared it. The unreduced gradient is dropped at the start of the next forward, backward, reduction or step.
 class _Unreduced(UnreadableGradient):
     """Operations of markers ([Note: markers])."""
 
@@ -79,6 +78,8 @@ class _Unreduced(UnreadableGradient):
             if rest:
                 func(rest, **kwargs)
             return args[0]
+        # `p.grad.detach_().zero_()` clears a gradient: it must be this marker that is set to zero, not a
+        # copy.
         if name in ("detach", "detach_"):
             return args[0]
         # torch.compile reads metadata of .grad for each parameter that a forward uses, but not its values.
@@ -136,6 +137,8 @@ class UnreducedGradients(Component):
         self, parameter: torch.Tensor, source: Any, group: Any = None, owner: Component | None = None
     ) -> None:
         """Mark a parameter with an unreduced gradient. Local operation."""
+        # A later microbatch of the same step: `seen` stays the `.grad` of the first one, by which clearing is
+        # noticed.
         if id(parameter) in self._marked:
             return
         if parameter.grad is None:
@@ -186,6 +189,8 @@ class UnreducedGradients(Component):
     def after_forward(self, output: Any) -> None:
         """Drop cleared gradients at the start of each backward of this output. Local operation."""
         self.mark_unsharded()
+        # A hook of the output runs before any hook of a parameter. Outputs may be several tensors, so the
+        # hook runs several times per backward, and only the first one has an effect.
         start = functools.partial(_start_backward, weakref.ref(self))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
@@ -231,6 +236,7 @@ class UnreducedGradients(Component):
         if not cleared:
             return
         keys = {id(marked.parameter) for marked in cleared}
+        # All units are checked before the first gradient is dropped, so an error changes nothing.
         for marked in cleared:
             if marked.group is not None and _fsdp2_gradients.has_partial_reduction(marked.group):
                 self._require_all_cleared(marked, keys)

@@ -1,20 +1,8 @@
 """Checks that a quantized weight can be trained on this mesh and device.
 
-A block format has one scale per block of values (MXFP8 32, NVFP4 16, float8-block 128 x 128), so a shard must consist
-of full blocks. FSDP2 shards a dim of length L over n ranks into chunks of ceil(L / n), and its reduce-scatter shards
-gradients the same way (``torch._chunk_cat``). The chunk sizes cannot be chosen. There are three cases:
-
-- Rows divisible by ``n * block``: FSDP2 shards rows, its default.
-- Otherwise, columns divisible by ``n * block``: FSDP2 shards columns (``shard_placement_fn``).
-- Otherwise the weight cannot be sharded. A short last chunk rarely helps: the chunks together lack fewer than ``n``
-  rows, so full blocks are missing only if ``n`` exceeds the block size. TE does not support MXFP8 or NVFP4 for rows
-  that are not a multiple of the block. float8-block has a short last block, which is accepted along dims that neither
-  FSDP2 nor tp shards.
-
-Float8 has one scale per weight. Its shards may have any size, including 0.
-
-The checks use shapes only, so every rank raises the same error without communication. Combinations that TE or the
-device does not support raise before the first step, with the reason. ``docs/support.md`` lists them.
+[Note: blocks and shards] at :func:`fits` has the rules. The checks use shapes only, so every rank raises the same error
+without communication. Combinations that TE or the device does not support raise before the first step, with the reason.
+``docs/support.md`` lists them.
 """
 
 from __future__ import annotations
@@ -72,6 +60,7 @@ class Weight:
         """Return the same original weight for a different tp size, or ``None`` if it does not divide the weight."""
         dim, shape = self.rule.shard_dim, self.shape
         if dim is not None:
+            # `shape` is tp-local, so the size over all tp ranks is the same for every tp size.
             size = shape[dim] * self.tp
             if size % tp:
                 return None
@@ -110,6 +99,19 @@ def plan_shard_dims(
     return dims
 
 
+# [Note: blocks and shards] A block format has one scale per block of values (MXFP8 32, NVFP4 16, float8-block
+# 128 x 128), so a shard must consist of full blocks. FSDP2 shards a dim of length L over n ranks into chunks
+# of ceil(L / n), and its reduce-scatter shards gradients the same way (``torch._chunk_cat``). The chunk sizes
+# cannot be chosen. There are three cases:
+#
+# - Rows divisible by ``n * block``: FSDP2 shards rows, its default.
+# - Otherwise, columns divisible by ``n * block``: FSDP2 shards columns (``shard_placement_fn``).
+# - Otherwise the weight cannot be sharded. A short last chunk rarely helps: the chunks together lack fewer than ``n``
+#   rows, so full blocks are missing only if ``n`` exceeds the block size. TE does not support MXFP8 or NVFP4 for rows
+#   that are not a multiple of the block. float8-block has a short last block, which is accepted along dims that neither
+#   FSDP2 nor tp shards.
+#
+# Float8 has one scale per weight. Its shards may have any size, including 0.
 def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
     """Return whether all shards of a weight fit its format if FSDP2 shards ``dim`` over ``fsdp_size`` ranks."""
     if weight.format.has_one_scale:
@@ -189,6 +191,7 @@ def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:
         return all(w is not None and fitting_dim(w, other.dp_shard) is not None for w in moved)
 
     def distance(other: Grid) -> float:
+        # In logarithms, so that half as many and twice as many ranks are equally near.
         return abs(math.log(grid.tp / other.tp)) + abs(math.log(grid.dp_shard / other.dp_shard))
 
     world = grid.dp_replicate * grid.dp_shard * grid.tp

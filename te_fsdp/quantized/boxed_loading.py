@@ -39,6 +39,8 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
         for name, parameter in owner._parameters.items():
             key = f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
             value = state_dict.get(key)
+            # The state dict may contain fewer entries than the model (a partial load), or copies instead of
+            # the model's tensors.
             held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
             if parameter is None or held is None or not _te.is_quantized(held):
                 continue
@@ -65,6 +67,7 @@ def _copy_to_entry(held: torch.Tensor, local: torch.Tensor) -> None:
         if plain is not None and values is not None:
             plain.copy_(values)
             continue
+        # Components that share their memory with the weight are already written.
         own = {component.name: component.tensor for component in components_of(theirs, "weight")}
         for one in components_of(mine, "weight"):
             if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
@@ -84,6 +87,7 @@ def finish_load(state_dict: Any) -> None:
         for container, key, value in _entries(state_dict)
         if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
     ]
+    # One all-reduce per mesh and dim, not one per weight.
     for mesh in dict.fromkeys(value.device_mesh for _, _, value in found):
         group = [one for one in found if one[2].device_mesh == mesh]
         waits = torch.tensor(
@@ -147,6 +151,8 @@ def _wrap_load(stock: Any) -> Any:
     @functools.wraps(stock)
     def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         stock(state_dict, *args, **kwargs)
+        # With `no_dist`, each rank loads for itself and others may not load at all, so a collective would
+        # hang.
         no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
         if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
             finish_load(state_dict)
