@@ -106,6 +106,7 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
     boot = Path("/proc/sys/kernel/random/boot_id")
     # Containers of one host have different names, but the boot id of the host.
     host = f"{socket.gethostname()} {boot.read_text().strip() if boot.exists() else ''}"
+    # One gather for everything that all ranks must know, because each gather waits for the slowest rank.
     own = host, _identity(device), _out_of_reach(device), _torch_transport.may_share_a_gpu(), uuid.uuid4().hex
     gathered = gather(own, group)
     hosts = {host for host, *_ in gathered}
@@ -131,6 +132,7 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
             made = peers, peers.share(_LEAST)
         except RuntimeError as error:
             reason = f"sharing memory failed: {str(error).splitlines()[0]}"
+        # The ranks must agree: memory that only some have shared is useless.
         reasons = list(filter(None, gather(reason, group)))
         if made is not None and not reasons:
             return made

@@ -72,6 +72,7 @@ def _is_equal(contents: Contents, name: str, other: str) -> bool:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
         for block in a.blocks():
+            # As bytes, because NaN differs from itself.
             one, two = (t.rows(*block).contiguous().view(-1).view(torch.uint8) for t in (a, b))
             if not torch.equal(one, two):
                 return False
@@ -94,6 +95,7 @@ def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
         if not is_equal:
             contents.notes.append(f"{name}: tied to {first} in this model, but its stored values differ")
             continue
+        # Before the name is removed from the tables, which tell whether a weight has components.
         ends = _ends(contents, name)
         is_absent = first not in contents.names
         for table in (manifest.parameters, manifest.buffers):

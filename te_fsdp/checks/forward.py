@@ -7,10 +7,6 @@ All ranks of a model must run the same computation: training or evaluation, reci
     in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
                    same on all ranks, because reductions must match
     in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
-
-A rank compares with the others when something differs from its last forward. In steady state a forward compares a few
-objects and the flags of the parameters. Ranks that change together compare, and raise together. A rank that changes
-alone waits for the others, logs it, and gives up: the others are in an all-gather of torch's by then.
 """
 
 from __future__ import annotations
@@ -173,6 +169,10 @@ def raise_together(state: ShardedModel, run: Callable[[], None]) -> None:
     state.computed.mode = mode
 
 
+# [Note: when ranks compare] A rank compares with the others when something differs from its last forward. In
+# steady state a forward compares a few objects and the flags of the parameters. Ranks that change together
+# compare, and raise together. A rank that changes alone waits for the others, logs it, and gives up: the
+# others are in an all-gather of torch's by then.
 def compare_computation(state: ShardedModel) -> None:
     """Compare, before a forward of the model, its mode, recipe and trained parameters over ranks.
 
@@ -315,6 +315,7 @@ def _rendezvous(what: str, mesh: DeviceMesh) -> Iterator[None]:
     """Begin the context when all ranks have arrived. Ranks that wait in vain report what has changed on them."""
     call, _, here = what.partition(": ")
     arrived = False
+    # The ranks that do not raise would not join the all-reduce with which te.autocast ends.
     with _te.skip_amax_reduction_after_errors():
         try:
             with collective_call(call, mesh):

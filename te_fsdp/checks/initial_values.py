@@ -27,6 +27,7 @@ def compare_random_states(mesh: DeviceMesh, label: str, device: torch.device) ->
 
     Collective over ``mesh`` (one max all-reduce of two integers per axis). All ranks raise.
     """
+    # Weights on a device are drawn from the generator of that device.
     on_cpu = device.type == "cpu"
     state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
     with collective_call(f"reset_parameters ({label})", mesh):
@@ -122,6 +123,7 @@ def _drawn(held: dict[str, torch.Tensor], *, copies: bool = False) -> dict[str, 
         return {}
     sums = torch.stack([checksum(tensor) for tensor in held.values()]).tolist()  # fetched in one transfer
     constant = torch.stack([is_constant(tensor) for tensor in held.values()]).tolist()
+    # The experts of a layer have names that differ by a number: weight0, weight1, ...
     kinds = [label.rstrip("0123456789") for label in held]
     by_kind: dict[str, list[int]] = {}
     for kind, value in zip(kinds, sums, strict=True):

@@ -122,6 +122,7 @@ class LearningRates:
             if place == len(self._rates):
                 dtype = value.dtype if isinstance(value, torch.Tensor) else torch.float32
                 self._rates.append((torch.empty((), dtype=dtype, device=self._device), None))
+            # A recorded kernel has the address of this tensor, so a new rate is written into it.
             rate, known = self._rates[place]
             if isinstance(value, torch.Tensor):
                 rate.copy_(value.detach().reshape(()), non_blocking=True)  # it may be changed in place
@@ -133,6 +134,8 @@ class LearningRates:
     def in_place(self) -> Iterator[None]:
         """Set these tensors in the groups, for the duration of a context."""
         groups = self._optimizer.param_groups
+        # Schedulers and state dicts read numbers from the groups, so the tensors are there during the step
+        # only.
         kept = [group["lr"] for group in groups]
         for group, (rate, _) in zip(groups, self._rates, strict=True):
             group["lr"] = rate
@@ -176,6 +179,7 @@ def reason_for_eager_step(optimizer: Optimizer) -> str:
             return "FusedAdam was built without capturable=True"
         main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
         replaced = main_parameters is not None and main_parameters.cuts
+        # With replaced parameters FusedAdam sees main weights only, and te_fsdp quantizes.
         quantized = [local for _, _, local in quantized_among(parameters_of_optimizer(optimizer))]
         if not replaced and any(map(_te.has_delayed_scale, quantized)):
             return (

@@ -1,8 +1,7 @@
 """``graphed_step``: record a training step into CUDA graphs once, then replay it.
 
-    gradients    forward and backward of all microbatches, reductions, norm and clipping          one graph
-    update       the optimizer's step with main weights and quantization                          another graph, or
-    eager
+    gradients    forward and backward of all microbatches, reductions, norm and clipping         one graph
+    update       the optimizer's step with main weights and quantization                         another graph, or eager
 
 The graphs contain the device's work. The following host work runs around each replay:
 
@@ -10,10 +9,6 @@ The graphs contain the device's work. The following host work runs around each r
                  optimizer are those of the recording
     between      check ``report_nan``, so that an error leaves the weights unchanged
     after        increment the versions of parameters, copy outputs
-
-A recording assumes that the following is the same in each step: sync modes and ``last_microbatches`` (only compared
-with each other, and advanced by eager steps only), order and number of microbatches, FSDP2's state (as after any
-complete step), and the order of reductions on which ranks agree over the CPU (agreed once).
 """
 
 from __future__ import annotations
@@ -125,6 +120,10 @@ def graphed_step(
     return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators))
 
 
+# [Note: assumptions of a recording] A recording assumes that the following is the same in each step: sync
+# modes and ``last_microbatches`` (only compared with each other, and advanced by eager steps only), order and
+# number of microbatches, FSDP2's state (as after any complete step), and the order of reductions on which
+# ranks agree over the CPU (agreed once).
 @dataclass
 class _Recording:
     """A recorded step for one kind of inputs."""
@@ -226,6 +225,7 @@ class GraphedStep:
         output = self._eager(*_torch.unflatten(there, structure))
         self._steps += 1
         if not self._has_run(signature):
+            # Only the latest kinds, so that memory stays bounded for data with many shapes.
             self._known = [*self._known[1 - MAX_KINDS :], signature]
         return output
 
@@ -302,6 +302,7 @@ class GraphedStep:
         if recording is None:
             return None
         if recording.update is not None and self._state.components.get(NanReport) is None:
+            # Both graphs are replayed at once: nothing reads gradients between them.
             recording.held = []
         self._recorded.append(recording)
         self._snapshot = Snapshot(self._state, None if recording.update is None else self._optimizer)
@@ -383,6 +384,8 @@ class GraphedStep:
             report.check()
         if recording.update is not None:
             recording.update.replay()
+            # A replay changes memory without the code that counts versions. Autograd would not notice saved
+            # tensors that were overwritten.
             increment_version(recording.trained)
         else:
             norm = self._clip() if norm is None else norm
@@ -393,5 +396,6 @@ class GraphedStep:
             report.forget()
         self.replays += 1
         found, structure = _torch.flatten(tuple(recording.output._replace(grad_norm=norm)))
+        # The next replay writes to the same addresses.
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
         return StepOutput(*_torch.unflatten(copies, structure))

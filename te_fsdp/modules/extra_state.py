@@ -93,6 +93,7 @@ def pack_experts(state: dict[str, Any], first: int) -> torch.Tensor:
     count = state["recipe"]["num_gemms"]
     rows = []
     for index in range(count):
+        # The index has a fixed width, so that all rows have equal length.
         recipe = {**state["recipe"], "num_gemms": 1, _EXPERT: f"{first + index:08d}"}
         tensors = {key: value.chunk(count, -1)[index] for key, value in state.items() if key != "recipe"}
         rows.append(pack((), {"recipe": recipe, **tensors}))

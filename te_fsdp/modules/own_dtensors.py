@@ -67,6 +67,7 @@ def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | No
     for axis, placement in enumerate(parameter.placements):
         if mesh.size(axis) == 1:
             continue
+        # The user may have named the axes of the mesh in any way, so an axis is recognised by its ranks.
         at = tuple(slice(None) if other == axis else place for other, place in enumerate(coordinate))
         ranks = mesh.mesh[at].tolist()
         name = next(
@@ -153,6 +154,7 @@ def dim_to_shard(parameter: DTensor, own: OwnDTensor, ranks: int) -> int:
         for axis, placement in enumerate(own.placements):
             if _torch.shard_dim_of(placement) == dim:
                 size = own.mesh.size(axis)
+                # The parts of an uneven dim have different lengths, and all ranks must choose the same dim.
                 ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
                 lengths = {high - low for low, high in ends}
         if 0 not in lengths and all(n % ranks == 0 for n in lengths):

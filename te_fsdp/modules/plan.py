@@ -63,6 +63,8 @@ def plan_modules(
     if ep_mesh is None or ep_mesh.size() == 1:
         planned = _plan(model, dense, None, set(), where, stays_replicated)
     else:
+        # Each rank of ep has different experts. If one raises, the others must not wait for it in
+        # `experts_over`.
         with raised_on_all_ranks(ep_mesh, where):
             planned = _plan(model, dense, of_experts, find_experts(model, experts), where, stays_replicated)
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
@@ -106,6 +108,7 @@ def _plan(
 
 def _with_own(item: ModulePlan, ep_mesh: DeviceMesh | None) -> ModulePlan:
     """Return the plan of a module with the placements of the user's DTensors, which replace rules."""
+    # Its DTensors are those of an earlier call, not of the user.
     if binding_of(item.module) is not None:
         return item
     meshes, label = item.meshes, item.name or type(item.module).__name__
@@ -165,6 +168,7 @@ def _check_item(item: ModulePlan) -> None:
         if quantizer is None:
             continue
         check_quantizer(f"{label}.{name}", quantizer)
+        # A rank knows the amax of its own shard only. The scale is that of all shards.
         is_cut_alone = tp_mesh is not None and tp_mesh.size() > 1 and weight_mesh is None
         if is_cut_alone and _te.needs_shared_amax(quantizer):
             raise MeshError(
@@ -262,6 +266,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
         MeshError: A module was built for a different tp size.
         PlacementError: A module has no rules, or unsupported options.
     """
+    # named_modules() yields an attention module before the projections in it, whose layouts depend on it.
     layouts: dict[int, Layout] = {}
     per_head: set[int] = set()
     planned = []
@@ -398,6 +403,7 @@ def original_layouts(root: nn.Module) -> dict[int, dict[str, Layout]]:
             fused.update(_fused_layouts(module))
         if kind in (None, "unknown"):
             continue
+        # Everything else of a module, such as the weight of a norm, is one matrix or vector.
         layouts = dict.fromkeys(module._parameters, PLAIN)
         if kind in ("Linear", "LayerNormLinear"):
             names = {*module.weight_names, *module.bias_names} & layouts.keys()

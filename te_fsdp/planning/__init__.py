@@ -132,6 +132,7 @@ class Plan:
         if not self.flops:
             raise CheckpointError("plan: it contains no operation counts", fix="plan the job again")
         states = sum(size for words, size in self.held.items() if not words.startswith("weights, "))
+        # The optimizer is bound by memory: it reads and writes states, reads gradients and writes weights.
         updated = 2 * states + self.gradients + self.held_bytes - states
         return step_time(self.flops, self.traffic, updated, self.largest_unit, self.sizes, machine)
 
@@ -227,6 +228,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     return Plan(
         job=job.described(),
         sizes=sizes,
+        # The plan turns checks off, which says nothing about the job.
         report=dataclasses.replace(describe(model, settled=True), checks=""),
         held=held,
         gradients=sum_of(weights, "gradient"),
@@ -343,6 +345,7 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
     divisors = [one for one in range(1, ranks + 1) if ranks % one == 0]
     for tp, ep, replicas in itertools.product(divisors, repeat=3):
         shards, rest = divmod(ranks, tp * ep * replicas)
+        # tp communicates in each layer, which is slow between nodes.
         if not rest and tp <= node and experts % ep == 0:
             yield Sizes(replicas, shards, cp, ep, tp)
 

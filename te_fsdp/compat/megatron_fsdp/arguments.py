@@ -151,6 +151,7 @@ def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STR
     """Return the name of a strategy given by name or number; raise PlacementError if there is none."""
     if value in names:
         return str(value)
+    # A bool is an int in Python, but `True` as a strategy is a mistake.
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return names[value]
     numbered = ", ".join(f"{number} or {name!r}" for number, name in enumerate(names))
@@ -273,6 +274,7 @@ def native_meshes(
     sizes, places = {axis: size for axis, (size, _) in zip(axes, found, strict=True)}, [at for _, at in found]
     place = 0
     if expt_device_mesh is not None:
+        # Dense parameters are sharded over the ranks of dp_shard and ep together.
         shards, (expert_shards, place) = sizes["dp_shard"], _place(expt_device_mesh, dp_shard_dim, "dp_shard")
         if shards % expert_shards:
             raise MeshError(
@@ -287,6 +289,7 @@ def native_meshes(
     if meshes.expert_mesh is not None:
         mine.append(meshes.expert_mesh["dp_shard"].get_local_rank())
         places.append(place)
+    # The order may be right for some ranks by chance, and all must raise.
     if on_any_rank(mine != places):
         raise MeshError(
             "fully_shard: device_mesh or expt_device_mesh",
