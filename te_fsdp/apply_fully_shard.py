@@ -1,14 +1,4 @@
-"""``fully_shard``: set_device_mesh, then FSDP2 unit by unit, then what FSDP2 leaves undone.
-
-Gradients of experts come out as in one process:
-
-    one process       gradient of the mean loss over all tokens
-    dense parameter   every rank has a mean over its own tokens    -> mean over all data-parallel ranks
-    expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that hold the expert,
-                      its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
-
-FSDP2 would divide by the number of ranks that hold the expert. te_fsdp sets the other number.
-"""
+"""``fully_shard``: set_device_mesh, then FSDP2 unit by unit, then what FSDP2 leaves undone."""
 
 from __future__ import annotations
 
@@ -160,7 +150,8 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
 def _inner_first(plan: ModelPlan) -> list[str]:
     """Return the names of the units that FSDP2 manages, each after all units inside of it.
 
-    A module that several units share has one name, by which it is inside of one of them. FSDP2 must cut it before any.
+    A module that several units share has one name, by which it is inside of one of them. FSDP2 must shard it before any
+    of them.
     """
     modules = {
         name: plan.model.get_submodule(name) for name in reversed(plan.units) if name not in plan.whole
@@ -192,12 +183,21 @@ def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh
     return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
 
 
+# [Note: gradients of experts] Gradients of experts come out as in one process:
+#
+#     one process       gradient of the mean loss over all tokens
+#     dense parameter   every rank has a mean over its own tokens    -> mean over all data-parallel ranks
+#     expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that hold the expert,
+#                       its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
+#
+# FSDP2 would divide by the number of ranks that hold the expert. te_fsdp sets the other number.
 def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
-    """Tell FSDP2 by what to divide gradients, where it would not know; and TE over whom to reduce the amax, likewise.
+    """Set the divisor of gradients where FSDP2's own would be wrong, and the group over which TE reduces the amax.
 
-    Local operation but for the process group of that; call after ``fully_shard``. Gradients of experts are divided by
-    as many ranks as FSDP2 divides those of dense parameters by; what is averaged outside of FSDP2 is so for both. All
-    gradients are divided by one if the user wants sums. ``policy`` is FSDP2's, of models without one of ours.
+    Call it after ``fully_shard``. Local operation, except that a process group may be created for the amax. Gradients
+    of experts are divided by the same number as those of dense parameters. The average of HFSDP over ``dp_replicate``
+    is outside of FSDP2, and the same for both. With ``average_gradients=False`` all gradients are sums. ``policy`` is
+    FSDP2's, for models without a precision policy of te_fsdp.
     """
     average = state.average_gradients
     meshes = {True: state.meshes.expert_amax, False: state.meshes.amax}

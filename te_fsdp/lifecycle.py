@@ -7,14 +7,6 @@ torch calls hooks in the order of their registration, which depends on the progr
 which docs/internals.md prints. Their functions only use parameters with te_fsdp's record
 (:class:`te_fsdp.records.ParameterRecord`), so that optimizers of other models in the process are not affected.
 
-**tp-replicated parameters** are kept bitwise equal here. Without sequence parallelism each tp rank computes the same
-gradient of norms, row-parallel biases and modules outside of TE, from the same inputs. On a GPU the results can
-differ, because some kernels sum in the order in which their blocks finish. On an H200, torch's embedding backward in
-fp32 gave 200 different results in 200 runs, and copies of TE's row-parallel biases differed after two steps. The
-differences are rounding errors, but the copies would never become equal again, and a checkpoint can contain only one
-of them. So before every step all ranks use the gradients of the first tp rank, after FSDP2 has reduced and sharded
-them. Optimizers work elementwise, so that parameters and states stay equal.
-
 Checks of a step are in ``te_fsdp.checks``: :func:`run_checks` calls them.
 """
 
@@ -66,6 +58,7 @@ class Step:
     def __init__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizer = optimizer
         self.where = f"{type(optimizer).__name__}.step"
+        # torch passes the optimizer itself as the first argument.
         self.closure = kwargs.get("closure") or next(filter(callable, args[1:]), None)
 
     @functools.cached_property
@@ -117,6 +110,7 @@ class _Lists:
             function(step)
         if step.closure is given:
             return None
+        # The user may have passed the closure by position or by name.
         exchanged = {id(given): step.closure}
         args = tuple(exchanged.get(id(value), value) for value in args)
         return args, {key: exchanged.get(id(value), value) for key, value in kwargs.items()}
@@ -152,6 +146,14 @@ def run_checks(step: Step) -> None:
         check(step)
 
 
+# [Note: tp-replicated parameters] They are kept bitwise equal. Without sequence parallelism each tp rank
+# computes the same gradient of norms, row-parallel biases and modules outside of TE, from the same inputs. On
+# a GPU the results can differ, because some kernels sum in the order in which their blocks finish. On an
+# H200, torch's embedding backward in fp32 gave 200 different results in 200 runs, and copies of TE's
+# row-parallel biases differed after two steps. The differences are rounding errors, but the copies would
+# never become equal again, and a checkpoint can contain only one of them. So before every step all ranks use
+# the gradients of the first tp rank, after FSDP2 has reduced and sharded them. Optimizers work elementwise,
+# so that parameters and states stay equal.
 def sync_tp_replicas(step: Step) -> None:
     """Replace gradients of tp-replicated parameters by those of the first tp rank.
 

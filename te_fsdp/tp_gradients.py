@@ -1,12 +1,4 @@
-"""Sum the gradients of a unit that are partial over tp: one all-reduce a unit, before FSDP2 reduces them.
-
-Under sequence parallelism each rank of tp has a part of the gradients of norms and of some biases. FSDP2 would have
-DTensor sum them one by one, each by an all-reduce of its own with some hundred calls of Python around it. Here they are
-copied into one buffer, summed by one all-reduce, and handed to FSDP2 as what they are then, equal on all ranks.
-
-The sums are those of DTensor but for the order in which the backend adds up more than two ranks: over two they are the
-same bits, over more the last bit may differ.
-"""
+"""Sum the gradients of a unit that are partial over tp with one all-reduce per unit, before FSDP2 reduces them."""
 
 from __future__ import annotations
 
@@ -26,13 +18,20 @@ from te_fsdp.upstream import (
 _SUM = Partial()
 
 
+# [Note: partial gradients] Under sequence parallelism each rank of tp has a part of the gradients of norms and
+# of some biases. FSDP2 would let DTensor sum each of them with its own all-reduce and some hundred calls of
+# Python. Here they are copied into one buffer, which one all-reduce sums. FSDP2 then gets gradients that are
+# equal on all ranks of tp.
+#
+# The sums have the same bits as DTensor's over two ranks. Over more ranks the backend may add in a different
+# order, so that the last bit may differ.
 def sum_at_once(group: Any) -> None:
-    """Let FSDP2's parameter group sum partial gradients together whenever it reduces. Local operation."""
+    """Let FSDP2's parameter group sum partial gradients together in each reduction. Local operation."""
     _fsdp2_patches.add_reduction_listener(group, before=_sum)
 
 
 def _sum(group: Any) -> None:
-    """Sum what waits of a group over tp. Collective over tp: one all-reduce for each dtype, of all at once."""
+    """Sum the partial gradients of a group. Collective over tp: one all-reduce per dtype."""
     records = _fsdp2_settled.replicated_records(group)
     found: dict[tuple[int, torch.dtype], list[tuple[Any, DTensor]]] = {}
     for managed, gradient in _fsdp2_settled.partial_gradients(records, _SUM) if records else ():

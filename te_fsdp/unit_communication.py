@@ -1,16 +1,9 @@
 """Communication of FSDP2's units: all-gather of weights, and dtype and ranks of the gradient reduction.
 
-For a different communication dtype each unit has a custom reduce-scatter. FSDP2 calls ``allocate`` for the input,
-copies gradients to it (the copy also casts), calls ``allocate`` for the output, reduces, all-reduces the output over
-``dp_replicate``, and casts it to the sharded gradient's dtype. The buffers determine the dtypes:
-
-    input     the communication dtype, if there is one and FSDP2 can copy to it, so that no further cast is needed
-    output    main_grads_dtype; the communication dtype if FSDP2 then all-reduces the output over dp_replicate. For
-              fp32 sums FSDP2 gets a process group with te_fsdp's own all-reduce
-
-Units without a communication dtype need no custom reduce-scatter, except for ``zero_copy_gradients``: gradients are
-then reduced from their own memory, without FSDP2's copy (``te_fsdp/upstream/symmetric_memory.py``). ``"auto"`` does so
-in units with ``copy_engine``, if any of their large gradients qualifies.
+For a different communication dtype each unit has a custom reduce-scatter ([Note: buffers of a reduction]). Other units
+need none, except for ``zero_copy_gradients``: gradients are then reduced from their own memory, without FSDP2's copy
+(``te_fsdp/upstream/symmetric_memory.py``). ``"auto"`` does so in units with ``copy_engine``, if any of their large
+gradients qualifies.
 
 The weights of each unit are all-gathered by NCCL as FSDP2 does, or by the copy engines:
 
@@ -120,6 +113,13 @@ def _input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype
     return wire if _fsdp2.can_copy_gradients_into(wire, device) else dtype
 
 
+# [Note: buffers of a reduction] FSDP2 calls ``allocate`` for the input, copies gradients to it (the copy also
+# casts), calls ``allocate`` for the output, reduces, all-reduces the output over ``dp_replicate``, and casts
+# it to the sharded gradient's dtype. The buffers determine the dtypes:
+#
+#     input     the communication dtype, if there is one and FSDP2 can copy to it, so that no further cast is needed
+#     output    main_grads_dtype; the communication dtype if FSDP2 then all-reduces the output over dp_replicate. For
+#               fp32 sums FSDP2 gets a process group with te_fsdp's own all-reduce
 class UnitReduceScatter(_torch.ReduceScatter):
     """The reduce-scatter of one unit (``FSDPModule.set_custom_reduce_scatter``)."""
 
@@ -144,6 +144,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
         assert unit is not None  # its backward is running
         shards, replicas, outer = fsdp2_units.reduction_of(unit)
         numel, backward, buffer = int(size[0]), _torch.backward_id(), None
+        # The id of the backward, because after an error an input may have had no output.
         if self._input == (backward, numel * shards):
             self._input = None
             seen, self._buffer = self._buffer, None
@@ -289,6 +290,7 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
             continue
         why = _default_transport_reason(wanted, device, state.units[name])
         if not why:
+            # Units over the same ranks share one setup, which is collective and takes memory.
             found = known.get(ranks.group_name)
             if found is None:
                 made = connect_peers(device, ranks)

@@ -95,7 +95,7 @@ def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
         if not is_equal:
             contents.notes.append(f"{name}: tied to {first} in this model, but its stored values differ")
             continue
-        # Before the name is removed from the tables, which tell whether a weight has components.
+        # Before the name is removed from the tables that list the components of a weight.
         ends = _ends(contents, name)
         is_absent = first not in contents.names
         for table in (manifest.parameters, manifest.buffers):

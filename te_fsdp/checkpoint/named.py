@@ -162,7 +162,7 @@ def compare_optimizers(
         found.optimizer["optimizer: none in the checkpoint", WHOLE_OPTIMIZER] = None
         return
     there = split(saved)
-    # Without names on one side, there is no way to tell which optimizer is which.
+    # Without names on one side, optimizers cannot be matched.
     if ("" in there) != ("" in parts):
         shown = [shorten([*names]) if "" not in names else "one without a name" for names in (there, parts)]
         found.optimizer[f"optimizer: saved {shown[0]}, here {shown[1]}", WHOLE_OPTIMIZER] = None

@@ -209,6 +209,7 @@ def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
             got=dtype,
             fix="use a floating-point dtype that every transport can sum",
         )
+    # Reductions read the setting when they start, so one assignment changes all later ones.
     before, comm.dtype = comm.dtype, dtype
     try:
         yield
@@ -270,6 +271,7 @@ def _all_reduce(
     dtype, shape = buffer.dtype, buffer.shape
     wire = dtype if comm is None else comm.wire(dtype)
     if comm is not None and comm.fp32_sum and wire != torch.float32:
+        # An all-to-all needs parts of one size, so the buffer is padded to a multiple of the ranks.
         padded = -(-buffer.numel() // ranks)
         sent = buffer.new_zeros(padded * ranks, dtype=wire)
         sent[: buffer.numel()].copy_(buffer.view(-1))
@@ -277,6 +279,7 @@ def _all_reduce(
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
         def gather_sums() -> torch.Tensor:
+            # The all-to-all has read `sent`, so its memory is free for the result.
             gather = _first_available(dist, "all_gather_single", "all_gather_into_tensor")
             gather(sent, _add_in_fp32(received, group, op).to(wire), group=group)
             return sent[: shape.numel()].to(dtype).view(shape)

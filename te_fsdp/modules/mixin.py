@@ -4,11 +4,6 @@ During a forward, DTensor parameters are replaced by the local tensors that TE's
 
     forward    DTensor parameter --(same local object, not a copy, not a view)--> TE kernel
     backward   local gradient    --(wrapped as DTensor: own placement, or Partial)--> FSDP2 / the parameter
-
-The object identity matters. FSDP2 refills the buffers of one local tensor object for the backward pass. TE swaps
-attributes of this object (rowwise data for forward, columnwise data for backward). A view would keep stale data.
-Modules outside of TE get a different object over the same memory, because torch functions save their inputs and the
-autograd node is removed from the object itself at the end of forward.
 """
 
 from __future__ import annotations
@@ -61,6 +56,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+# [Note: the same local tensor] The object identity matters. FSDP2 refills the buffers of one local tensor
+# object for the backward pass. TE swaps attributes of this object (rowwise data for forward, columnwise data
+# for backward). A view would keep stale data. Modules outside of TE get a different object over the same
+# memory, because torch functions save their inputs and the autograd node is removed from the object itself at
+# the end of forward.
 class _ToLocal(torch.autograd.Function):
     """Convert DTensor parameters to their local tensors, with one autograd node per module."""
 

@@ -1,38 +1,7 @@
 """Corrections to the all-gather hooks of TE's quantized tensors.
 
-Bugs of the stock hooks (TE 2.20.2 with torch 2.11 to 2.15). A wrapper fixes each and does not affect modules
-without a te_fsdp binding:
-
-1. From the second all-gather on, FSDP2 passes ``out`` as the DTensor around the unsharded weight. TE sets the gathered
-   buffers on that wrapper, and kernels keep reading the old ones.
-2. Every all-gather replaces the tensor's amax group by the FSDP group, so scales differ between tp ranks. 3. With a
-shard axis of size 1 FSDP2 copies only the first of several buffers (pytorch PR #197999). Nothing is sent
-   then, and the unsharded weight uses the shard's own buffers.
-4. FSDP2 calls ``torch.as_strided`` on the first gathered tensor. TE's version scrambles the transpose that backward on
-   Hopper reads, without marking it invalid (confirmed on an H200). So the first result is returned without its
-   transpose, which TE recomputes on demand.
-5. FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows that the
-   unsharded weight omits.
-6. Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape. Others are packed
-   (:mod:`te_fsdp.quantized.components`).
-7. Only the first all-gather passes a float8 scale on. A shard with a new scale tensor (``shard.data = ...``) would be
-   read with the old scale.
-8. In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise data. They do
-   so for every quantized weight of a module under FSDP2, including replicated ones. Columnwise data that TE
-   cannot recompute (MXFP8, one-dimensional blocks) must stay for the next backward.
-9. Before a backward FSDP2 all-gathers a resharded unit again, and TE then keeps only the data for backward GEMMs. When
-   activations are recomputed, the data for forward GEMMs is missing (TE raises an internal error). Float8 and
-   float8-block weights are sent as rowwise data, which te_fsdp keeps at no cost, and so are 2-D MXFP8 weights. Other
-   MXFP8 weights have independent rowwise and columnwise data. If one is missing, both are gathered at this point. Later
-   backwards gather both immediately.
-
-[Note: replays] TE's hook of a float8 shard returns attributes of the shard and flags. It reads the state of FSDP2's
-group and the quantizer's usages. The second call under equal conditions therefore reads the attributes of the first.
-TE's hook would search the group of FSDP2 and that of the mesh in each all-gather.
-
-FSDP2 assigns parameters through the module's ``__setattr__``: once after sharding, then the unsharded parameter
-before each forward and backward, and the sharded one afterwards. Through these assignments te_fsdp detects a
-``fully_shard`` called by the user, and the end of an unsharded weight's use.
+The stock hooks of TE 2.20.2 with torch 2.11 to 2.15 have nine bugs. The wrappers here fix each of them, with a comment
+at the place, and do not affect modules without a te_fsdp binding.
 """
 
 from __future__ import annotations
@@ -84,6 +53,10 @@ GATHERED = "_te_fsdp_gathered"
 GATHERS = "_te_fsdp_gathers"
 
 
+# [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after
+# sharding, then the unsharded parameter before each forward and backward, and the sharded one afterwards.
+# Through these assignments te_fsdp detects a ``fully_shard`` called by the user, and the end of an unsharded
+# weight's use.
 def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleBinding) -> None:
     """Mark an unsharded weight that FSDP2 installs in place of its shard. Local operation."""
     if isinstance(old, DTensor) and old.device_mesh != binding.tp_mesh:
@@ -211,6 +184,9 @@ class _GatherMetadata(NamedTuple):
     replays: dict[tuple[Any, ...], _Replay]  #: Results of TE's hook by :func:`gather_conditions`
 
 
+# [Note: replays] TE's hook of a float8 shard returns attributes of the shard and flags. It reads the state of
+# FSDP2's group and the quantizer's usages. The second call under equal conditions therefore reads the
+# attributes of the first. TE's hook would search the group of FSDP2 and that of the mesh in each all-gather.
 class _Replay(NamedTuple):
     """Result of TE's hook of a float8 shard: attributes of the shard and constants ([Note: replays])."""
 
@@ -269,6 +245,10 @@ def patch_fsdp_hooks() -> None:
 
 
 def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+    # In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise
+    # data. They do so for every quantized weight of a module under FSDP2, including replicated ones.
+    # Columnwise data that TE cannot recompute (MXFP8, one-dimensional blocks) must stay for the next
+    # backward.
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
         row = weight.__dict__.get(GATHERED) or _te.format_of(weight)
@@ -318,6 +298,8 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         reported = _te.fsdp_group_of(module) if shares_data else group
         with _fsdp2.report_as_unsharded(reported) if both or shares_data else nullcontext():
             inputs, metadata = stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
+        # TE's hook replaces the tensor's amax group by the FSDP group, so scales would differ between tp
+        # ranks.
         if known is None:
             known = _build_gather_metadata(self, module, binding, mesh, now)
         elif known.has_one_scale and not has_amax_group(self, known.group):
@@ -370,12 +352,17 @@ def _customize_gather(
 ) -> tuple[tuple[torch.Tensor, ...], _CustomGather]:
     """Return the buffers that TE would gather, converted if FSDP2 cannot gather them directly."""
     ranks = mesh.size()
+    # FSDP2 copies only the first of several buffers then (pytorch PR #197999). Nothing is sent, and the
+    # unsharded weight uses the shard's own buffers.
     if ranks == 1:
         nothing = torch.empty(0, dtype=torch.uint8, device=inputs[0].device)
         return (nothing,), _CustomGather(metadata, buffers=inputs)
+    # Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape.
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         inputs, packed = _pack_columns(shard, inputs, ranks)
         return inputs, _CustomGather(metadata, packed=packed)
+    # FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows
+    # that the unsharded weight omits.
     share_scale(shard, mesh, orig_size[0])
     rows, padded = -(-orig_size[0] // ranks), []  # the number of rows of the first rank
     for data in inputs:
@@ -430,6 +417,8 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
         *,
         out: torch.Tensor | None = None,
     ) -> Any:
+        # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
+        # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
         target = _torch.local_of(out) if isinstance(out, DTensor) else out
         buffers, own, inner = all_gather_outputs, metadata, None
         if isinstance(metadata, _CustomGather):
@@ -442,7 +431,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             elif metadata.packed is not None:
                 buffers = _join_columns(all_gather_outputs, metadata.packed)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
-        # Buffers that TE has removed for backward stay allocated until FSDP2 frees them (bug 9).
+        # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
         known: _GatherMetadata | None = self.__dict__.get(GATHERS)
         row = _te.format_of(self) if known is None else known.row
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
@@ -452,8 +441,13 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
             assert known.row.block is not None
             derive_columnwise(tensor, known.row.block)
         if out is None:
+            # FSDP2 calls `torch.as_strided` on the first gathered tensor. TE's version scrambles the
+            # transpose that backward on Hopper reads, without marking it invalid (confirmed on an H200). TE
+            # computes it on demand.
             _te.drop_transpose(tensor)
         else:
+            # Only the first all-gather passes a float8 scale on. A shard with a new scale tensor (`shard.data
+            # = ...`) would be read with the old scale.
             scale = getattr(self, _te.SCALE, None)
             if scale is None or scale is not getattr(tensor, _te.SCALE, None):
                 _te.copy_scale(tensor, self)
@@ -462,6 +456,11 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
     return fsdp_post_all_gather
 
 
+# [Note: recomputed forwards] Before a backward FSDP2 all-gathers a resharded unit again, and TE then keeps
+# only the data for backward GEMMs. When activations are recomputed, the data for forward GEMMs is missing (TE
+# raises an internal error). Float8 and float8-block weights are sent as rowwise data, which te_fsdp keeps at
+# no cost, and so are 2-D MXFP8 weights. Other MXFP8 weights have independent rowwise and columnwise data. If
+# one is missing, both are gathered at this point. Later backwards gather both immediately.
 def gather_missing_direction(module: nn.Module, binding: ModuleBinding) -> None:
     """Gather the missing direction of unsharded weights, before a module's forward is recomputed in backward.
 
