@@ -83,6 +83,8 @@ class ReplicatedGradients(Component):
         average: bool = True,
         with_fsdp2: bool = False,
     ) -> None:
+        # Collectives of one process group must start in one order on all ranks. FSDP2 and these reductions
+        # start independently of each other.
         apart = with_fsdp2 and bool(units)
         divisor = meshes.size("dp_replicate") * meshes.size("dp_shard") if average else 1
         dense = experts = ReductionGroup.of(
@@ -154,6 +156,7 @@ class ReplicatedGradients(Component):
         """
         if not self._running or _torch.in_backward():
             return False
+        # Other ranks may be waiting in reductions that this rank has not started.
         started, self._reduction = self._reduction, None
         self._restore_gradients()
         if started is not None and started.early:
@@ -305,6 +308,7 @@ class ReplicatedGradients(Component):
             self._running = True
             self._reduction = self._new_reduction() if self._sync else None
             self._order.begin(slot.unit for slot in self._trained if slot.unit is not None)
+            # The streams of this backward: autograd runs each node on the stream of its forward.
             self._streams.clear()
             _torch_autograd.at_end_of_backward(self._end)
 

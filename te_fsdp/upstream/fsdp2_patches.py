@@ -52,6 +52,7 @@ def add_reduction_listener(
     """
     listeners = group.__dict__.get(LISTENERS)
     if listeners is None:
+        # One wrapper for all listeners: each further one would cost Python calls in every backward.
         listeners = group.__dict__[LISTENERS] = [], [], []
         group.post_backward = functools.partial(_post_backward, group, group.post_backward, listeners)
     for known, new in zip(listeners, (before, after, ended), strict=True):
@@ -60,6 +61,7 @@ def add_reduction_listener(
 
 
 def _post_backward(group: Any, stock: Callable[..., None], listeners: Any, *args: Any) -> None:
+    # The method itself runs also for microbatches whose gradients FSDP2 accumulates without a reduction.
     reduces = group.reduce_grads
     before, after, ended = listeners if reduces else ((), (), listeners[2])
     # The last one added runs first, so that FSDP2 follows directly on the first one added.
@@ -133,6 +135,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
     version. Both are set whenever FSDP2 re-reads its parameters, because parameters may have been replaced.
     """
     for group in fsdp_parameter_groups(unit):
+        # FSDP2 runs this method again before the first forward, and would set its own dtype.
         group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
         _set_gradient_dtype(group, dtype)
         for managed in group.fsdp_params:
@@ -281,6 +284,7 @@ def alias_single_rank_shards(unit: nn.Module) -> None:
     run right before FSDP2.
     """
     for group in fsdp_parameter_groups(unit):
+        # Meshes of replicas only have no `shard_mesh_size`: each rank holds whole shards.
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
             continue
         for managed in group.fsdp_params:
@@ -304,6 +308,7 @@ def _init_outputs(
     own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
     if own and outputs and outputs[0] is data:
         return  # as in the previous all-gather
+    # Whether this all-gather uses the memory of the shard, and whether the previous one did.
     lends, lent = own and _can_alias(managed), "free_unsharded_param" in managed.__dict__
     if lends:
         managed.all_gather_outputs = [data]
@@ -346,6 +351,7 @@ def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
 @torch.no_grad()
 def _reduce_single_rank(group: Any) -> None:
     """Replace ``foreach_reduce`` for a shard group of size 1."""
+    # FSDP2 handles these cases, in which it does more than pass gradients on.
     if group._all_reduce_hook is not None or group.fsdp_params[0].offload_to_cpu:
         return
     show, factor = getattr(group._reduce_scatter_comm, "expose", None), group.gradient_divide_factor
@@ -378,6 +384,8 @@ def _reduce_single_rank(group: Any) -> None:
                 gradient = gradient.clone(memory_format=torch.contiguous_format)
             seen.add(memory.data_ptr())
             parameter.grad = managed.to_sharded_dtensor(gradient.contiguous())
+        # Autograd does not run them, because it has not accumulated into this parameter. FSDP2 calls them in
+        # the same way.
         for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(parameter)
 

@@ -90,6 +90,7 @@ def _to_unsharded(
     group: Any, stock: Callable[[], None], known: list[_ParamSlots], pair_of: PairOf, record: str
 ) -> None:
     """Replace ``FSDPParamGroup._to_unsharded``. Local operation."""
+    # The list is another one while `regather_parameters` gathers only some parameters of the unit.
     if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
         stock()
         if not known:
@@ -104,6 +105,8 @@ def _to_unsharded(
             if pair is None:
                 own[name] = whole
             elif own.get(name) is shard is pair.shard and whole is pair.gathered:
+                # An attribute that was added to the shard since must be copied, which the module does in
+                # `__setattr__`.
                 have, wanted = whole.__dict__, shard.__dict__
                 if wanted.keys() <= have.keys() and have.get(record) is wanted.get(record):
                     own[name] = whole
@@ -188,6 +191,7 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
             and managed.sharded_state is _SHARDED
             and not managed.offload_to_cpu
         ):
+            # For a plain shard the property would return just this, after several calls.
             managed.__dict__["all_gather_inputs"] = [managed._sharded_param_data]
     try:
         stock(async_op)
@@ -203,6 +207,8 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
     for managed in group.fsdp_params:
         own = managed.__dict__
         if "_unsharded_param" in own and type(managed.sharded_param._local_tensor) is torch.Tensor:
+            # The unsharded parameter is a view of the outputs, whose memory is allocated below: nothing is
+            # left to do.
             own["init_unsharded_param"] = _nothing
         outputs = managed.all_gather_outputs
         for tensor in outputs:
@@ -246,6 +252,7 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         storage, size = target.untyped_storage(), target.nbytes
         if storage.nbytes() != size:
             storage.resize_(size)
+        # As FSDP2 does: autograd must not take the gathered values for an in-place change of saved tensors.
         with torch.autograd._unsafe_preserve_version_counter(target):
             target.copy_(data)
         managed.init_unsharded_param()
@@ -314,11 +321,13 @@ def _with_shortcuts(kind: Any) -> Any:
             gradient = self._unsharded_param.grad
         if not self.is_dtensor and gradient is not None:
             return gradient
+        # With equal placements FSDP2 would redistribute nothing, but call DTensor for it.
         if type(gradient) is DTensor and gradient._spec.placements == self._unsharded_param._spec.placements:
             return gradient._local_tensor
         return stock_gradient(self)
 
     def to_sharded_dtensor(self: Any, tensor: torch.Tensor) -> DTensor:
+        # FSDP2 raises for another shape, with a message of its own.
         if tensor.requires_grad or tensor.shape != self.sharded_size:
             return kind.to_sharded_dtensor(self, tensor)
         return new_dtensor(DTensor, tensor, self._sharding_spec, requires_grad=False)
