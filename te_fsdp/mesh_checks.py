@@ -158,8 +158,8 @@ def check_expert_ranks_disjoint(
         if len(both) > 1:
             raise MeshError(
                 f"{where}: {argument}",
-                expected="at most one rank of ep_mesh, this one",
-                got=f"ranks {both} in both",
+                expected="a mesh that shares only this rank with ep_mesh",
+                got=f"ranks {both} in both meshes",
                 why="Ranks along ep have different experts and do not share weights",
                 fix=f"pass te_fsdp.Meshes(...).{attribute}",
             )

@@ -108,7 +108,7 @@ class ModelPlan:
         return self.request.mp_policy or Fsdp2Policy()
 
     def settings(self) -> str:
-        """Return the decisions other than parameter storage as text, which is equal on ranks that agree."""
+        """Return all decisions except parameter storage as a string. It is equal on ranks that agree."""
         request = self.request
         units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
         # without numbers, because ranks may hold different numbers of experts
@@ -360,7 +360,7 @@ def check_word(option: str, given: Any) -> str:
 def find_units(
     model: nn.Module, units: UnitSpec | None, strategy: str | Mapping[type | str, str]
 ) -> dict[str, str]:
-    """Return name -> strategy of the root and the modules that become units, outer before inner. Local operation.
+    """Map the root and the modules that become units to their strategies, outer before inner. Local operation.
 
     Args:
         model: The root.

@@ -243,7 +243,7 @@ def require_model(given: object, where: str) -> None:
             f"{where}: model",
             expected="a torch.nn.Module",
             got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
-            fix="the model itself, as one module, in this place",
+            fix="pass the model itself, as one module",
         )
 
 
@@ -254,7 +254,7 @@ def require_optimizer(given: object, where: str) -> None:
             f"{where}: optimizer",
             expected="a torch.optim.Optimizer",
             got=type(given).__name__,
-            fix="the optimizer itself in this place: no list of them, no state dict, no scheduler",
+            fix="pass the optimizer itself, not a list, a state dict or a scheduler",
         )
 
 

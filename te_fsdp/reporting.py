@@ -190,7 +190,7 @@ def _describe_several(what: str, kind: str, names: tuple[str, ...], words: str) 
 
 
 def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
-    """Return the rows of several experts as the row of one tensor with a further dim, as in a checkpoint."""
+    """Merge the rows of a layer's experts into one row, with a leading dim of experts, as in a checkpoint."""
     binding = binding_of(module)
     held = binding.experts if binding is not None else None
     first = parts[0]

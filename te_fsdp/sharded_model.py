@@ -150,11 +150,11 @@ class ShardedModel:
     checked: CheckRecord = field(default_factory=CheckRecord)
 
     def parameters(self) -> dict[str, torch.Tensor]:
-        """Return name -> parameter as in the optimizer: sharded, also while it is unsharded in the model."""
+        """Map names to the optimizer's parameters: sharded ones, also while the model has unsharded ones."""
         return {name: shard_of(parameter) for name, parameter in self.model.named_parameters()}
 
     def names(self) -> dict[int, str]:
-        """Return ``id`` -> name of these parameters."""
+        """Map the ``id`` of each of these parameters to its name."""
         return {id(parameter): name for name, parameter in self.parameters().items()}
 
     def is_expert(self, name: str) -> bool:
@@ -163,7 +163,7 @@ class ShardedModel:
         return plan is not None and plan.experts
 
     def pending(self) -> dict[int, str]:
-        """Return ``id`` -> name of the parameters with unreduced gradients. Local operation."""
+        """Map the ``id`` of each parameter with an unreduced gradient to its name. Local operation."""
         for drop in self.components.drop_cleared:
             drop()
         records = [
@@ -243,7 +243,7 @@ def record_unsharded_params(unit: nn.Module) -> None:
 
 
 def versions_of(unit: nn.Module) -> dict[int, int]:
-    """Return ``id`` of a shard -> its version counter, without quantized shards, to which kernels write directly."""
+    """Map the ``id`` of each shard to its version, except quantized shards, to which kernels write directly."""
     shards = ((parameter, _torch.local_of(parameter)) for parameter in _fsdp2.sharded_parameters(unit))
     return {id(p): _torch.version_of(p) for p, local in shards if not _te.is_quantized(local)}
 
@@ -378,7 +378,7 @@ def check_order(model: nn.Module) -> None:
                 expected="a model that fully_shard was not called on",
                 got=f"a parameter of a sharded {type(state.model).__name__}",
                 why="Its gradients would be averaged twice",
-                fix="call te_fsdp.fully_shard once, on all of the model; units= and strategy= tell its parts apart",
+                fix="call te_fsdp.fully_shard once, on the full model; select parts of it with units= and strategy=",
             )
         if isinstance(parameter, DTensor) and "dp_shard" in (parameter.device_mesh.mesh_dim_names or ()):
             raise OrderError(
@@ -400,7 +400,7 @@ def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int]
             raise PlacementError(
                 f"{name or 'model'}: fully_shard of a {type(module).__name__}",
                 expected="a module with a forward",
-                got="a container without",
+                got="a container without a forward",
                 why="FSDP2 gathers weights in the hooks of forward, which a container never runs",
                 fix=f'units="{name}.*" for each of its children'
                 if name

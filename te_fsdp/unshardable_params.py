@@ -75,8 +75,8 @@ def _of_other_dtypes(unit: str, places: list[ParamOwner], with_frozen: bool) -> 
         found = [f"{place.label} ({place.parameter.dtype})" for place in others]
         raise PlacementError(
             f"{shorten(found, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
-            expected=f"{main}, that of most of the unit, or at most {MOST:,} elements of others, which are replicated",
-            got=f"{elements:,} elements",
+            expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other dtypes are replicated)",
+            got=f"{elements:,} elements of other dtypes",
             why="FSDP2 gathers and reduces a unit in one dtype",
             fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
             "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",

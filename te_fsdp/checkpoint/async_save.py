@@ -39,7 +39,7 @@ _SLAB = 1 << 28
 _ALIGNMENT = 64
 #: Bytes of a tensor that is stacked with others, or read into memory of its own; and of a stack.
 _SMALL, _STACK = 1 << 16, 1 << 23
-#: Bytes from which memory comes in large pages; and those of a stretch of it that is given away in parts.
+#: Bytes from which memory is in large pages; and size of a stretch of memory that is handed out in parts.
 _LARGE, _STRETCH = 1 << 21, 1 << 25
 #: Seconds in which the caller continues: it would wait for the new thread, and then for the interpreter lock.
 _HEAD_START = 0.005

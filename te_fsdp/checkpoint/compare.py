@@ -330,7 +330,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
                 expected="one path",
                 got=f"{paths[0]} on rank 0, {path} on rank {paths.index(path)}",
                 why="A checkpoint holds the parts of all ranks",
-                fix="the same path on all ranks, without the rank's number",
+                fix="pass the same path on all ranks, without the rank's number",
             )
     # Stages have different models. Each rank is compared with the first rank of its stage.
     first = {stage: stages.index(stage) for stage in set(stages)}

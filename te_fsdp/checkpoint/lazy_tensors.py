@@ -201,7 +201,7 @@ class Piece(Lazy):
                 f"{self.key}: its bytes in {self.file}",
                 expected=(self.shape, self.dtype),
                 got=got,
-                fix="the checkpoint is damaged, take an earlier one",
+                fix="load an earlier checkpoint: this one is damaged",
             )
         return found
 
@@ -304,7 +304,7 @@ class Chunked(Lazy):
                 f"{self.key}: stored pieces",
                 expected=f"pieces that cover {self.shape} once",
                 got=f"{len(self.chunks)} piece(s) with {have} elements",
-                fix="the checkpoint is damaged, take an earlier one",
+                fix="load an earlier checkpoint: this one is damaged",
             )
 
     def rows(self, first: int, last: int) -> torch.Tensor:

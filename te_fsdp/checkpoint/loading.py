@@ -364,7 +364,7 @@ class Filling:
                         expected=f"a history of {recipe['amax_history_len']} steps of as many tensors as have a scale",
                         got=f"shape {history}",
                         why="Nothing was loaded",
-                        fix="the checkpoint is damaged, load an earlier one",
+                        fix="load an earlier checkpoint: this one is damaged",
                     )
                 for key, (shape, dtype) in zip(keys, found, strict=True):
                     slots[key] = whole_entry(torch.empty(shape, dtype=dtype, device="cpu"))

@@ -336,7 +336,7 @@ def unreadable(path: Path | str, name: str, fix: str = _DAMAGED) -> Iterator[Non
 
 
 def has_manifest(path: Path) -> bool:
-    """Return whether a directory has a manifest; raise CheckpointError if this user may not look. Local operation."""
+    """Return whether a directory has a manifest; raise CheckpointError if this user may not read it. Local."""
     try:
         return (path / FILE_NAME).is_file()
     except OSError as error:

@@ -116,7 +116,7 @@ def _with_quantized(chunks: Sequence[tuple[tuple[int, ...], Lazy]]) -> list[_Par
 
 
 def _of_expert(part: Any) -> Any:
-    """Return a piece of one expert without the first dim."""
+    """Return one expert's piece without the leading dim of experts."""
     return part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
 
 

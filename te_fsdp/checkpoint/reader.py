@@ -181,7 +181,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     if absent:
         raise CheckpointError(
             f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
-            fix="the file was changed after te_fsdp wrote it",
+            fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     return Contents(path, kind, manifest, keys | _empty(manifest))
 

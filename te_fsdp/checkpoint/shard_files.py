@@ -97,9 +97,9 @@ def view_of(data: torch.Tensor) -> memoryview:
 
 @contextmanager
 def synced(path: Path) -> Iterator[Any]:
-    """Yield a file to write that is on disk when the context ends without an error.
+    """Yield a file to write. It is on disk when the context ends without an error.
 
-    On object storage when it is closed.
+    On object storage it is complete when it is closed.
     """
     with path.open("wb") as file:
         yield file

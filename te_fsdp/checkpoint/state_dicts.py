@@ -71,7 +71,7 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
     if others := [name for name in tensors if name.startswith(OTHER)]:
         raise CheckpointError(
             f"{path}: unreadable description by te_fsdp (none, but {others[0]})",
-            fix="the file was changed after te_fsdp wrote it",
+            fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
     contents = Contents(path, "safetensors", empty_manifest())
     _add_model(contents, tensors, choices)

@@ -43,7 +43,7 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
             "checkpoint: path",
             expected="a path or a URL",
             got=type(path).__name__,
-            fix="the path comes first: checkpoint.save(path, model, optimizer), load(path, model, optimizer)",
+            fix="pass the path first: checkpoint.save(path, model, optimizer), load(path, model, optimizer)",
         )
     text = os.fspath(path)
     found = _URL.fullmatch(text) if "://" in text or isinstance(path, PurePath) else None

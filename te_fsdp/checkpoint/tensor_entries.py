@@ -301,7 +301,7 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
             raise CheckpointError(
                 f"{where}: values of {len(values)} ranks",
                 expected=f"of {ranks}, which saved the checkpoint",
-                fix="the checkpoint is damaged, load an earlier one",
+                fix="load an earlier checkpoint: this one is damaged",
             )
         if not same:
             lost.append(where)

@@ -266,6 +266,6 @@ def _check_options(
             "iter_weights: since",
             expected=f"an earlier iter_weights(..., format={format!r}), iterated to its end",
             got=got,
-            why="It records what the receivers have",
+            why="The earlier stream records which weights the receivers have",
             fix="keep the iterator: stream = iter_weights(...); for name, tensor in stream: ...",
         )

@@ -185,7 +185,7 @@ def check_single_recipe(module: Any, label: str) -> None:
             f"{label} (GroupedLinear): one parameter for all experts under {type(recipe).__name__}",
             expected="a recipe for which TransformerEngine has grouped kernels on this device",
             why=problem,
-            fix="another recipe, or one parameter per expert (single_grouped_weight=False)",
+            fix="use another recipe, or one parameter per expert (single_grouped_weight=False)",
         )
 
 

@@ -206,7 +206,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
                     f"plan: {about.model_type} model over tp={meshes.size('tp')}",
                     expected="model sizes divisible by tp",
                     got=f"TransformerEngine's {type(error).__name__}: {error}",
-                    fix="another tp",
+                    fix="choose another tp size",
                 ) from error
             units = ("layers.*",) if about.tied else ("layers.*", "head")
             return model, job.units or units

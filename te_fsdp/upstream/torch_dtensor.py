@@ -404,9 +404,9 @@ def is_copied_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
-    """Return Muon's orthogonalization and its learning rate for a shape (``torch.optim._muon``, torch 2.11).
+    """Return Muon's functions: orthogonalize a matrix, adjust the learning rate to a shape.
 
-    ``torch.optim.Muon`` applies them to complete parameters only.
+    ``torch.optim._muon``, torch 2.11. ``torch.optim.Muon`` applies them to complete parameters only.
     """
     from torch.optim import _muon
 

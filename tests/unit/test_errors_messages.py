@@ -268,7 +268,7 @@ MISTAKES = {
     "a container as unit": (
         lambda job: te_fsdp.fully_shard(Model(nn.ModuleList([nn.Linear(4, 4)])), job.dp, units="up"),
         PlacementError,
-        "up: fully_shard of a ModuleList: expected a module with a forward, got a container without. "
+        "up: fully_shard of a ModuleList: expected a module with a forward, got a container without a forward. "
         "FSDP2 gathers "
         'weights in the hooks of forward, which a container never runs. Fix: units="up.*" for each of '
         "its children.",
@@ -276,7 +276,7 @@ MISTAKES = {
     "a container as model": (
         lambda job: te_fsdp.fully_shard(nn.ModuleDict({"up": nn.Linear(4, 4)}), job.dp),
         PlacementError,
-        "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without. "
+        "model: fully_shard of a ModuleDict: expected a module with a forward, got a container without a forward. "
         "FSDP2 gathers "
         "weights in the hooks of forward, which a container never runs. Fix: shard the module that calls it.",
     ),

@@ -87,7 +87,7 @@ def resolve(path: Path) -> tuple[Path, str]:
             return path, "torch"
     raise CheckpointError(
         f"{path}: neither a safetensors file nor one that torch.save wrote",
-        fix="the file is truncated, older than torch 1.6, or of another kind",
+        fix="check the file: it is truncated, older than torch 1.6, or of another kind",
     )
 
 

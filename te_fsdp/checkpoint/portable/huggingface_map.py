@@ -149,7 +149,7 @@ class Group:
                 f"{', '.join(self.zeros)}: values that the Hugging Face model has no parameter for",
                 expected="zeros",
                 why="TransformerEngine's bias=True gives every projection a bias",
-                fix='a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
+                fix='use a config.json with these biases ("attention_bias": true, "mlp_bias": true for Llama), or '
                 "training with these biases frozen, as load_huggingface leaves them",
             )
 

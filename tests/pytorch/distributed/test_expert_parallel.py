@@ -239,7 +239,11 @@ def test_torch_fully_shard_refuses(pool, how, kind, text):
             "expert module(s) 0 over ep=2: expected the same on rank 1 of ep as on rank 0",
         ),
         ("one fails", "PlacementError", "0 (GroupedLinear): delay_wgrad_compute=True is not supported"),
-        ("weight mesh", "MeshError", "expert_weight_mesh: expected at most one rank of ep_mesh"),
+        (
+            "weight mesh",
+            "MeshError",
+            "expert_weight_mesh: expected a mesh that shares only this rank with ep_mesh",
+        ),
         ("nobody", "PlacementError", "experts 'encoder'"),
     ],
 )
