@@ -5,7 +5,8 @@
 
 One model of plain linear layers, or of many parameters of 64 elements, sharded by te_fsdp over all ranks, and AdamW
 state. In each round: a save by plain DCP of the same tensors, a synchronous save, an asynchronous save, then a load by
-each and te_fsdp's load of plain DCP's directory; every other round in the opposite order. Between saves dirty pages are
+each and te_fsdp's load of plain DCP's directory; every other round in the opposite order. The first round is not
+counted, unless --seconds end the job before a second one. --only leaves operations out. Between saves dirty pages are
 flushed, so that no save pays for the one before. Times are the slowest rank's. What is reported: medians over rounds,
 the ratio of the best rounds (what remains when others use the machine as well), and CPU seconds of the busiest rank.
 While an asynchronous save runs, a step of many small operations is timed, and again when none runs.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -34,6 +36,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import te_fsdp
 
 HIDDEN = 1024
+#: Operations in the order of a round, each with the directory that it writes or reads.
+OPERATIONS = {
+    "plain save": "plain",
+    "save": "sync",
+    "async stall": "async",
+    "plain load": "plain",
+    "load": "sync",
+    "load with verify": "sync",
+    "load of plain": "plain",
+}
 
 
 def arguments() -> argparse.Namespace:
@@ -45,9 +57,15 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--replicate", type=int, default=1, help="HSDP replicas")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", nargs="*", choices=OPERATIONS, default=[*OPERATIONS], help="operations")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no round after this time")
     parser.add_argument("--directory", help="where checkpoints go (default: a temporary directory)")
     parser.add_argument("--out", help="file for the results, JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    written = {OPERATIONS[name] for name in options.only if "load" not in name}
+    if missing := {OPERATIONS[name] for name in options.only} - written:
+        parser.error(f"--only: a load needs its save ({', '.join(sorted(missing))})")
+    return options
 
 
 def build(
@@ -114,7 +132,12 @@ def small_step(device: torch.device) -> float:
 
 
 def one_round(
-    model: nn.Module, optimizer: torch.optim.Optimizer, where: Path, device: torch.device, number: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    where: Path,
+    device: torch.device,
+    number: int,
+    only: list[str],
 ) -> dict[str, float]:
     """Return the seconds of each operation. Remove the written files."""
 
@@ -128,7 +151,6 @@ def one_round(
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
     def asynchronous() -> None:
-        flush()
         alone = [small_step(device) for _ in range(20)]
         call = lambda: save(where / "async", model, optimizer, asynchronous=True)  # noqa: E731
         handle, beside = timed("async stall", call), []
@@ -143,33 +165,41 @@ def one_round(
         timed.seconds["step while saving"] = statistics.median(beside or alone)
 
     save, load, timed = te_fsdp.checkpoint.save, te_fsdp.checkpoint.load, Stopwatch(device)
-    saves: list[Callable[[], Any]] = [
-        lambda: (
-            flush(),
-            timed("plain save", lambda: dcp.save(plain_state(), checkpoint_id=where / "plain")),
-        ),
-        lambda: (flush(), timed("save", lambda: save(where / "sync", model, optimizer))),
-        asynchronous,
-    ]
-    loads: list[Callable[[], Any]] = [
-        lambda: timed("plain load", plain_load),
-        lambda: timed("load", lambda: load(where / "sync", model, optimizer)),
-        lambda: timed("load with verify", lambda: load(where / "sync", model, optimizer, verify=True)),
-        lambda: timed("load of plain", lambda: load(where / "plain", model, optimizer)),
-    ]
+    calls: dict[str, Callable[[], Any]] = {
+        "plain save": lambda: dcp.save(plain_state(), checkpoint_id=where / "plain"),
+        "save": lambda: save(where / "sync", model, optimizer),
+        "plain load": plain_load,
+        "load": lambda: load(where / "sync", model, optimizer),
+        "load with verify": lambda: load(where / "sync", model, optimizer, verify=True),
+        "load of plain": lambda: load(where / "plain", model, optimizer),
+    }
+    chosen = [name for name in OPERATIONS if name in only]
     order = 1 if number % 2 else -1
-    for operation in saves[::order]:
-        operation()
-    flush()
-    for operation in loads[::order]:
-        operation()
-    sizes = {n: sum(f.stat().st_size for f in (where / n).rglob("*")) for n in ("plain", "sync", "async")}
+    saves, loads = [[n for n in chosen if ("load" in n) is kind][::order] for kind in (False, True)]
+    for name in saves + loads:
+        if name in saves or name == loads[0]:
+            flush()
+        asynchronous() if name == "async stall" else timed(name, calls[name])
+    written = {OPERATIONS[name] for name in saves}
+    sizes = {n: sum(f.stat().st_size for f in (where / n).rglob("*")) for n in sorted(written)}
     dist.barrier()
     if dist.get_rank() == 0:
         for name in sizes:
             shutil.rmtree(where / name)
     dist.barrier()
     return timed.seconds | {f"{name} bytes": float(size) for name, size in sizes.items()}
+
+
+#: Ratios of a summary.
+RATIOS = (
+    ("async stall", "save"),
+    ("save", "plain save"),
+    ("load", "plain load"),
+    ("load with verify", "plain load"),
+    ("load of plain", "plain load"),
+    ("async stall", "plain save"),
+    ("step while saving", "step"),
+)
 
 
 def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
@@ -185,21 +215,15 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     def median(key: str) -> float:
         return statistics.median(r[key] for r in rounds)
 
-    return {
-        "medians": {key: median(key) for key in rounds[0]},
-        "async stall / save": ratio("async stall", "save"),
-        "save / plain save": ratio("save", "plain save"),
-        "load / plain load": ratio("load", "plain load"),
-        "load with verify / plain load": ratio("load with verify", "plain load"),
-        "load of plain / plain load": ratio("load of plain", "plain load"),
-        "async stall / plain save": ratio("async stall", "plain save"),
-        "step while saving / step": ratio("step while saving", "step"),
+    pairs = [pair for pair in RATIOS if rounds[0].keys() >= {*pair}]
+    return {"medians": {key: median(key) for key in rounds[0]}} | {
+        f"{above} / {below}": ratio(above, below) for above, below in pairs
     }
 
 
 def main() -> None:
     """Measure, print and write the results."""
-    options = arguments()
+    options, began = arguments(), time.time()
     device = join()
     box = [
         options.directory or tempfile.mkdtemp(prefix="te_fsdp-benchmark-") if dist.get_rank() == 0 else None
@@ -208,14 +232,20 @@ def main() -> None:
     where = Path(box[0] or "")
     model, optimizer = build(options.gib, options.tensors, options.replicate, device)
     # The first round pays for groups, imports and memory; it is not counted, but for the first stall.
-    first = one_round(model, optimizer, where, device, 0)
-    rounds = [one_round(model, optimizer, where, device, n) for n in range(options.rounds)]
+    rounds: list[dict[str, float]] = []
+    for number in (0, *range(options.rounds)):
+        late = [bool(rounds) and time.time() - began > options.seconds]
+        dist.broadcast_object_list(late)
+        if not late[0]:
+            rounds.append(one_round(model, optimizer, where, device, number, options.only))
+    first, rounds = rounds[0], rounds[1:] or rounds
     if dist.get_rank() == 0:
         results = {
             "machine": machine(device),
             "ranks": dist.get_world_size(),
             **summary(rounds),
-            "first async stall": first["async stall"],
+            "first async stall": first.get("async stall"),
+            "first round counted": first is rounds[0],
             "rounds": rounds,
         }
         text = json.dumps(results, indent=1)
