@@ -4,6 +4,7 @@
     python benchmarks/step.py --settings zero3 hsdp hfsdp "hfsdp no overlap" tp --ranks 4
     python benchmarks/step.py --model experts8 --settings zero3 ep "ep copy_engine" --ranks 4
     python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8-compute --seconds 600
+    python benchmarks/step.py --settings "tp default" --libraries te_fsdp --ranks 4 --profile host.txt
 
 The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"), the same computing in FP8 by current
 scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Three
@@ -46,6 +47,7 @@ from machine import machine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from step_profile import text
 
 REPLICAS = 2
 
@@ -68,8 +70,8 @@ class Setting:
     outer: str | None = None
     tp: int = 1
     ep: int = 1
-    transport: Literal["nccl", "copy_engine"] = "nccl"
-    zero_copy: bool = False
+    transport: Literal["nccl", "copy_engine", "auto"] = "nccl"
+    zero_copy: bool | Literal["auto"] = False
     overlaps: bool = True
 
 
@@ -91,6 +93,8 @@ def _settings() -> dict[str, Setting]:
             transport: Literal["nccl", "copy_engine"] = "copy_engine" if "copy_engine" in words else "nccl"
             zero_copy = "zero_copy" in words
             found[f"{name} {words}"] = replace(plain[name], transport=transport, zero_copy=zero_copy)
+        # Arguments that te_fsdp.fully_shard has without being given any.
+        found[f"{name} default"] = replace(plain[name], transport="auto", zero_copy="auto")
     found["hfsdp no overlap"] = replace(plain["hfsdp"], overlaps=False)
     return found
 
@@ -130,6 +134,8 @@ MODELS = {
     },
 }
 SHAPE = ("layers", "hidden", "ffn", "heads", "groups", "sequence", "vocabulary", "experts")
+#: Options with the name of a file.
+FILES = ("out", "plot", "profile")
 #: Experts that a token is sent to.
 TOP_K = 2
 #: Rows of a group share processes.
@@ -141,7 +147,7 @@ class Variant:
     """One row.
 
     Attributes:
-        library: "te_fsdp", "te_fsdp graph", "FSDP2" (DDP for no_shard), "megatron-fsdp" or "limit".
+        library: One of LIBRARIES; "FSDP2" is DDP for no_shard.
         weights: "bf16"; "fp8-compute", bf16 weights under FP8 current scaling; "fp8", weights that are FP8.
         setting: A key of SETTINGS.
     """
@@ -194,6 +200,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row-seconds", type=float, default=60, help="that a row may take")
     parser.add_argument("--out", type=Path, help="file for the results, JSON")
     parser.add_argument("--plot", type=Path, help="file for a plot (needs matplotlib)")
+    parser.add_argument(
+        "--profile", type=Path, help="file for the host's time by package and function, of rank 0"
+    )
     options = parser.parse_args(words)
     sizes = dict(MODELS[options.model])
     if options.model == "layers8" and options.hidden == 8192:  # layers of Llama 3 70B
@@ -272,8 +281,16 @@ class Run:
 
     def write(self) -> None:
         """Write the results as JSON."""
+        if self.options.profile:
+            profiles = [
+                text(" ".join(variant.row().values()), one["profile"])
+                for variant, found in zip(self.rows, self.found, strict=True)
+                for one in found[-1:]
+                if "profile" in one
+            ]
+            self.options.profile.write_text("\n".join(profiles), encoding="utf-8")
         if self.options.out:
-            given = {k: v for k, v in vars(self.options).items() if k not in ("out", "plot")}
+            given = {k: v for k, v in vars(self.options).items() if k not in FILES}
             whole = {"machine": self.machine, "options": given, "rows": self.results()}
             self.options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
@@ -310,8 +327,8 @@ class Run:
     def _part(self, queue: list[tuple[int, int]], deadline: float, progress: Progress, task: Any) -> int:
         """Measure rows in new processes. Return the number of finished rows."""
         rows = [(r, self.rows[n].library, self.rows[n].weights, self.rows[n].setting) for n, r in queue]
-        given = {k: v for k, v in vars(self.options).items() if k not in ("out", "plot")}
-        given |= {"rows": rows, "deadline": deadline}
+        given = {k: v for k, v in vars(self.options).items() if k not in FILES}
+        given |= {"profiled": self.options.profile is not None, "rows": rows, "deadline": deadline}
         worker = Path(__file__).with_name("step_worker.py")
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "results.jsonl"

@@ -194,14 +194,21 @@ def build_megatron(variant: Variant, options: argparse.Namespace, device: torch.
             "hybrid_fsdp_group": mesh["outer", "shard"]._flatten("hybrid").get_group(),
             "outer_dp_sharding_strategy": outer,
         }
-    experts = dist.init_device_mesh(device.type, (ranks // ep, ep, 1), mesh_dim_names=("shard", "ep", "tp"))
+    experts = dist.init_device_mesh(
+        device.type,
+        (shape[0], ranks // shape[0] // ep, ep, 1),
+        mesh_dim_names=("outer", "shard", "ep", "tp"),
+    )
     group = experts["ep"].get_group() if ep > 1 else None
     keeps = variant.weights == "fp8"
     model = _model(variant, options, device, keeps_values=keeps, ep=group, **_with_tp(variant, mesh))
-    if ep > 1:
+    if options.experts:
+        # It finds experts by their names (".experts."), also without ep, and then reduces over this mesh.
         extra["expt_device_mesh"] = experts
+        if outer:
+            extra["hybrid_fsdp_expt_group"] = experts["outer", "shard"]._flatten("expert_hybrid").get_group()
         for parameter in (p for layer in model.layers for p in layer.experts.parameters()):
-            parameter.allreduce = False  # by which it knows them
+            parameter.allreduce = False
     model, optimizer = fully_shard(
         model,
         torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from machine import join
 from step import Variant
+from step_profile import profile
 
 import te_fsdp
 import te_fsdp.emulation
@@ -112,6 +113,9 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
     dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     *times, host, peak = worst.tolist()
     found = {"times_ms": times, "host_ms": host, "peak_gib": peak}
+    if options.profiled:
+        found["profile"] = profile(step)
+        synchronize(device)
     if recorded is not None:
         found["optimizer_eager"] = recorded.why_step_eager
         recorded.forget()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -14,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 @pytest.mark.cpu
 def test_rows_are_measured_or_have_a_reason(tmp_path, python):
-    out, picture = tmp_path / "step.json", tmp_path / "step.png"
+    out, picture, host = tmp_path / "step.json", tmp_path / "step.png", tmp_path / "host.txt"
     command = [
         python,
         str(BENCHMARKS / "step.py"),
@@ -27,10 +28,21 @@ def test_rows_are_measured_or_have_a_reason(tmp_path, python):
         "--model",
         "tiny-experts",
         "--settings",
-        "zero3",
         "ep",
+        "ep default",
     ]
-    command += ["--out", str(out), "--plot", str(picture), "--row-seconds", "200", "--seconds", "400"]
+    command += [
+        "--out",
+        str(out),
+        "--plot",
+        str(picture),
+        "--profile",
+        str(host),
+        "--row-seconds",
+        "200",
+        "--seconds",
+        "400",
+    ]
     python_path = os.pathsep.join([str(BENCHMARKS.parent), os.environ.get("PYTHONPATH", "")])
     environment = {
         **os.environ,
@@ -44,11 +56,17 @@ def test_rows_are_measured_or_have_a_reason(tmp_path, python):
     whole = json.loads(out.read_text(encoding="utf-8"))
     assert whole["machine"]["ranks"] == 2 and whole["options"]["sequence"] == 64
     rows = {(row["library"], row["setting"]): row for row in whole["rows"]}
-    assert rows["te_fsdp", "zero3 graph"]["reason"] == "not recorded: there are no CUDA graphs on cpu"
-    assert rows["megatron-fsdp", "zero3"]["reason"] == "megatron-fsdp is not installed"
-    for library in ("te_fsdp", "FSDP2", "limit"):
-        for setting in ("zero3", "ep"):
-            row = rows[library, setting]
-            assert row["weights"] == "fp8" and 0 < row["best_ms"] <= row["ms"], row
-            assert row.keys() >= {"host_ms", "peak_gib", "tokens_per_s_gpu", "model_tflops_gpu"}
+    assert rows["te_fsdp", "ep graph"]["reason"] == "not recorded: there are no CUDA graphs on cpu"
+    assert rows["megatron-fsdp", "ep"]["reason"] == "megatron-fsdp is not installed"
+    for place in (("te_fsdp", "ep"), ("te_fsdp", "ep default"), ("FSDP2", "ep"), ("limit", "ep")):
+        row = rows[place]
+        assert row["weights"] == "fp8" and 0 < row["best_ms"] <= row["ms"], row
+        assert row.keys() >= {"host_ms", "peak_gib", "tokens_per_s_gpu", "model_tflops_gpu"}
+    assert ("FSDP2", "ep default") not in rows
     assert picture.stat().st_size > 0
+    profiles = host.read_text(encoding="utf-8")
+    measured = [" ".join((r["library"], r["weights"], r["setting"])) for r in rows.values() if "ms" in r]
+    assert re.findall(r"^\S+ fp8 .*$", profiles, re.MULTILINE) == measured
+    parts = dict(zip(measured, profiles.split("\n\n"), strict=True))
+    called = {row.split()[0]: "  torch.distributed.fsdp\n" in part for row, part in parts.items()}
+    assert called == {"te_fsdp": True, "FSDP2": True, "limit": False}
