@@ -10,9 +10,9 @@ The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"),
 scaling ("fp8-compute"), or FP8 weights ("fp8"); fp32 main weights in TE's FusedAdam, gradients in bf16. Three
 rows differ: recorded FP8 weights train with torch's AdamW over te_fsdp's main weights, which takes 3 ms less there than
 FusedAdam; megatron-fsdp keeps main weights itself, under torch's AdamW; DDP stands for FSDP2 where nothing is sharded.
-"limit" is the same compute and the update of one rank's share of the parameters, with nothing sent but what tp and ep
-send. Of layers that are cut over tp, plain FSDP2 and megatron-fsdp leave the gradients of norms unequal over tp, which
-te_fsdp adds up.
+"te_fsdp graph" records full steps, "te_fsdp units" forward and backward of each unit. "limit" is the same compute and
+the update of one rank's share of the parameters, with nothing sent but what tp and ep send. Of layers that are cut over
+tp, plain FSDP2 and megatron-fsdp leave the gradients of norms unequal over tp, which te_fsdp adds up.
 
 Rows are measured in one set of processes, one after the other, each built, warmed up, timed and freed; every other
 round goes backwards, since a machine's speed drifts. megatron-fsdp has processes of its own: it does not free all of
@@ -100,7 +100,7 @@ def _settings() -> dict[str, Setting]:
 
 
 SETTINGS = _settings()
-LIBRARIES = ("te_fsdp", "te_fsdp graph", "FSDP2", "megatron-fsdp", "limit")
+LIBRARIES = ("te_fsdp", "te_fsdp graph", "te_fsdp units", "FSDP2", "megatron-fsdp", "limit")
 WEIGHTS = ("bf16", "fp8-compute", "fp8")
 MODELS = {
     "layers8": {"layers": 8, "hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "sequence": 4096},
@@ -139,7 +139,7 @@ FILES = ("out", "plot", "profile")
 #: Experts that a token is sent to.
 TOP_K = 2
 #: Rows of a group share processes.
-GROUPS = (("te_fsdp", "te_fsdp graph", "FSDP2", "limit"), ("megatron-fsdp",))
+GROUPS = (("te_fsdp", "te_fsdp graph", "te_fsdp units", "FSDP2", "limit"), ("megatron-fsdp",))
 
 
 @dataclass(frozen=True)
@@ -241,7 +241,7 @@ def summary(
         return {**row, "reason": found[0]["reason"]} if found else None
     times = [ms for one in measured for ms in one["times_ms"]]
     median = statistics.median(times)
-    tp = SETTINGS[row["setting"].removesuffix(" graph")].tp
+    tp = SETTINGS[row["setting"].removesuffix(" graph").removesuffix(" units")].tp
     tokens = options.sequence * options.batch * options.microbatches / tp
     speed = tokens / median * 1e3
     whole = {

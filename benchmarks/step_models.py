@@ -82,6 +82,7 @@ class Trained:
     microbatch: Callable[[bool], Any]
     #: Whether gradients of the limit are dropped for parameters that other ranks would update.
     updated: set[nn.Parameter] | None = None
+    graphed: Any = None  #: Recorded units (``te_fsdp.graphed_units``)
 
 
 def _model(variant: Variant, options: argparse.Namespace, device: Any, **kwargs: Any) -> Any:
@@ -113,6 +114,7 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         zero_copy_gradients=asked.zero_copy,
     )
     te_fsdp.materialize(model, seed=0)
+    graphed = te_fsdp.graphed_units(model) if variant.library == "te_fsdp units" else None
     recorded = variant.library == "te_fsdp graph"
     optimizer: torch.optim.Optimizer
     if recorded and variant.weights == "fp8":
@@ -123,8 +125,10 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
     if outer == "optim":
         te_fsdp.shard_optimizer(optimizer)
     if outer == "optim" and not asked.overlaps:
-        return Trained(model, optimizer, lambda is_last: nullcontext())
-    return Trained(model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last))
+        return Trained(model, optimizer, lambda is_last: nullcontext(), graphed=graphed)
+    return Trained(
+        model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last), graphed=graphed
+    )
 
 
 def _cut(tp: dict[str, Any]) -> dict[str, Any]:
@@ -257,6 +261,7 @@ def build_limit(variant: Variant, options: argparse.Namespace, device: torch.dev
 BUILDERS: dict[str, Callable[[Variant, argparse.Namespace, torch.device], Trained]] = {
     "te_fsdp": build_te_fsdp,
     "te_fsdp graph": build_te_fsdp,
+    "te_fsdp units": build_te_fsdp,
     "FSDP2": build_fsdp2,
     "megatron-fsdp": build_megatron,
     "limit": build_limit,

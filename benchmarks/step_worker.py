@@ -100,6 +100,8 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
         step()
     if recorded is not None and recorded.why_eager:
         return {"reason": f"not recorded: {recorded.why_eager}"}
+    if trained.graphed is not None and trained.graphed.why_eager:
+        return {"reason": f"not recorded: {next(iter(trained.graphed.why_eager.values()))}"}
     synchronize(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -119,6 +121,8 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
     if recorded is not None:
         found["optimizer_eager"] = recorded.why_step_eager
         recorded.forget()
+    if trained.graphed is not None:
+        trained.graphed.forget()
     return found
 
 

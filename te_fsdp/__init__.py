@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
     from te_fsdp.features.graphed_step import graphed_step as graphed_step
+    from te_fsdp.features.graphed_units import graphed_units as graphed_units
     from te_fsdp.features.main_weights import (
         check_optimizer as check_optimizer,
         main_weights as main_weights,
@@ -93,6 +94,7 @@ _HOMES = {
     # training
     "graphed_step": "te_fsdp.features.graphed_step",
     "ExpertDispatcher": "te_fsdp.features.expert_dispatch",
+    "graphed_units": "te_fsdp.features.graphed_units",
     "microbatch": "te_fsdp.gradient_sync",
     "no_sync": "te_fsdp.gradient_sync",
     "sync": "te_fsdp.gradient_sync",

@@ -209,7 +209,8 @@ def _refuse_graphs(label: str) -> None:
         expected="a module that is not sharded",
         got="a unit of FSDP2, whose hooks all-gather its weights and reduce its gradients",
         why="A graph of forward and backward alone would have neither",
-        fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward)",
+        fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward), or forward and "
+        "backward of each unit with te_fsdp.graphed_units(model)",
     )
 
 

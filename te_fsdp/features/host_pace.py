@@ -145,7 +145,7 @@ class HostPace(Component):
         self._steps += 1
         if self._steps == SKIPPED:
             self._watch()
-        if self._steps <= SKIPPED:
+        if self._steps <= SKIPPED or self._is_over:
             return
         if len(self._measured) <= MEASURED:
             self._mark()
@@ -163,7 +163,10 @@ class HostPace(Component):
     # ------------------------------------------------------------------------------------------------------------ marks
 
     def _watch(self) -> None:
-        for unit in self._units.values():
+        # Hooks of compiled modules would be compiled with them.
+        if not self._units or any(map(_is_compiled, self._units.values())):
+            self._end()
+        for unit in () if self._is_over else self._units.values():
             self._handles.append(unit.register_forward_pre_hook(_torch.disable_compile(self._before)))
             self._handles.append(unit.register_forward_hook(_torch.disable_compile(self._after)))
 
@@ -229,13 +232,12 @@ class HostPace(Component):
 def measure_host_pace(setup: Setup) -> None:
     """Measure once whether the host sets the pace of training, on GPUs and unless checks are off. Local operation."""
     state = setup.state
-    if state.meshes.device.type != "cuda" or state.checks.level == "off" or _is_compiled(state.model):
-        return
-    state.components.attach(HostPace(state, _CudaClock()))
+    if state.meshes.device.type == "cuda" and state.checks.level != "off":
+        state.components.attach(HostPace(state, _CudaClock()))
 
 
 def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a module is compiled, whose hooks would be compiled with it."""
+    """Return whether a model contains a compiled module."""
     return any(
         getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
         for module in model.modules()

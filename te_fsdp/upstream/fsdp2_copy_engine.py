@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
 from te_fsdp.upstream.fsdp2_settled import call_all_gather_hook, takes_all
@@ -137,6 +138,7 @@ class CopyEngineGathers:
         self._read: dict[int, Any] = {}  # of each group: the event after which no rank reads its shards
         self._last: Any = None  # event of the latest all-gather
         self._held: dict[int, _ReleasedUnit] = {}
+        self._fixed: dict[int, FixedMemory] = {}
 
     @property
     def shared_bytes(self) -> int:
@@ -148,6 +150,11 @@ class CopyEngineGathers:
         """All-gather a unit by copies from now on. Local operation."""
         for group in fsdp_parameter_groups(unit):
             set_gather_methods(group, self)
+
+    def fix_addresses(self, unit: torch.nn.Module, memory: FixedMemory) -> None:
+        """All-gather a unit into memory that stays allocated, from its first all-gather on. Local operation."""
+        for group in fsdp_parameter_groups(unit):
+            self._fixed[id(group)] = memory
 
     # --- shards
 
@@ -233,6 +240,8 @@ class CopyEngineGathers:
             _wait(stream, held and held.event)
             del held  # not earlier, because other buffers could reuse the memory
             gather = self._lay_out(group)
+            if (fixed := self._fixed.get(id(group))) is not None:
+                fixed.take(group, stream)
             self.meeting.barrier()
             self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
             for managed, parts in gather.joins:
@@ -273,10 +282,12 @@ class CopyEngineGathers:
         if gather is not None:
             memory = [storage for storage, _ in gather.storages]
         else:
-            records = group.fsdp_params
+            records = [] if id(group) in self._fixed else group.fsdp_params
             tensors = [t for m in records for t in (*m.all_gather_outputs, *m._unsharded_inner_tensors)]
             memory = [tensor.untyped_storage() for tensor in tensors]
         after_forward, event = group._training_state.name == "FORWARD", current.record_event()
+        if (fixed := self._fixed.get(id(group))) is not None:
+            fixed.release(group, event)
         self._held[id(group)] = _ReleasedUnit(memory, event, after_forward)
         if not after_forward:
             self._release(group, event)
@@ -292,6 +303,9 @@ class CopyEngineGathers:
 
     def _has_backward_weights(self, group: Any, held: _ReleasedUnit) -> bool:
         """Return whether a released group's memory contains the weights for a backward. Identical on all ranks."""
+        fixed = self._fixed.get(id(group))
+        if fixed is not None and not fixed.contains(group):
+            return False
         # Changes of shards are not checked here: some ranks may have no rows of the weight.
         return held.is_kept and all(
             (not has_all_gather_hooks(m.sharded_param) or self.sent_of(local_of(m.sharded_param)))
@@ -321,15 +335,22 @@ class CopyEngineGathers:
                 if storage.size() != size:
                     storage.resize_(size)
             return gather
-        keys, ranks = self._keys_of(records, sent), len(self.meeting.parts)
-        for managed, (_, sizes, dtypes) in zip(records, keys, strict=True):
-            numels = [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
-            managed.init_all_gather_outputs(numels, list(dtypes), ranks, managed.device)
+        keys, ranks, fixed = self._keys_of(records, sent), len(self.meeting.parts), self._fixed.get(id(group))
+        numels = [
+            [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
+            for _, sizes, dtypes in keys
+        ]
+        if fixed is not None:
+            fixed.assign(group, [(n, key[2]) for n, key in zip(numels, keys, strict=True)], ranks)
+        for managed, (_, _, dtypes), own in zip(records, keys, numels, strict=True):
+            managed.init_all_gather_outputs(own, list(dtypes), ranks, managed.device)
             managed.alloc_all_gather_outputs()
         gather = self._gathers.pop(id(group), None)
         outputs = [managed.all_gather_outputs for managed in records]
         if gather is None or gather.keys != keys or any(map(operator.is_not, gather.outputs, outputs)):
             gather = self._gather_of(records, keys)
+            if fixed is not None:
+                gather = gather._replace(storages=[])
         if not gather.joins:  # concatenated parts use memory of this all-gather only
             self._gathers[id(group)] = gather
         pairs = [

@@ -114,6 +114,11 @@ class Format:
         """Return whether the unsharded weight has one scale only, so that shards of any size are valid."""
         return self.block == 1
 
+    @property
+    def attributes(self) -> list[str]:
+        """Return TE's attributes of a tensor's buffers, including the transpose that TE derives from data."""
+        return [buffer.attribute for buffer in self.buffers] + (["_transpose"] if self.transpose else [])
+
     def derives_columnwise(self, quantizer: Any) -> bool:
         """Return whether TE can compute the columnwise data of a weight from its rowwise data."""
         # One-dimensional blocks have different scales in the two directions.

@@ -168,7 +168,8 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def with_local(local: torch.Tensor, like: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """Return a parameter with the spec of ``like`` and the local tensor object ``local`` with its attributes."""
     spec = with_dtype(like._spec, local.dtype)
-    parameter = torch.nn.Parameter(dtensor(local, spec), requires_grad=requires_grad)
+    detached = local.detach() if local.requires_grad else local  # else torch warns
+    parameter = torch.nn.Parameter(dtensor(detached, spec), requires_grad=requires_grad)
     # nn.Parameter detaches, which creates a new local object. Restore the given one.
     parameter._local_tensor = local  # type: ignore[missing-attribute]
     return with_boxes(parameter, like)  # type: ignore[bad-return]

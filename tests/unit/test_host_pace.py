@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from te_fsdp.features import host_pace
 from te_fsdp.features.host_pace import MEASURED, SKIPPED, HostPace
 
 
@@ -108,6 +109,18 @@ def test_a_device_that_is_behind_does_not_wait() -> None:
 def test_steps_that_differ_are_not_measured(caplog: pytest.LogCaptureFixture) -> None:
     pace, device = train(host=8.0, work=2.0, steps=20, irregular=True)
     assert not caplog.records and pace.report_line() == "" and device.slept == 0
+
+
+@pytest.mark.parametrize("kind", ["no units", "compiled"])
+def test_a_model_without_hooks_is_not_measured(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Kind: a measurement that breaks a training which it cannot measure."""
+    if kind == "no units":
+        monkeypatch.setattr(host_pace.fsdp2_units, "inner_units", lambda unit: ["inner"])
+    else:
+        monkeypatch.setattr(Unit, "_compiled_call_impl", object(), raising=False)
+        monkeypatch.setattr(Unit, "__call__", lambda self, x: self.forward(x))
+    pace, device = train(8.0, 2.0, steps=20)
+    assert pace.report_line() == "" and device.slept == 0
 
 
 def test_only_one_step_is_delayed() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from graphed import bodies
+from graphed import bodies, unit_bodies
 
 CASES = {
     "zero3": {},
@@ -123,3 +123,74 @@ def test_what_failed_is_recorded_after_forget(pool, failing):
     before = [[True, False, 0, []], [False, True, 1, [False]]][failing]
     for found in pool.run(bodies.forgotten, 2, failing=failing):
         assert found == {"before": before, "after": [False, False, 1 + failing, [True]]}
+
+
+# ---------------------------------------------------------------------------------------------- units with graphs
+
+UNIT_CASES = {
+    "zero3": {},
+    "optim": {"strategy": "optim"},
+    "FP8 weights, FusedAdam": {"bf16": True, "quantized": True, "optimizer": "FusedAdam"},
+}
+
+
+@pytest.mark.parametrize(
+    ("axes", "names"), [({}, list(UNIT_CASES)), ({"tp": 2}, list(UNIT_CASES)[:1])], ids=["dp2", "tp2"]
+)
+def test_units_have_the_same_bits(pool, axes, names):
+    """Kind: graphs of forwards and backwards in an eager loop, with two microbatches, clipping and an evaluation."""
+    cases = {name: UNIT_CASES[name] for name in names}
+    for facts in pool.run(unit_bodies.same_bits, 2, cases=cases, axes=axes, timeout=240):
+        assert facts == {name: [{}, 2, 18] for name in names}
+
+
+@pytest.mark.cpu
+def test_units_with_stale_values_differ(pool):
+    assert pool.run(unit_bodies.stale_results_differ, 2) == [[True, False, False]] * 2
+
+
+@pytest.mark.cpu
+def test_units_run_eagerly_for_a_reason(pool):
+    for found in pool.run(unit_bodies.reasons, 2, timeout=240):
+        assert found["recorded"] == [2, 2, 0]
+        failed = "the capture has failed (RuntimeError: operation not permitted when stream is capturing)"
+        assert found["fails"] == [failed, 1, 1, 1]
+        assert found["saved"][0].startswith("saved tensors are replaced by hooks") and found["saved"][1:] == [
+            0,
+            0,
+            2,
+        ]
+        assert found["delayed"] == ["DelayedScaling updates scales between forward and backward", 0, 0, 2]
+        assert [why.partition(" (")[0] for why in found["kinds"]] == ["inputs of more than 4 kinds"]
+
+
+@pytest.mark.cpu
+def test_units_are_replayed_in_order_only(pool):
+    """Kind: a replay that would overwrite values of a pending backward. It runs eagerly."""
+    for found in pool.run(unit_bodies.order, 2, timeout=240):
+        assert found == {
+            "eager": [0, 0],
+            "recorded": [2, 0],
+            "replayed": [2, 2],
+            "two forwards": [2, 4],
+            "dropped": [2, 8],
+            "frozen": [4, 8],
+            "frozen, replayed": [4, 10],
+            "why": {},
+        }
+
+
+@pytest.mark.cpu
+def test_mistakes_with_units(pool):
+    for texts in pool.run(unit_bodies.mistakes, 2):
+        assert [text.split(":")[0] for text in texts] == [
+            "OrderError",
+            "ValueError",
+            "PlacementError",
+            "PlacementError",
+            "PlacementError",
+            "OrderError",
+        ]
+        assert "graphed_units of a unit that contains units" in texts[3]
+        assert 'expected fully_shard(..., transport="copy_engine")' in texts[4]
+        assert "graphed_units after the first forward" in texts[5]

@@ -57,6 +57,7 @@ def test_rows_are_measured_or_have_a_reason(tmp_path, python):
     assert whole["machine"]["ranks"] == 2 and whole["options"]["sequence"] == 64
     rows = {(row["library"], row["setting"]): row for row in whole["rows"]}
     assert rows["te_fsdp", "ep graph"]["reason"] == "not recorded: there are no CUDA graphs on cpu"
+    assert rows["te_fsdp", "ep units"]["reason"] == "not recorded: there are no CUDA graphs on cpu"
     assert rows["megatron-fsdp", "ep"]["reason"] == "megatron-fsdp is not installed"
     for place in (("te_fsdp", "ep"), ("te_fsdp", "ep default"), ("FSDP2", "ep"), ("limit", "ep")):
         row = rows[place]

@@ -1,0 +1,439 @@
+"""``graphed_units``: replay forward and backward of each unit from CUDA graphs, inside of an eager loop.
+
+    forward of a unit, backward of a unit                   a CUDA graph each
+    all-gathers, reductions, clipping, optimizer, loss      eager
+
+A unit's ``forward`` is replaced. Hooks of FSDP2 and of the user on the unit itself run around it, as before.
+
+[Note: order of replays] Recordings share memory ([Note: memory of graphs] in :mod:`te_fsdp.features.unit_recording`).
+Recordings of one forward pass form a generation. While the backward of a unit is pending, only later recordings of the
+same generation may be replayed, and backwards run in reverse order. Other forwards run eagerly, which is always
+correct. A pending unit whose autograd graph is freed is not pending any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.features.graph_checks import Signature, recorder_for
+from te_fsdp.features.unit_recording import NotRecordableError, Recorder, StaticBuffers, UnitRecording
+from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
+from te_fsdp.unit_communication import transports_of
+from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
+from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.sharded_model import ShardedModel
+
+_log = logging.getLogger("te_fsdp")
+
+#: Maximum number of kinds of inputs of a unit, and of recordings of a unit.
+MAX_KINDS, MAX_RECORDINGS = 4, 16
+
+
+def graphed_units(
+    model: nn.Module,
+    *,
+    units: Iterable[str] | None = None,
+    warmup: int = 2,
+    generators: Iterable[torch.Generator] = (),
+) -> GraphedUnits:
+    """Record forward and backward of each unit into CUDA graphs, and replay them in the eager training loop.
+
+    For loops that log, change optimizers or schedules, or clip in their own way: only the units lose their host time.
+    :func:`te_fsdp.graphed_step` removes all of it. Results equal those of the eager loop bit for bit.
+
+    The first ``warmup`` forwards of a unit with a kind of inputs run eagerly. The next one records. A unit runs
+    eagerly, and the reason is logged once, if it cannot be recorded: hooks on modules inside of it, delayed scaling,
+    recomputed or offloaded activations, fused or delayed weight gradients, or a device value that its forward reads.
+    The following forwards run eagerly, too: evaluations, forwards while an earlier backward of the unit is pending, and
+    inputs of more than four kinds (shapes, dtypes, values other than tensors, recipes). Values of closures stay those
+    of the recording.
+
+    Unsharded weights get memory at fixed addresses, permanently: that of two units, for units of the same shapes.
+
+    Local operation. Collectives in a unit's forward and backward are recorded with it.
+
+    Args:
+        model: Materialized model passed to :func:`te_fsdp.fully_shard`, before its first forward.
+        units: Names of the units. The default is all units without units inside of them.
+        warmup: Number of eager forwards of each unit before a recording, at least 1.
+        generators: Device generators of the units, in addition to the device's default and those of TE's tracker.
+
+    Raises:
+        OrderError: The model is not sharded, or has run a forward.
+        PlacementError: A unit is not all-gathered by the copy engine, or contains further units, or is unknown.
+        ValueError: ``warmup`` is out of range.
+    """
+    refuse_in_backward("graphed_units")
+    state = require_sharded_model(model, "graphed_units")
+    if warmup < 1:
+        raise ValueError(f"graphed_units: warmup must be at least 1, got {warmup}")
+    return GraphedUnits(state, _choose(state, units), warmup, tuple(generators))
+
+
+def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
+    """Return the names of the units to record; raise PlacementError for units that cannot be recorded."""
+    within = {name: fsdp2_units.inner_units(unit) for name, unit in state.modules.items()}
+    if wanted is None:
+        return [name for name, inner in within.items() if not inner]
+    names = list(wanted)
+    for name in names:
+        if name not in within:
+            raise PlacementError(
+                f"graphed_units(units=...): {name!r}",
+                expected=f"names of units: {shorten(list(within), 6)}",
+                got="not a unit",
+            )
+        if within[name]:
+            raise PlacementError(
+                f"{name or 'the root'}: graphed_units of a unit that contains units",
+                expected="units without units inside of them",
+                got=f"the unit {within[name][0]} inside",
+                why="Its all-gathers and reductions would be recorded",
+                fix="name the inner units",
+            )
+    return names
+
+
+# ---------------------------------------------------------------------------------------------------------- addresses
+
+
+def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
+    """All-gather units to fixed addresses from now on; raise if some cannot be. Local operation."""
+    transports, shared, own = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
+    gathered = [name for name in names if transports[name].name != "none"]
+    for name in gathered:
+        unit, label = state.modules[name], name or "the root"
+        if transports[name].gathers is None:
+            raise PlacementError(
+                f"{label}: graphed_units of a unit that NCCL all-gathers",
+                expected='fully_shard(..., transport="copy_engine"), which can gather to fixed addresses',
+                got=str(transports[name]),
+                why="A graph contains the addresses of unsharded weights, and FSDP2 allocates their memory again "
+                "in each pass",
+                fix='pass transport="copy_engine" to te_fsdp.fully_shard, or use te_fsdp.graphed_step',
+            )
+        if _graphs.has_gathered(unit):
+            raise OrderError(
+                f"{label}: graphed_units after the first forward",
+                expected="a call before the first forward",
+                got="weights that have been all-gathered before, to memory that FSDP2 frees",
+                fix="call te_fsdp.graphed_units right after te_fsdp.materialize",
+            )
+        if (most := _graphs.input_buffers(unit)) > 1:
+            raise OrderError(
+                f"{label}: graphed_units with several reductions in flight",
+                expected="set_reduce_scatter_max_input_buffers(1), the default",
+                got=f"{most}",
+            )
+    for name in gathered:
+        gathers = transports[name].gathers
+        assert gathers is not None
+        gathers.fix_addresses(state.modules[name], shared if state.units[name].gather == "pass" else own)
+    return [shared, own]
+
+
+def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    for tensor in tensors:
+        yield from _te.buffers_of(tensor) if _te.is_quantized(tensor) else [tensor]
+
+
+# ---------------------------------------------------------------------------------------------------------- one unit
+
+
+class _Shared:
+    """State that the units of a model share."""
+
+    def __init__(
+        self, device: torch.device, recorder: Recorder, memory: list[FixedMemory], warmup: int
+    ) -> None:
+        self.recorder, self.warmup = recorder, warmup
+        self.buffers = StaticBuffers()
+        self.why_eager: dict[str, str] = {}
+        self.recordings = self.replays = self.generation = self.order = 0
+        self.last_backward = -1  #: Order of the unit whose backward was replayed last
+        self.is_busy = False
+        self._device, self._memory = device, memory
+        self._stack: list[weakref.ref[_Pending]] = []
+
+    def push(self, pending: _Pending) -> None:
+        """Add a forward whose backward is pending."""
+        self._stack.append(weakref.ref(pending))
+
+    def pending(self) -> list[_Pending]:
+        """Return the replayed forwards whose backward has not run, in order ([Note: order of replays])."""
+        alive = [
+            found for reference in self._stack if (found := reference()) is not None and not found.is_done
+        ]
+        if len(alive) != len(self._stack):
+            self._stack = [weakref.ref(each) for each in alive]
+        return alive
+
+    def is_recording(self) -> bool:
+        """Return whether a unit or a full step is being recorded."""
+        return self.is_busy or (self._device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run units eagerly in a context."""
+        self.is_busy = True
+        try:
+            yield
+        finally:
+            self.is_busy = False
+
+    def fixed_storages(self, unit: nn.Module) -> set[int]:
+        """Return the addresses of storages that stay the same, for a unit that is unsharded."""
+        found = {part.untyped_storage().data_ptr() for part in _parts(_graphs.shards_of(unit))}
+        for group in fsdp2_units.fsdp_parameter_groups(unit):
+            for memory in self._memory:
+                found |= memory.storages(group)
+        return found
+
+    def reason_of_addresses(self, unit: nn.Module) -> str:
+        """Return why weights of a unit have no fixed addresses; empty if they have."""
+        fixed = self.fixed_storages(unit)
+        for parameter in _graphs.managed_parameters(unit):
+            local = _torch.local_of(parameter)
+            if _te.is_quantized(local) and _te.is_grouped(local):
+                return "it has quantized weights of all experts in one parameter"
+            parts = _te.value_buffers_of(local) if _te.is_quantized(local) else [local]
+            if any(part.untyped_storage().data_ptr() not in fixed for part in parts):
+                return f"its unsharded weight of shape {tuple(parameter.shape)} has no fixed address"
+        return ""
+
+
+class _Pending:
+    """A replayed forward whose backward has not run. The autograd graph keeps it alive."""
+
+    def __init__(self, shared: _Shared, name: str, recording: UnitRecording, is_new: bool) -> None:
+        self.recording, self.is_new, self.is_done = recording, is_new, False
+        self._shared, self._name = shared, name
+
+    def backward(self, gradients: Any) -> list[Any]:
+        """Run the recorded backward."""
+        pending = self._shared.pending()
+        if self.is_done or not pending or pending[-1] is not self:
+            raise OrderError(
+                f"{self._name}: backward of a unit with graphs",
+                expected="backwards in the reverse order of forwards, one for each forward",
+                got="a second backward of this unit"
+                if self.is_done
+                else "a later unit whose backward is pending",
+                why="Graphs of units share memory, so that the values of this forward may be overwritten",
+                fix="leave the unit out of te_fsdp.graphed_units(model, units=...)",
+            )
+        if self._shared.last_backward != self.recording.order + 1:
+            self.recording.wait_for_reductions()  # [Note: gradients of weights] expects the unit in between
+        found = self.recording.run_backward(gradients)
+        self.is_done, self._shared.last_backward = True, self.recording.order
+        return found
+
+
+class _Unit:
+    """A unit and its recordings."""
+
+    def __init__(self, shared: _Shared, name: str, unit: nn.Module) -> None:
+        self.name, self.module, self.forward = name, unit, unit.forward
+        self.shared, self.why = shared, ""
+        self.known: list[tuple[Signature, int]] = []  # with the number of eager forwards
+        self.recordings: list[UnitRecording] = []
+        self.count = 0
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the unit's forward, from a graph if possible."""
+        shared = self.shared
+        if self.why or not torch.is_grad_enabled() or shared.is_recording() or _torch.in_backward():
+            return self.forward(*args, **kwargs)
+        leaves, structure = _torch.flatten((args, kwargs))
+        signature = Signature.of([*leaves, *_context()], structure)
+        recording, is_new = self._find(signature, leaves, structure)
+        if recording is None:
+            return self.forward(*args, **kwargs)
+        if not shared.pending():
+            recording.wait_for_reductions()  # of the previous pass, whose gradients this forward may overwrite
+        pending = _Pending(shared, self.name, recording, is_new)
+        shared.push(pending)
+        shared.replays += not is_new
+        return recording.apply(pending, leaves)
+
+    def _find(
+        self, signature: Signature, leaves: list[Any], structure: Any
+    ) -> tuple[UnitRecording | None, bool]:
+        """Return a recording for a forward, and whether it is new; ``None`` to run eagerly."""
+        pending = self.shared.pending()
+        last = pending[-1].recording if pending else None
+        alive = [each.recording for each in pending]
+        # A recorded forward whose backward never ran is of no use.
+        self.recordings = [r for r in self.recordings if r.is_complete or r in alive]
+        for recording in self.recordings:
+            if last is not None and (
+                recording.generation != last.generation or recording.order <= last.order
+            ):
+                continue
+            if recording.is_complete and recording.signature.fits(signature):
+                what = recording.changed()
+                if not what:
+                    return recording, False
+                _log.info("graphed_units: %s is recorded again, because of a change: %s", self.name, what)
+                self.recordings.remove(recording)
+                break
+        if not self._has_run(signature) or not all(each.is_new for each in pending):
+            return None, False
+        return self._record(signature, leaves, structure, first=not pending), True
+
+    def _has_run(self, signature: Signature) -> bool:
+        """Return whether enough eager forwards have run with a kind of inputs; count this one if not."""
+        for place, (known, count) in enumerate(self.known):
+            if known.fits(signature):
+                self.known[place] = known, count + 1
+                return count >= self.shared.warmup
+        if len(self.known) == MAX_KINDS:
+            self.run_eagerly(
+                f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, recipes, or other values)"
+            )
+        else:
+            self.known.append((signature, 1))
+        return False
+
+    def _record(
+        self, signature: Signature, leaves: list[Any], structure: Any, first: bool
+    ) -> UnitRecording | None:
+        shared, why = self.shared, self._reason(leaves)
+        if not why and self.count == MAX_RECORDINGS:
+            why = f"its weights or settings have changed after each of {MAX_RECORDINGS} recordings"
+        if why:
+            self.run_eagerly(why)
+            return None
+        recording = UnitRecording(
+            self.module,
+            self.forward,
+            signature,
+            (leaves, structure),
+            shared.recorder,
+            shared.buffers,
+            shared.fixed_storages(self.module),
+        )
+        try:
+            with shared.recording():
+                recording.record_forward()
+        except NotRecordableError as error:
+            self.run_eagerly(str(error))
+            return None
+        except Exception as error:
+            lines = str(error).splitlines() or [""]
+            self.run_eagerly(f"the capture has failed ({type(error).__name__}: {lines[0][:200]})")
+            return None
+        shared.generation += first
+        shared.order = 0 if first else shared.order + 1
+        recording.generation, recording.order = shared.generation, shared.order
+        self.recordings.append(recording)
+        self.count += 1
+        shared.recordings += 1
+        return recording
+
+    def _reason(self, leaves: list[Any]) -> str:
+        """Return why the unit cannot be recorded; empty if no reason is known. Local operation."""
+        recipe = _te.active_recipe()
+        if recipe is not None and (recipe.delayed() or recipe.custom()):
+            return f"{type(recipe).__name__} updates scales between forward and backward"
+        if hooked := _graphs.hooked_module(self.module):
+            return f"a hook on {hooked}, which a replay would not call"
+        if _graphs.replaces_saved_tensors():
+            return "saved tensors are replaced by hooks (recomputed or offloaded activations)"
+        for module in self.module.modules():
+            if getattr(module, "fuse_wgrad_accumulation", False) or _te.delays_weight_gradients(module):
+                return "TransformerEngine accumulates or delays its weight gradients"
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                return f"an input is a {type(tensor).__name__}"
+        if not any(each.requires_grad for each in (*tensors, *self.module.parameters())):
+            return "nothing in it is trained"
+        return self.shared.reason_of_addresses(self.module)
+
+    def run_eagerly(self, why: str) -> None:
+        """Run all following forwards eagerly, and log the reason once."""
+        self.why = self.shared.why_eager[self.name] = why
+        self.recordings.clear()
+        _log.warning("graphed_units: %s runs eagerly: %s", self.name or "the root", why)
+
+
+def _context() -> list[Any]:
+    """Return values outside of the arguments that a forward reads."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return [_te.active_recipe(), casts]
+
+
+# ---------------------------------------------------------------------------------------------------------- all units
+
+
+class GraphedUnits:
+    """Units with graphs, created by :func:`graphed_units`."""
+
+    def __init__(
+        self, state: ShardedModel, names: list[str], warmup: int, generators: tuple[torch.Generator, ...]
+    ) -> None:
+        device = state.meshes.device
+        recorder: Any = recorder_for(device, generators)
+        self._shared = _Shared(
+            device, recorder, [] if recorder is None else fix_addresses(state, names), warmup
+        )
+        self._units: list[_Unit] = []
+        if recorder is None:
+            self._shared.why_eager = dict.fromkeys(names, f"there are no CUDA graphs on {device.type}")
+            _log.warning("graphed_units: units run eagerly: there are no CUDA graphs on %s", device.type)
+            return
+        for name in names:
+            graphed = _Unit(self._shared, name, state.modules[name])
+            self._units.append(graphed)
+            run = functools.wraps(graphed.forward)(functools.partial(_Unit.run, graphed))
+            graphed.module.forward = run  # type: ignore[bad-assignment]
+
+    @property
+    def why_eager(self) -> dict[str, str]:
+        """Name of each unit that runs eagerly -> the reason."""
+        return dict(self._shared.why_eager)
+
+    @property
+    def recordings(self) -> int:
+        """Number of recordings."""
+        return self._shared.recordings
+
+    @property
+    def replays(self) -> int:
+        """Number of replayed forwards."""
+        return self._shared.replays
+
+    def forget(self) -> None:
+        """Drop all recordings. The next forwards record again. Local operation; no backward may be pending.
+
+        Use it after changes that te_fsdp cannot detect, to retry units that could not be recorded, and before
+        ``dist.destroy_process_group``, which waits forever for graphs with collectives.
+        """
+        for unit in self._units:
+            unit.recordings.clear()
+            unit.known.clear()
+            unit.why = ""
+        if self._units:
+            self._shared.why_eager.clear()
+        self._shared.buffers = StaticBuffers()
+
+    def remove(self) -> None:
+        """Drop all recordings and restore the units' own ``forward``. Local operation."""
+        self.forget()
+        for unit in self._units:
+            unit.module.__dict__.pop("forward", None)
+        self._units.clear()

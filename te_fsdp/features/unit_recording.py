@@ -1,0 +1,388 @@
+"""``UnitRecording``: forward and backward of one unit as two CUDA graphs.
+
+    before forward       FSDP2 all-gathers into memory at fixed addresses
+    forward graph        reads static inputs, to which each call copies its own; outputs are cloned
+    before backward      FSDP2 all-gathers again; transposes of quantized weights are copied to fixed addresses
+    backward graph       reads static gradients of outputs; gradients of inputs are cloned, those of weights are not
+    after backward       autograd accumulates gradients, FSDP2 reduces them
+
+[Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture that
+reaches a node of a different stream fails. So the recorded forward uses stand-ins: new leaves over the memory of the
+unsharded parameters. Gradients of stand-ins become those of the parameters.
+
+[Note: memory of graphs] All graphs share one pool. What a forward saves stays allocated until its backward is recorded,
+as in an eager pass. Afterwards the pool reuses this memory, also for later recordings. A graph may therefore only be
+replayed in the order of its recording (:mod:`te_fsdp.features.graphed_units` checks this). Results are read without
+keeping their memory allocated.
+
+[Note: gradients of weights] They are not copied. Reductions may read them while the next unit computes, as FSDP2 waits
+for a reduction at the end of the next unit's backward. So they stay allocated during one further recording. Where that
+unit did not run, and before the next forward, a replay waits for the reduction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.errors import OrderError
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as _graphs
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.features.graph_checks import Signature
+
+_CONSTANTS = (bool, int, float, str, type(None))
+
+
+class NotRecordableError(RuntimeError):
+    """A unit cannot be recorded. The text has the reason."""
+
+
+class Recorder(Protocol):
+    """Records a function, and returns what replays it and its result (:class:`CudaRecorder`)."""
+
+    def record(self, call: Callable[[], Any]) -> tuple[Any, Any]:
+        """Record a call."""
+
+
+class Weight(NamedTuple):
+    """A parameter of a unit, unsharded."""
+
+    own: dict[str, Any]  #: ``_parameters`` of its module
+    name: str
+    parameter: torch.Tensor
+    addresses: tuple[int, ...]
+    trained: bool
+
+
+class Gradient(NamedTuple):
+    """A recorded gradient."""
+
+    local: torch.Tensor
+    spec: Any = None  #: Spec of a DTensor
+
+
+class StaticBuffers:
+    """Buffers at fixed addresses that the recordings of a model use in turn."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[Any, ...], torch.Tensor] = {}
+        self.recent: list[Any] = []  #: Gradients of weights of the last recorded backwards
+
+    def like(self, use: str, place: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the buffer for the n-th tensor of a use, with the shape and dtype of ``tensor``."""
+        key = use, place, tensor.shape, tensor.dtype
+        if key not in self._made:
+            self._made[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        return self._made[key]
+
+
+def addresses_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the addresses of a parameter's local tensor; for a quantized one, without derived buffers."""
+    local = _torch.local_of(tensor)
+    row = _te.format_of(local) if _te.is_quantized(local) else None
+    if row is None:
+        return (local.data_ptr(),)
+    found = [getattr(local, buffer.attribute, None) for buffer in row.buffers if not buffer.is_derived]
+    return tuple([0 if value is None else value.data_ptr() for value in found])
+
+
+def weights_of(unit: nn.Module) -> list[Weight]:
+    """Return the parameters of a unit, each one where it is registered first."""
+    found: dict[int, Weight] = {}
+    for module in unit.modules():
+        own: dict[str, Any] = module._parameters
+        for name, parameter in own.items():
+            if parameter is not None:
+                weight = Weight(own, name, parameter, addresses_of(parameter), parameter.requires_grad)
+                found.setdefault(id(parameter), weight)
+    return list(found.values())
+
+
+def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a new leaf over a parameter's memory, with its attributes."""
+    if isinstance(parameter, DTensor):
+        local = _torch.local_of(parameter)
+        made: Any = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+    else:
+        made = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    for key, value in parameter.__dict__.items():
+        made.__dict__.setdefault(key, value)
+    return made
+
+
+class UnitRecording:
+    """Two graphs of one unit for one kind of inputs.
+
+    Attributes:
+        generation: Number of the forward pass in which it was recorded.
+        order: Its place among the recordings of that pass.
+        signature: Kind of inputs, and the context of the forward.
+    """
+
+    def __init__(
+        self,
+        unit: nn.Module,
+        forward: Callable[..., Any],
+        signature: Signature,
+        inputs: tuple[list[Any], Any],
+        recorder: Recorder,
+        buffers: StaticBuffers,
+        fixed: set[int],
+    ) -> None:
+        leaves, self._structure = inputs
+        self.signature, self.generation, self.order = signature, 0, 0
+        self._unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
+        self._inputs = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.weights = weights_of(unit)
+        self._modes = [(module, module.training) for module in unit.modules()]
+        self._tensors = [(m._buffers, name, b) for m in unit.modules() for name, b in m._buffers.items()]
+        self._fixed = fixed | {address for w in self.weights for address in w.addresses}
+        self._stand_ins: list[torch.Tensor] = []
+        self._edges: list[Any] = []
+        self._trained: list[bool] = []
+        self._output: tuple[list[Any], Any] = ([], None)
+        self._staged: list[tuple[torch.Tensor, str, torch.Tensor]] = []
+        self._outputs: list[torch.Tensor] = []
+        self._gradients: list[Gradient | None] = []
+        self._grad_outputs: list[torch.Tensor] = []
+        self._forward_graph: Any = None
+        self._backward_graph: Any = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the backward is recorded."""
+        return self._backward_graph is not None
+
+    def changed(self) -> str:
+        """Return what has changed since the recording; empty if nothing has. Local operation, in every forward."""
+        for own, name, parameter, addresses, trained in self.weights:
+            if own.get(name) is not parameter or parameter.requires_grad is not trained:
+                return f"{name} is a different parameter, or its requires_grad has changed"
+            if addresses_of(parameter) != addresses:
+                return f"{name} has a different address"
+        for module, training in self._modes:
+            if module.training is not training:
+                return "the training mode of a module"
+        for own, name, buffer in self._tensors:
+            if own.get(name) is not buffer:
+                return f"{name} is a different buffer"
+        return ""
+
+    # ---------------------------------------------------------------------------------------------------------- forward
+
+    def record_forward(self) -> None:
+        """Record the forward, without running it. Raise the unit's error, or NotRecordableError."""
+        static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
+        versions = [_torch.version_of(leaf) for leaf in static]
+        self._forward_graph, results = self._recorder.record(self._forward)
+        if versions != [_torch.version_of(leaf) for leaf in static]:
+            raise NotRecordableError("it changes an input in place")
+        self._outputs = [_graphs.without_ownership(result) for result in results]
+
+    def _forward(self) -> list[torch.Tensor]:
+        args, kwargs = _torch.unflatten(self._inputs, self._structure)
+        with self._with_stand_ins(), _without_autocast_cache():
+            output = self._call(*args, **kwargs)
+        leaves, structure = _torch.flatten(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor and not isinstance(leaf, _CONSTANTS):
+                raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
+        self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._trained = [tensor.requires_grad for tensor in tensors]
+        self._edges = _graphs.retain_edges([tensor for tensor in tensors if tensor.requires_grad])
+        return [tensor.detach() for tensor in tensors]
+
+    @contextlib.contextmanager
+    def _with_stand_ins(self) -> Iterator[None]:
+        """Replace the unit's parameters by new leaves ([Note: stand-ins])."""
+        self._stand_ins = [_stand_in(weight.parameter) for weight in self.weights]
+        by_id = {id(w.parameter): made for w, made in zip(self.weights, self._stand_ins, strict=True)}
+        replaced = [
+            (module._parameters, name, parameter)
+            for module in self._unit.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        for own, name, parameter in replaced:
+            own[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for own, name, parameter in replaced:
+                own[name] = parameter
+
+    def apply(self, token: Any, leaves: Sequence[Any]) -> Any:
+        """Run the recorded forward; its backward gets ``token``."""
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        parameters = [weight.parameter for weight in self.weights if weight.trained]
+        results = _Replay.apply(token, len(tensors), *tensors, *parameters)
+        filled, structure = self._output
+        filled = list(filled)
+        for place, result in zip(self._places, results, strict=True):
+            filled[place] = result
+        return _torch.unflatten(filled, structure)
+
+    def replay_forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy inputs, replay, and return copies of the outputs."""
+        static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
+        for held, tensor in zip(static, tensors, strict=True):
+            held.data.copy_(tensor)  # by .data, because autograd has saved the static input
+        self._forward_graph.replay()
+        return [output.clone() for output in self._outputs]
+
+    def wait_for_reductions(self) -> None:
+        """Wait until reductions do not read gradients any more, because a replay may overwrite these."""
+        _graphs.wait_for_reductions(self._unit)
+
+    def not_trained(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the outputs without gradients."""
+        return [output for output, trained in zip(outputs, self._trained, strict=True) if not trained]
+
+    # --------------------------------------------------------------------------------------------------------- backward
+
+    def run_backward(self, gradients: Sequence[torch.Tensor | None]) -> list[Any]:
+        """Replay the backward, which the first call records. Return gradients of inputs and parameters."""
+        wanted = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
+        if not self.is_complete:
+            self._prepare_backward(gradients)
+        for held, gradient in zip(self._grad_outputs, wanted, strict=True):
+            held.zero_() if gradient is None else held.copy_(gradient)
+        if self.is_complete:
+            self._refresh()
+        else:
+            self._record_backward()
+        self._backward_graph.replay()
+        return self._results()
+
+    def _prepare_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        outputs = [output for output, trained in zip(self._outputs, self._trained, strict=True) if trained]
+        self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
+
+    def _record_backward(self) -> None:
+        restored: list[tuple[Any, str, torch.Tensor]] = []
+        for place, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
+            local = _torch.local_of(weight.parameter)
+            if _te.is_quantized(local):
+                restored += self._stage(place, local, _torch.local_of(made))
+        del self._buffers.recent[:-1]  # [Note: gradients of weights]
+        try:
+            self._backward_graph, found = self._recorder.record(self._backward)
+        except Exception as error:
+            raise OrderError(
+                "graphed_units: a unit's backward cannot be recorded",
+                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                why="Its forward was recorded, so that it cannot run eagerly any more",
+                fix="leave the unit out of graphed_units(model, units=...)",
+            ) from error
+        finally:
+            for made, attribute, value in restored:
+                setattr(made, attribute, value)
+        inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
+        self._buffers.recent.append(found[inputs:])
+        self._gradients = [None if gradient is None else _recorded(gradient) for gradient in found]
+        self._stand_ins, self._edges = [], []
+
+    def _stage(
+        self, place: int, local: torch.Tensor, made: torch.Tensor
+    ) -> list[tuple[Any, str, torch.Tensor]]:
+        """Copy the buffers of a quantized weight that TE derives in each pass to fixed addresses.
+
+        Return the attributes of the stand-in that must be restored, because units share these buffers.
+        """
+        if made is not local:
+            made.__dict__.update(local.__dict__)
+        row = _te.format_of(local)
+        assert row is not None
+        replaced: list[tuple[Any, str, torch.Tensor]] = []
+        for number, attribute in enumerate(row.attributes):
+            value = getattr(local, attribute, None)
+            if value is None or {value.data_ptr(), value.untyped_storage().data_ptr()} & self._fixed:
+                continue
+            staged = self._buffers.like(attribute, 100 * place + number, value)
+            staged.copy_(value)
+            setattr(made, attribute, staged)
+            replaced.append((made, attribute, value))
+            self._staged.append((local, attribute, staged))
+        return replaced
+
+    def _refresh(self) -> None:
+        for local, attribute, staged in self._staged:
+            value = getattr(local, attribute)
+            if value is None:
+                raise OrderError(
+                    f"graphed_units: a weight without {attribute}, which its recorded backward reads"
+                )
+            if value.data_ptr() != staged.data_ptr():
+                staged.copy_(value)
+
+    def _backward(self) -> list[torch.Tensor | None]:
+        """Return gradients of all input tensors, then of all weights."""
+        tensors = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)] + self._stand_ins
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        found = iter(torch.autograd.grad(self._edges, wanted, self._grad_outputs, allow_unused=True))
+        return [next(found) if tensor.requires_grad else None for tensor in tensors]
+
+    def _results(self) -> list[Any]:
+        inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
+        found: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
+        kept = not _graphs.reduces_gradients(self._unit)
+        managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
+        for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
+            if not weight.trained:
+                continue
+            if gradient is None:
+                found.append(None)
+                continue
+            # The next replay overwrites a gradient that is not reduced before.
+            copies = (kept or id(weight.parameter) not in managed) and weight.parameter.grad is None
+            local = gradient.local.clone() if copies else gradient.local.detach()
+            found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
+        return found
+
+
+def _static(tensor: torch.Tensor) -> torch.Tensor:
+    held = torch.empty_like(tensor, requires_grad=False)
+    held.copy_(tensor.detach())
+    return held.requires_grad_(tensor.requires_grad)
+
+
+def _recorded(gradient: torch.Tensor) -> Gradient:
+    local = _graphs.without_ownership(_torch.local_of(gradient))
+    return Gradient(local, _torch.spec_of(gradient) if isinstance(gradient, DTensor) else None)
+
+
+@contextlib.contextmanager
+def _without_autocast_cache() -> Iterator[None]:
+    """Do not let ``torch.autocast`` keep casts in the memory of a graph."""
+    known = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(known)
+
+
+class _Replay(torch.autograd.Function):
+    """The autograd node of a replayed unit. Its inputs are the unit's inputs and trained parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Any, inputs: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.token = token
+        outputs = token.recording.replay_forward(tensors[:inputs])
+        ctx.mark_non_differentiable(*token.recording.not_trained(outputs))
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:  # type: ignore[bad-override]
+        return None, None, *ctx.token.backward(grad_outputs)

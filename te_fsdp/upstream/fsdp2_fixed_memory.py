@@ -1,0 +1,109 @@
+"""Memory at fixed addresses for unsharded weights, which units of the same shapes use in turn.
+
+FSDP2 frees unsharded weights after each pass, and the allocator may return different memory for the next all-gather.
+A CUDA graph contains addresses, so units with graphs use memory that stays allocated:
+
+    unit            0    1    2    3    backward:    3    2    1    0
+    memory          a    b    a    b                 b    a    b    a
+
+One unit is all-gathered while the previous one computes, so that two places are enough, as many as FSDP2 allocates.
+
+Private names of FSDP2 (``FSDPParam.all_gather_outputs``), checked with torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from te_fsdp.errors import OrderError
+
+
+class _Place:
+    """Memory for the unsharded weights of one unit at a time."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.owner: Any = None  # parameter group whose weights it contains, or contained last
+        self.event: Any = None  # event after which no kernel reads them
+
+
+class FixedMemory:
+    """Memory for the unsharded weights of several parameter groups.
+
+    Attributes:
+        places: Number of units of the same shapes whose weights are unsharded at the same time; 0 if all are.
+    """
+
+    def __init__(self, places: int) -> None:
+        self.places = places
+        self._made: dict[tuple[Any, ...], _Place] = {}
+        self._used: Counter[tuple[Any, ...]] = Counter()
+        self._of: dict[int, _Place] = {}  # id of a group -> its place
+
+    def assign(self, group: Any, sizes: list[tuple[list[int], tuple[torch.dtype, ...]]], ranks: int) -> None:
+        """Let FSDP2 gather a group into its place, before its first all-gather. Local operation.
+
+        ``sizes`` has the number of elements and the dtypes of the tensors that one rank sends, for each record.
+        """
+        if id(group) in self._of:
+            return
+        key = tuple((tuple(numels), dtypes) for numels, dtypes in sizes)
+        number = self._used[key]
+        self._used[key] += 1
+        where = (key, number % self.places if self.places else number)
+        if where not in self._made:
+            flat = [(n, dtype) for numels, dtypes in sizes for n, dtype in zip(numels, dtypes, strict=True)]
+            made = [torch.empty(n * ranks, dtype=dtype, device=group.device) for n, dtype in flat]
+            self._made[where] = _Place(made)
+        place = self._of[id(group)] = self._made[where]
+        # Different tensor objects over the same storages, because versions count per object.
+        views = iter(
+            [
+                torch.empty(0, dtype=t.dtype, device=t.device).set_(t.untyped_storage(), 0, t.shape, (1,))
+                for t in place.tensors
+            ]
+        )
+        for managed, (numels, _) in zip(group.fsdp_params, sizes, strict=True):
+            managed.all_gather_outputs = [next(views) for _ in numels]
+
+    def take(self, group: Any, stream: Any) -> None:
+        """Let a stream wait until a group's place can be written. Local operation.
+
+        Raises:
+            OrderError: A different unit is unsharded there, on all ranks.
+        """
+        place = self._of.get(id(group))
+        if place is None:
+            return
+        owner = place.owner
+        is_other = owner is not None and owner is not group
+        if is_other and (owner.is_unsharded or owner._all_gather_result is not None):
+            raise OrderError(
+                f"{group._module_fqn}: all-gather while {owner._module_fqn} is unsharded",
+                expected="one unit that computes and the next one that is all-gathered",
+                got="more units of the same shapes that are unsharded at the same time",
+                why="te_fsdp.graphed_units stores the unsharded weights of such units in the same memory",
+                fix="prefetch one unit ahead only, and do not call unshard() of these units",
+            )
+        if place.event is not None:
+            stream.wait_event(place.event)
+        place.owner = group
+
+    def release(self, group: Any, event: Any) -> None:
+        """Record after which event a group's place can be written again. Local operation."""
+        place = self._of.get(id(group))
+        if place is not None and place.owner is group:
+            place.event = event
+
+    def contains(self, group: Any) -> bool:
+        """Return whether a group's place contains that group's weights."""
+        place = self._of.get(id(group))
+        return place is None or place.owner is group
+
+    def storages(self, group: Any) -> set[int]:
+        """Return the addresses of a group's storages; empty before its first all-gather."""
+        place = self._of.get(id(group))
+        return set() if place is None else {t.untyped_storage().data_ptr() for t in place.tensors}

@@ -1,0 +1,109 @@
+"""Private names of torch for graphs of single units, checked with torch 2.11 to 2.15."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.modules import module as _modules
+
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class _Address:
+    """Memory of a CUDA tensor without a reference to it (``__cuda_array_interface__``)."""
+
+    def __init__(self, tensor: torch.Tensor, nbytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (tensor.data_ptr(), False),
+            "version": 3,
+        }
+
+
+def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the same memory that does not keep it allocated; on the CPU the tensor itself.
+
+    The memory must belong to the pool of a CUDA graph that is alive.
+    """
+    if tensor.device.type != "cuda" or not tensor.numel():
+        return tensor.detach()
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    memory = torch.as_tensor(_Address(tensor, (reach + 1) * tensor.element_size()), device=tensor.device)
+    return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def reduces_gradients(unit: nn.Module) -> bool:
+    """Return whether FSDP2 reduces a unit's gradients at the end of the next backward into other memory.
+
+    A rank that holds whole shards keeps the gradients themselves.
+    """
+    return all(
+        group.reduce_grads and getattr(group.mesh_info, "shard_mesh_size", 1) > 1
+        for group in fsdp_parameter_groups(unit)
+    )
+
+
+def has_gathered(unit: nn.Module) -> bool:
+    """Return whether FSDP2 has all-gathered a unit before, and so chosen the memory for it."""
+    return any(m.all_gather_outputs for group in fsdp_parameter_groups(unit) for m in group.fsdp_params)
+
+
+def wait_for_reductions(unit: nn.Module) -> None:
+    """Let the current stream wait until no reduction of the model reads gradients any more. Local operation."""
+    for group in fsdp_parameter_groups(unit):
+        states = getattr(group.comm_ctx, "reduce_scatter_states", None)
+        if states is None:  # before torch 2.14
+            states = filter(None, [getattr(group.comm_ctx, "reduce_scatter_state", None)])
+        for state in states:
+            if state.event is not None:
+                group.device_handle.current_stream().wait_event(state.event)
+
+
+def input_buffers(unit: nn.Module) -> int:
+    """Return the number of units whose gradients FSDP2 keeps for reductions at the same time; 1 before torch 2.14."""
+    most = [getattr(g, "reduce_scatter_max_input_buffers", 1) for g in fsdp_parameter_groups(unit)]
+    return max(most, default=1)
+
+
+def managed_parameters(unit: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the unsharded parameters of a unit, while it is unsharded."""
+    for group in fsdp_parameter_groups(unit):
+        for managed in group.fsdp_params:
+            yield managed._unsharded_param
+
+
+def shards_of(unit: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the local shards of a unit."""
+    for group in fsdp_parameter_groups(unit):
+        for managed in group.fsdp_params:
+            yield managed.sharded_param._local_tensor
+
+
+def hooked_module(unit: nn.Module) -> str:
+    """Return the name of a module inside of a unit with hooks, ``"every module"`` for global ones; empty if none."""
+    if any(getattr(_modules, f"_global{kind}", None) for kind in (*_HOOKS, "_forward_hooks_always_called")):
+        return "every module"
+    for name, module in unit.named_modules():
+        if module is not unit and any(module.__dict__.get(kind) for kind in _HOOKS):
+            return name
+    return ""
+
+
+def replaces_saved_tensors() -> bool:
+    """Return whether hooks replace the tensors that autograd saves, as for offloading and recomputation."""
+    top: Any = torch._C._autograd._top_saved_tensors_default_hooks
+    return top(False) is not None
+
+
+def retain_edges(outputs: list[torch.Tensor]) -> list[Any]:
+    """Return what ``torch.autograd.grad`` needs of outputs, without their memory."""
+    return [t if t.is_leaf else torch.autograd.graph.get_gradient_edge(t) for t in outputs]
