@@ -425,6 +425,17 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
 
 def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str], tick: Tick) -> None:
     """Write or overwrite a safetensors file with metadata in its header; not atomic, not synced. Local operation."""
+    write_header(path, tensors, metadata)
+    with path.open("ab") as file:
+        for tensor in tensors.values():
+            for first, last in tensor.blocks():
+                block = tensor.rows(first, last).reshape(-1).view(torch.uint8)
+                file.write(block.numpy().data)
+                tick(len(block))
+
+
+def write_header(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, str]) -> None:
+    """Write or overwrite a safetensors file without its tensors, whose bytes are appended in order. Local operation."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
     at = 0
     for key, tensor in tensors.items():
@@ -436,13 +447,7 @@ def write_file(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str, s
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for tensor in tensors.values():
-            for first, last in tensor.blocks():
-                block = tensor.rows(first, last).reshape(-1).view(torch.uint8)
-                file.write(block.numpy().data)
-                tick(len(block))
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
 
 
 def write_folder(

@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,12 +18,9 @@ from te_fsdp.checkpoint.compare import Differences, check_whole_job, compare_mod
 from te_fsdp.checkpoint.directory import new_directory
 from te_fsdp.checkpoint.lazy_tensors import (
     Lazy,
-    assign_files,
     open_safetensors,
     total_bytes,
-    write_file,
     write_folder,
-    write_index,
 )
 from te_fsdp.checkpoint.load_source import Source
 from te_fsdp.checkpoint.loading import Filling
@@ -35,22 +30,17 @@ from te_fsdp.checkpoint.named import parts_of
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture, read_config, write_config
 from te_fsdp.checkpoint.portable.huggingface_map import Tensors, WeightMap
 from te_fsdp.checkpoint.portable.huggingface_model import (
-    Description,
     ModelDescription,
-    Share,
     TeBlocks,
     TeNames,
-    Transfer,
-    arrivals,
     describe_model,
-    describe_shares,
-    plan_exchange,
-    shares_of,
 )
+from te_fsdp.checkpoint.portable.weight_folder import save_huggingface
+from te_fsdp.checkpoint.portable.weight_transfer import check_fits
 from te_fsdp.checkpoint.reader import Contents, describe, empty_manifest, split_experts, stack_experts
-from te_fsdp.checkpoint.shard_files import no_progress, sync
+from te_fsdp.checkpoint.shard_files import no_progress
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.collectives.agreement import all_agree, from_rank_0, rank, rank_messenger, world_size
+from te_fsdp.collectives.agreement import all_agree, rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_weights import check_optimizer
@@ -76,8 +66,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("te_fsdp")
-#: Least bytes of a file that is started only to let more ranks write at once.
-_SMALLEST_FILE = 256 << 20
 
 
 def import_huggingface(
@@ -207,178 +195,12 @@ def _filling(
     ):  # a checkpoint has the first name only
         manifest.parameters.pop(name, None)
     found = compare_model(manifest, state).without([*state.buffers], strict=True)
-    _check_fits("load_huggingface", model, weights, found.texts())
+    check_fits("load_huggingface", model, weights, found.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}
     lacked = {name for group in weights.groups for name in group.zeros}
     note = f"biases that it lacks are zero, and stay so (frozen): {shorten(sorted(lacked), 3)}"
     opened = Source(folder, manifest, contents.tensors, [note] if lacked else [])
     return Filling(opened, model, parts_of(optimizer), state, Differences(converted=quantized)), lacked
-
-
-def _check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
-    """Raise CheckpointError for problems of a model and its map. Local operation.
-
-    Adds weights where tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
-    up that differ from the unsharded model's.
-    """
-    forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
-    gated = {name for form in forms if form.groups == 1 for name in form.names}
-    cut = [
-        owned.fqn
-        for owned in owned_parameters(model)
-        if (owned.fqn in gated or f"{owned.fqn}0" in gated)
-        and owned.info.rule.shard_dim == int(owned.is_grouped)
-        and owned.info.at.tp_size > 1
-    ]
-    if weights.differences:
-        problems.append(f"layers that would compute something else: {shorten([*weights.differences], 20)}")
-    if cut:
-        what = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
-        problems.append(f"{what}: {shorten(cut, 20)}")
-    if problems:
-        raise CheckpointError(
-            f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
-            why="Nothing was changed",
-            fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs()",
-        )
-
-
-@torch.no_grad()
-def save_huggingface(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: Optimizer | None = None,
-    *,
-    config: Any,
-    names: TeNames | None = None,
-    blocks: TeBlocks | None = None,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
-) -> None:
-    """Write a model as a folder that ``transformers.AutoModelForCausalLM.from_pretrained`` reads, from any mesh.
-
-    Norms, heads, activation and layouts are read from the model. Each tensor is assembled on the rank that writes its
-    file, one group of tensors at a time (query, key and value of a layer; gate and up; one expert). In addition to the
-    model, a rank needs at most five times the bytes of the largest group in the CPU's memory, and on its device the
-    pieces of one parameter. The folder appears when it is complete and on disk. Collective over the world: call on all
-    ranks, between steps; all ranks must reach the folder. Weights and small messages use te_fsdp's own Gloo process
-    group.
-
-    Args:
-        path: The folder to make. It must not exist, or be an empty directory.
-        model: Sharded or not, quantized or not.
-        optimizer: If it has main weights, these are written, rounded once.
-        config: A Hugging Face folder of the same model, whose tokenizer and similar files are copied; or a
-            ``transformers`` configuration, or the contents of a ``config.json``.
-        names: Names of the model's parts.
-        blocks: Options of the layers that the model does not show, because its norms are of a custom class.
-        dtype: Dtype of the files; ``None``: that of each parameter.
-        max_file_bytes: Size after which another file is started.
-
-    Raises:
-        CheckpointError: ``path`` exists; an unsupported model, or another one than ``config`` describes; ranks that do
-            not have every element; files that cannot be written. The same on all ranks, and no folder appears.
-        OrderError: An optimizer of other parameters.
-    """
-    with collective_call("checkpoint.save_huggingface"):
-        shares, weights = all_agree(lambda: shares_to_write(model, optimizer, config, names, blocks))
-        saving = _Saving(shares, weights, dtype, max_file_bytes)
-        described, plan = rank_messenger().round(lambda: {n: s.about for n, s in shares.items()}, saving.plan)
-        with ExitStack() as stack:
-            folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
-            tensors, files = all_agree(lambda: saving.write(folder, described, plan))
-
-            def finish() -> None:
-                write_index(folder, tensors, files)
-                write_config(folder, config, tensors)
-                stack.close()
-
-            from_rank_0(finish)
-
-
-def shares_to_write(
-    model: nn.Module, optimizer: Optimizer | None, config: Any, names: TeNames | None, blocks: TeBlocks | None
-) -> tuple[dict[str, Share], WeightMap]:
-    """Return this rank's shares of a model's parameters, and the map to Hugging Face's tensors. Local operation.
-
-    Raises:
-        CheckpointError: A model that is not supported, or that differs from ``config``.
-        OrderError: ``optimizer`` holds parameters of another model.
-    """
-    check_whole_job(model, None)
-    if optimizer is not None:
-        check_optimizer(model, optimizer)
-    weights = WeightMap.build(config, blocks, names, describe_model(model))
-    _check_fits("save_huggingface", model, weights, [])
-    shares, known = shares_of(model, optimizer), weights.shapes(te=True)
-    for name, first in tied_names(model).items():  # under the name that the map has
-        if first in shares and first not in known and name in known:
-            shares[name] = shares.pop(first)
-    return shares, weights
-
-
-class _Saving(NamedTuple):
-    """One rank's part of :func:`save_huggingface`."""
-
-    shares: dict[str, Share]
-    weights: WeightMap
-    dtype: torch.dtype | None
-    max_file_bytes: int
-
-    def plan(self, seen: list[dict[str, Description]]) -> list[tuple[dict[str, Description], list[Transfer]]]:
-        """Return the description of all tensors and the transfers, for each rank. Rank 0 alone calls this."""
-        described = describe_shares(seen)
-        files = self.files(self.tensors(described, iter(())))
-        writers = {name: writer for writer, names in files.values() for name in names}
-        queues: list[list[list[str]]] = [[] for _ in seen]
-        for group in self.weights.groups:
-            queue = queues[writers[group.huggingface.names[0]]]
-            queue.append([name for name in group.names(te=True, tied=True) if name in described])
-        return [(described, plan) for plan in plan_exchange(seen, queues)]
-
-    def tensors(
-        self, described: dict[str, Description], arriving: Iterator[tuple[str, torch.Tensor]]
-    ) -> dict[str, Lazy]:
-        """Return the tensors to write, from unsharded tensors that arrive in the order of reading."""
-
-        def read(name: str, first: int, last: int) -> torch.Tensor:
-            found, tensor = next(arriving)
-            assert found == name
-            return tensor
-
-        source = {n: Lazy(one.shape, one.dtype, partial(read, n)) for n, one in described.items()}
-        return self.weights.lazily(source, to_te=False, dtype=self.dtype)
-
-    def files(self, tensors: Mapping[str, Lazy]) -> dict[str, tuple[int, list[str]]]:
-        """Return writers and tensors by file; a group is in one file."""
-        ranks = world_size()
-        most = min(self.max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
-        files = assign_files(
-            tensors, (group.names(te=False, tied=False) for group in self.weights.groups), most
-        )
-        count = len(files)  # spread over the world: adjacent ranks share a host
-        writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
-        return {file: (writer, names) for writer, (file, names) in zip(writers, files.items(), strict=True)}
-
-    def write(
-        self, folder: Path, described: dict[str, Description], plan: list[Transfer]
-    ) -> tuple[dict[str, Lazy], dict[str, list[str]]]:
-        """Write this rank's files; return all tensors, and their names by file.
-
-        Collective over the world, also after an error.
-        """
-        arriving = arrivals(rank_messenger(), self.shares, described, plan)
-        tensors = self.tensors(described, arriving)
-        files = self.files(tensors)
-        try:
-            for file, (writer, names) in files.items():
-                if writer == rank():
-                    write_file(folder / file, {name: tensors[name] for name in names}, {}, no_progress)
-                    sync(folder / file)
-        finally:
-            for _ in arriving:  # other ranks wait for the remaining transfers
-                pass
-        return tensors, {file: names for file, (_, names) in files.items()}
 
 
 def values_for_huggingface(

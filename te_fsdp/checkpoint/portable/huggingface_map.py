@@ -45,7 +45,7 @@ Shape = tuple[int, ...]
 _IGNORED_HUGGINGFACE = r"(.*\.)?(rotary_emb\.inv_freq|attn\.(bias|masked_bias))"
 # Extra state of TransformerEngine's modules, and the frequencies of its RotaryPositionEmbedding.
 _IGNORED_TE = r"(.*\.)?(_extra_state|inv_freq)"
-_ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
+ROUNDED = "%s: zero-centering rounded this weight, and perhaps others; it is exact from 0.5 to 2"
 
 
 # [Note: groups, parts and forms] Two naming schemes store the same tensors in different forms. A *group* is
@@ -364,7 +364,7 @@ class WeightMap:
                 converted = group.convert(read, to_te=to_te, dtype=kind)
                 if not warned and group.rounds(read, converted):
                     warned = True
-                    _log.warning(_ROUNDED, ", ".join(converted))
+                    _log.warning(ROUNDED, ", ".join(converted))
                 held[:] = group, converted
             return held[1][name][first:last].clone()
 

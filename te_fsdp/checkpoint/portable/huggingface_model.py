@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from te_fsdp.checkpoint.index import is_tiling
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
@@ -26,10 +23,9 @@ from te_fsdp.checkpoint.model_state import OwnedTensor, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
 from te_fsdp.checkpoint.portable.huggingface_config import Architecture
 from te_fsdp.checkpoint.reader import with_remainders
-from te_fsdp.collectives.agreement import RankMessenger
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.features.main_weights import main_weight
-from te_fsdp.layout import Box, slices
+from te_fsdp.layout import Box
 from te_fsdp.modules.rotary import frequencies_of, scales_attention, wanted_rotary
 from te_fsdp.modules.semantics import SETTINGS, Semantics, differences, format_differences, semantics_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -292,16 +288,6 @@ def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Desc
     return found
 
 
-class Transfer(NamedTuple):
-    """A rectangle on its way to the rank that writes its tensor, perhaps the same rank."""
-
-    holder: int
-    index: int  # among what the holder has of the tensor
-    writer: int
-    name: str
-    place: Place
-
-
 def holders_of(
     seen: Sequence[Mapping[str, Description]], described: Mapping[str, Description]
 ) -> dict[str, dict[Place, list[tuple[int, int]]]]:
@@ -329,66 +315,3 @@ def holders_of(
             fix="make the call on all ranks of the job, with the model that te_fsdp.fully_shard returned",
         )
     return holders
-
-
-def plan_exchange(
-    seen: Sequence[Mapping[str, Description]], queues: Sequence[Sequence[Sequence[str]]]
-) -> list[list[Transfer]]:
-    """Return the transfers of each rank, in one order for all, so that no two ranks wait for each other. Local.
-
-    ``queues`` are the groups of names that each rank needs, in order. The writers' groups take turns. A replicated
-    rectangle is sent by its writer itself, or by the rank with the least to send. The ranks must have every element of
-    each tensor once.
-    """
-    described = describe_shares(seen)
-    holders = holders_of(seen, described)
-    load: Counter[int] = Counter()
-    plans: list[list[Transfer]] = [[] for _ in seen]
-    for turn in zip_longest(*queues, fillvalue=()):
-        for writer, name in ((writer, name) for writer, names in enumerate(turn) for name in names):
-            for place, have in holders[name].items():
-                holder, index = min(have, key=lambda one: (one[0] != writer, load[one[0]], one[0]))
-                load[holder] += math.prod(place[1]) * described[name].values.itemsize * (holder != writer)
-                for rank_ in {holder, writer}:
-                    plans[rank_].append(Transfer(holder, index, writer, name, place))
-    return plans
-
-
-def arrivals(
-    ranks: RankMessenger,
-    shares: Mapping[str, Share],
-    described: Mapping[str, Description],
-    plan: Sequence[Transfer],
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that this rank writes in order, in the dtype of their values, each when it is complete.
-
-    Every rank takes part in all of its transfers, even after an error, because others wait for it; it raises at the
-    end. Tensors pass through the CPU's memory one rectangle at a time, over te_fsdp's own Gloo group, so they do not
-    interfere with training's memory and collectives.
-    """
-    missing = Counter(one.name for one in plan if one.writer == ranks.rank)
-    here: dict[str, torch.Tensor] = {}
-    failed: Exception | None = None
-    for holder, index, writer, name, (offsets, sizes) in plan:
-        about = described[name]
-        count = math.prod(sizes) * about.values.itemsize
-        if holder != ranks.rank:
-            data = torch.empty(count, dtype=torch.uint8, device="cpu")
-            dist.recv(data, holder, group=ranks.group)
-        else:
-            try:
-                data = shares[name].pieces[index][1].whole().reshape(-1).view(torch.uint8)
-            except Exception as error:  # zeros are sent instead
-                failed, data = failed or error, torch.zeros(count, dtype=torch.uint8, device="cpu")
-        if writer != ranks.rank:
-            dist.send(data, writer, group=ranks.group)
-            continue
-        if name not in here:
-            here[name] = torch.empty(about.shape, dtype=about.values, device="cpu")
-        here[name][slices(offsets, sizes)] = data.view(about.values).view(sizes)
-        del data  # while the caller writes
-        missing[name] -= 1
-        if not missing[name]:
-            yield name, here.pop(name)
-    if failed is not None:
-        raise failed

@@ -113,7 +113,9 @@ def test_a_rank_that_cannot_write_its_part(pool, tmp_path):
     for outcome in results:
         assert outcome["errors"] == results[0]["errors"] and outcome["left"] == []
         assert outcome["errors"][0].startswith("on rank(s) 1: OSError: [Errno 28] No space left on device")
-        assert outcome["errors"][1].startswith("on rank(s) 1: RuntimeError: out of memory")
+        for text in outcome["errors"][1:]:
+            assert text.startswith("on rank(s) 1: RuntimeError: out of memory")
+        assert len(outcome["errors"]) == 3
         assert "model.safetensors.index.json" in outcome["written"]
 
 

@@ -162,7 +162,8 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     """One rank's disk is full, one cannot read its weights; errors, and the files afterwards. Then it works."""
     import te_fsdp
     from te_fsdp.checkpoint.lazy_tensors import InMemory
-    from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.checkpoint.portable import huggingface as hf, weight_folder
+    from te_fsdp.checkpoint.portable.huggingface_map import Group
     from te_fsdp.errors import CheckpointError
 
     model = build(config, te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type()))
@@ -171,11 +172,16 @@ def save_with_faults(folder: str, config: dict[str, Any], target: str) -> dict[s
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def unreadable(*_: Any) -> None:
+    def unreadable(*_: Any, **__: Any) -> None:
         raise RuntimeError("out of memory")
 
     outcome: dict[str, list[str]] = {"errors": [], "left": []}
-    for module, name, fault in ((hf, "write_file", full), (InMemory, "whole", unreadable)):
+    faults = (
+        (weight_folder, "write_header", full),
+        (InMemory, "on_device", unreadable),
+        (Group, "convert", unreadable),
+    )
+    for module, name, fault in faults:
         stock = getattr(module, name)
         try:
             if dist.get_rank() == 1:

@@ -5,18 +5,34 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from te_fsdp.checkpoint.compare import check_whole_job
 from te_fsdp.checkpoint.lazy_tensors import Lazy
-from te_fsdp.checkpoint.portable.huggingface import TeNames, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_map import Group
-from te_fsdp.checkpoint.portable.huggingface_model import Description, Share, describe_shares, holders_of
+from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
+from te_fsdp.checkpoint.portable.fp8_blocks import has_whole_blocks, is_linear
+from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
+from te_fsdp.checkpoint.portable.huggingface_model import (
+    Description,
+    Share,
+    TeBlocks,
+    TeNames,
+    describe_model,
+    describe_shares,
+    holders_of,
+    shares_of,
+)
 from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
-from te_fsdp.huggingface.fp8_blocks import has_whole_blocks, is_linear
+from te_fsdp.errors import CheckpointError, shorten
+from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.layout import slices
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
 
 #: Alignment in bytes of a piece within a message.
 _ALIGNMENT = 16
@@ -35,10 +51,59 @@ class Piece(NamedTuple):
 class TransferPlan(NamedTuple):
     """Every tensor of the unsharded model as the ranks send it, the same on all ranks."""
 
-    weights: WeightMap
-    described: dict[str, Description]
+    parameters: dict[str, Description]  #: By name in the unsharded model
+    described: dict[str, Description]  #: What is sent
     pieces: dict[str, list[Piece]]  #: By name of the tensor
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
+
+
+def shares_to_write(
+    model: nn.Module, optimizer: Optimizer | None, config: Any, names: TeNames | None, blocks: TeBlocks | None
+) -> tuple[dict[str, Share], WeightMap]:
+    """Return this rank's shares of a model's parameters, and the map to Hugging Face's tensors. Local operation.
+
+    Raises:
+        CheckpointError: A model that is not supported, or that differs from ``config``.
+        OrderError: ``optimizer`` holds parameters of another model.
+    """
+    check_whole_job(model, None)
+    if optimizer is not None:
+        check_optimizer(model, optimizer)
+    weights = WeightMap.build(config, blocks, names, describe_model(model))
+    check_fits("save_huggingface", model, weights, [])
+    shares, known = shares_of(model, optimizer), weights.shapes(te=True)
+    for name, first in tied_names(model).items():  # under the name that the map has
+        if first in shares and first not in known and name in known:
+            shares[name] = shares.pop(first)
+    return shares, weights
+
+
+def check_fits(call: str, model: nn.Module, weights: WeightMap, problems: list[str]) -> None:
+    """Raise CheckpointError for problems of a model and its map. Local operation.
+
+    Adds weights where tensor parallelism shards two blocks as one to ``problems``: each rank then has rows of gate and
+    up that differ from the unsharded model's.
+    """
+    forms = [g.te for g in weights.groups if len(g.te.names) < len(g.parts) and not g.te.layout.is_stacked]
+    gated = {name for form in forms if form.groups == 1 for name in form.names}
+    cut = [
+        owned.fqn
+        for owned in owned_parameters(model)
+        if (owned.fqn in gated or f"{owned.fqn}0" in gated)
+        and owned.info.rule.shard_dim == int(owned.is_grouped)
+        and owned.info.at.tp_size > 1
+    ]
+    if weights.differences:
+        problems.append(f"layers that would compute something else: {shorten([*weights.differences], 20)}")
+    if cut:
+        what = "gate above up, cut by tensor parallelism as one block (use expert parallelism)"
+        problems.append(f"{what}: {shorten(cut, 20)}")
+    if problems:
+        raise CheckpointError(
+            f"{call}: {type(model).__name__} does not fit: {'; '.join(problems)}",
+            why="Nothing was changed",
+            fix="name the model's parts by TeNames, build the layers with read_config(...).te_kwargs()",
+        )
 
 
 def make_plan(
@@ -76,7 +141,7 @@ def make_plan(
             holder, index = min(have, key=lambda one: (load[one[0]], one[0]))
             load[holder] += math.prod(sizes) * described[name].values.itemsize
             pieces[name].append(Piece(holder, index, name, offsets, sizes))
-    return TransferPlan(weights, described, pieces, chosen)
+    return TransferPlan(describe_shares([about for about, _, _ in everyone]), described, pieces, chosen)
 
 
 def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
@@ -115,8 +180,12 @@ def assemble(
     shares: Mapping[str, Share],
     device: torch.device,
     receiver: int | None,
+    failed: Exception | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return the unsharded tensors of a bucket on the receivers. Collective over the world."""
+    """Return the unsharded tensors of a bucket on the receivers. Collective over the world.
+
+    ``failed`` is an earlier error of this rank. All ranks raise it here.
+    """
     receives = receiver in (None, rank())
     messages: dict[int, list[Piece]] = {}
     for piece in (piece for name in names for piece in plan.pieces[name]):
@@ -125,7 +194,6 @@ def assemble(
     for name in names if receives else ():
         about = plan.described[name]
         found[name] = torch.empty(about.shape, dtype=about.values, device=device)
-    failed: Exception | None = None
     for holder, pieces in sorted(messages.items()):
         sizes = [_aligned(math.prod(p.sizes) * plan.described[p.tensor].values.itemsize) for p in pieces]
         if holder != rank() and not receives and receiver is not None:
@@ -143,7 +211,7 @@ def assemble(
                 data = data[: math.prod(piece.sizes) * dtype.itemsize]
                 found[piece.tensor][slices(piece.offsets, piece.sizes)] = data.view(dtype).view(piece.sizes)
         del message
-    all_agree(lambda: _raise(failed))
+    all_agree(lambda: raise_error(failed))
     return found
 
 
@@ -169,7 +237,8 @@ def _send(message: torch.Tensor, holder: int, receiver: int | None) -> None:
         dist.recv(message, holder)
 
 
-def _raise(error: Exception | None) -> None:
+def raise_error(error: Exception | None) -> None:
+    """Raise an error, if there is one."""
     if error is not None:
         raise error
 

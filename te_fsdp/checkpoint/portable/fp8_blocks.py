@@ -9,9 +9,8 @@ import torch
 
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import OwnedTensor
-from te_fsdp.checkpoint.portable.huggingface import TeNames, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_map import Group
-from te_fsdp.checkpoint.portable.huggingface_model import Share
+from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
+from te_fsdp.checkpoint.portable.huggingface_model import Share, TeNames
 from te_fsdp.errors import PlacementError
 from te_fsdp.quantized.components import components_of
 from te_fsdp.upstream import te as _te
@@ -31,14 +30,18 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
     scales = torch.empty((-(-rows // BLOCK), -(-columns // BLOCK)), dtype=torch.float32, device=weight.device)
     values = torch.empty(weight.shape, dtype=torch.float8_e4m3fn, device=weight.device)
-    for number, strip in enumerate(weight.split(BLOCK)):  # one row of blocks at a time bounds the memory
-        pad = (0, -columns % BLOCK, 0, 0)
-        blocks = torch.nn.functional.pad(strip.float(), pad).unflatten(1, (-1, BLOCK))
-        amax = blocks.abs().amax(dim=(0, 2))
+    height = BLOCK * max(1, rows // (8 * BLOCK))  # an eighth of the rows at a time bounds the memory
+    for first in range(0, rows, height):
+        strip = weight[first : first + height]
+        pad = (0, -columns % BLOCK, 0, -len(strip) % BLOCK)
+        blocks = (
+            torch.nn.functional.pad(strip.float(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+        )
+        amax = blocks.abs().amax(dim=(1, 3))
         scale = torch.where(amax > 0, amax / _LARGEST, 1.0)
-        quantized = (blocks / scale[None, :, None]).clamp(-_LARGEST, _LARGEST).flatten(1)[:, :columns]
-        values[number * BLOCK : number * BLOCK + len(strip)] = quantized.to(torch.float8_e4m3fn)
-        scales[number] = scale
+        quantized = (blocks / scale[:, None, :, None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+        values[first : first + height] = quantized.flatten(2).flatten(0, 1)[: len(strip), :columns]
+        scales[first // BLOCK : first // BLOCK + len(scale)] = scale
     return values, scales
 
 

@@ -2,31 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 
+from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.model_state import owned_parameters
-from te_fsdp.checkpoint.portable.huggingface import TeBlocks, TeNames, shares_to_write
-from te_fsdp.checkpoint.portable.huggingface_map import Group
-from te_fsdp.checkpoint.portable.huggingface_model import Share
-from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
-from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError
-from te_fsdp.huggingface.fp8_blocks import BLOCK, block_shares, is_linear, quantize_blocks, repack, scale_name
-from te_fsdp.huggingface.transfer import (
+from te_fsdp.checkpoint.portable.fp8_blocks import (
+    BLOCK,
+    block_shares,
+    is_linear,
+    quantize_blocks,
+    repack,
+    scale_name,
+)
+from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
+from te_fsdp.checkpoint.portable.huggingface_model import Share, TeBlocks, TeNames
+from te_fsdp.checkpoint.portable.weight_transfer import (
     TransferPlan,
     assemble,
     bytes_of,
     checksums_of,
     make_plan,
+    raise_error,
+    shares_to_write,
     tensors_of,
 )
+from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
+from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
+
+_log = logging.getLogger("te_fsdp")
 
 WeightFormat: TypeAlias = Literal["native", "bf16", "fp8-block"]
 
@@ -94,15 +108,23 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         receiver: int | Sequence[int] | None,
         bucket_bytes: int,
         since: WeightStream | None,
+        *,
+        dtype: torch.dtype | None = None,
+        comparable: bool = True,
     ) -> None:
+        """See :func:`iter_weights`.
+
+        ``dtype`` is that of the tensors in the format ``"native"``. Only ``comparable`` streams work as ``since``.
+        """
         _check_options(format, receiver, bucket_bytes, since)
+        self._dtype, self._comparable = dtype if format == "native" else torch.bfloat16, comparable
         self.format, self.bucket_bytes, self.since = format, bucket_bytes, since
         #: Receivers of the buckets in turn; empty: all ranks receive each bucket.
         self.receivers = [receiver] if isinstance(receiver, int) else list(receiver or ())
         self.names = names or TeNames()
         #: Checksums of the pieces that this rank stores, by tensor: what ``since`` compares.
         self.checksums: dict[str, list[list[int]]] = {}
-        self.ended = False
+        self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
         self._exact: dict[str, dict[str, Share]] = {}
         if format == "fp8-block":
@@ -124,8 +146,42 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         for name, shares in self._exact.items():
             if name in self._plan.exact:
                 self._shares |= {f"{name}:{kind}": share for kind, share in shares.items()}
-        self.buckets = self._make_buckets(self._changed_groups())
+        #: Shape and dtype of each tensor of the model, by name, in order.
+        self.tensors = self._describe()
+        self._groups = self._changed_groups()
+        # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
+        self.buckets = self._make_buckets(self._groups, self.bucket_bytes // 2)
         self._tensors = self._run()
+
+    def send_to(self, ranks: Mapping[str, int]) -> None:
+        """Choose the receiver of each tensor, the same for all tensors of a group. The receivers take turns.
+
+        No bucket is larger than the largest group. Call it before the first tensor, on all ranks with the same
+        argument. Local operation.
+        """
+        limit = min(self.bucket_bytes // 2, max(map(self._bytes, self._groups), default=0))
+        queues: dict[int, list[Group]] = {}
+        for group in self._groups:
+            queues.setdefault(ranks[self.names_of(group)[0]], []).append(group)
+        buckets = ([(at, bucket) for bucket in self._make_buckets(own, limit)] for at, own in queues.items())
+        turns = [one for turn in zip_longest(*buckets) for one in turn if one is not None]
+        self.receivers, self.buckets = [at for at, _ in turns], [bucket for _, bucket in turns]
+
+    def _describe(self) -> dict[str, Lazy]:
+        """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
+        held = {name: Lazy(one.shape, one.dtype, _unread) for name, one in self._plan.parameters.items()}
+        plain, found = self._weights.lazily(held, to_te=False, dtype=self._dtype), {}
+        for group in self._weights.groups:
+            for name in group.names(te=False, tied=False):
+                found[name] = plain[name]
+                if self._is_fp8(group):
+                    shape = tuple(-(-size // BLOCK) for size in plain[name].shape)
+                    found[name] = Lazy(plain[name].shape, torch.float8_e4m3fn, _unread)
+                    found[scale_name(name)] = Lazy(shape, torch.float32, _unread)
+        return found
+
+    def _is_fp8(self, group: Group) -> bool:
+        return self.format == "fp8-block" and is_linear(group, self.names)
 
     def __next__(self) -> tuple[str, torch.Tensor | None]:
         """Return the next name and tensor; ``None`` for a tensor that another rank receives."""
@@ -138,24 +194,22 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
     def names_of(self, group: Group) -> list[str]:
         """Return the names under which a group's tensors are yielded."""
         names = group.names(te=False, tied=False)
-        if self.format != "fp8-block" or not is_linear(group, self.names):
-            return list(names)
-        return [found for name in names for found in (name, scale_name(name))]
+        return [
+            each for name in names for each in ((name, scale_name(name)) if self._is_fp8(group) else (name,))
+        ]
 
     def _changed_groups(self) -> list[Group]:
         """Return the groups to send, and keep checksums for later calls. Collective over the world."""
+        held = {name: self._shares[name].pieces for name in self._plan.described if name in self._shares}
 
         def sums() -> dict[str, list[list[int]]]:
-            held = {name: self._shares[name].pieces for name in self._plan.described if name in self._shares}
             for group in self._weights.groups:
                 biases = {n: held[n] for n in group.zeros if n in held}
                 for name, pieces in biases.items():
                     for _, piece in pieces:
                         group.check_zeros({name: piece.on_device()})
-            found = {}
-            for name, pieces in held.items():
-                found[name] = [checksums_of(piece, self.bucket_bytes) for _, piece in pieces]
-            return found
+            compared = held.items() if self._comparable else ()
+            return {n: [checksums_of(piece, self.bucket_bytes) for _, piece in own] for n, own in compared}
 
         # Also without ``since``: this stream may be the ``since`` of a later call.
         self.checksums = all_agree(sums)
@@ -167,14 +221,17 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         changed = set[str]().union(*gather(mine))
         return [g for g in self._weights.groups if changed.intersection(tensors_of(g, self._plan))]
 
-    def _make_buckets(self, groups: Sequence[Group]) -> list[list[Group]]:
-        """Divide groups into buckets, in order."""
+    def _bytes(self, group: Group) -> int:
+        """Return the bytes that are sent for a group."""
+        return sum(bytes_of(self._plan.described[name]) for name in tensors_of(group, self._plan))
+
+    def _make_buckets(self, groups: Sequence[Group], limit: int) -> list[list[Group]]:
+        """Divide groups into buckets of at most ``limit`` bytes, in order. A larger group is a bucket of its own."""
         buckets: list[list[Group]] = []
         size = 0
         for group in groups:
-            more = sum(bytes_of(self._plan.described[name]) for name in tensors_of(group, self._plan))
-            # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
-            if not buckets or 2 * (size + more) > self.bucket_bytes:
+            more = self._bytes(group)
+            if not buckets or size + more > limit:
                 buckets.append([])
                 size = 0
             buckets[-1].append(group)
@@ -183,28 +240,37 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     @torch.no_grad()
     def _run(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield the tensors of each bucket. Collective over the world."""
-        plan = self._plan
+        """Yield the tensors of each bucket. Collective over the world.
+
+        An error of one rank is raised on all ranks at the next bucket, because they wait for each other there.
+        """
+        plan, failed = self._plan, None
         for number, groups in enumerate(self.buckets):
             receiver = self.receiver_of(number)
             receives = receiver in (None, rank())
             names = [name for group in groups for name in tensors_of(group, plan)]
-            tensors = assemble(plan, names, self._shares, self._device, receiver)
+            tensors = assemble(plan, names, self._shares, self._device, receiver, failed)
             for group in groups:
                 # Popped, so that the memory of a group is free once its tensors are yielded.
-                own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else None
-                yield from self._converted(plan, group, own)
+                own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else {}
+                left = self.names_of(group)
+                try:
+                    for name, tensor in self._converted(plan, group, own) if receives else ():
+                        yield name, tensor
+                        left.remove(name)
+                        del tensor
+                except Exception as error:
+                    failed = failed or error
+                del own
+                yield from ((name, None) for name in left)
+        all_agree(lambda: raise_error(failed))
         self.since, self.ended = None, True
 
     def _converted(
-        self, plan: TransferPlan, group: Group, tensors: dict[str, torch.Tensor] | None
-    ) -> Iterator[tuple[str, torch.Tensor | None]]:
-        """Yield a group's tensors under Hugging Face's names; without ``tensors`` the names. Local operation."""
-        if tensors is None:
-            yield from ((name, None) for name in self.names_of(group))
-            return
-        names = group.names(te=False, tied=False)
-        is_fp8 = self.format == "fp8-block" and is_linear(group, self.names)
+        self, plan: TransferPlan, group: Group, tensors: dict[str, torch.Tensor]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield a group's tensors under Hugging Face's names. Local operation."""
+        names, is_fp8 = group.names(te=False, tied=False), self._is_fp8(group)
         if is_fp8 and plan.exact.issuperset(group.te.names):
             values = repack(group, {n: tensors[f"{n}:data"] for n in group.te.names}, 1)
             scales = repack(group, {n: tensors[f"{n}:scale"] for n in group.te.names}, BLOCK)
@@ -212,7 +278,12 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                 yield name, values[name].view(torch.float8_e4m3fn)
                 yield scale_name(name), scales[name]
             return
-        converted = group.convert(tensors, to_te=False, dtype=self._dtype(plan, group, is_fp8))
+        kinds = [tensor.dtype for name, tensor in tensors.items() if name not in group.zeros]
+        dtype = reduce(torch.promote_types, kinds) if is_fp8 else self.tensors[names[0]].dtype
+        converted = group.convert(tensors, to_te=False, dtype=dtype)
+        if not self._warned and group.rounds(tensors, converted):
+            self._warned = True
+            _log.warning(ROUNDED, ", ".join(converted))
         for name in names:
             tensor = converted.pop(name)
             if not is_fp8:
@@ -222,17 +293,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             yield name, quantized
             yield scale_name(name), scale
 
-    def _dtype(self, plan: TransferPlan, group: Group, is_fp8: bool) -> torch.dtype:
-        """Return the dtype that a group is converted to."""
-        own = [plan.described[name] for name in tensors_of(group, plan) if name not in group.zeros]
-        kinds = [one.values if is_fp8 else one.dtype for one in own]
-        if self.format != "native" and not is_fp8:
-            return torch.bfloat16
-        found = kinds[0]
-        # A group has one dtype: its parts are joined into one tensor.
-        for kind in kinds[1:]:
-            found = torch.promote_types(found, kind)
-        return found
+
+def _unread(first: int, last: int) -> torch.Tensor:
+    raise AssertionError("shape and dtype are needed alone")
 
 
 def _check_options(
