@@ -20,6 +20,7 @@ import math
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,7 +36,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import te_fsdp
 
-HIDDEN = 1024
+#: Width of a layer below 4 GiB and from 4 GiB on: setting up thousands of layers would take longer than a round.
+HIDDEN = (1024, 4096)
 #: Operations in the order of a round, each with the directory that it writes or reads.
 OPERATIONS = {
     "plain save": "plain",
@@ -72,12 +74,13 @@ def build(
     gib: float, tensors: int, replicate: int, device: torch.device
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return three sharded models with AdamW state after one step, of about this fp32 size or number of tensors."""
-    layers = max(1, round(gib * 2**30 / (3 * 4 * HIDDEN * HIDDEN)))
+    hidden = HIDDEN[gib >= 4]
+    layers = max(1, round(gib * 2**30 / (3 * 4 * hidden * hidden)))
     torch.manual_seed(0)
     if tensors:
         model: nn.Module = nn.ParameterList(torch.randn(64, device=device) for _ in range(tensors))
     else:
-        linear = (nn.Linear(HIDDEN, HIDDEN, bias=i % 4 == 0, device=device) for i in range(layers))
+        linear = (nn.Linear(hidden, hidden, bias=i % 4 == 0, device=device) for i in range(layers))
         model = nn.Sequential(*linear)
     meshes = te_fsdp.Meshes.build(dp_replicate=replicate, dp_shard=-1, device_type=device.type)
     te_fsdp.fully_shard(model, meshes, units=[] if tensors else [nn.Linear])
@@ -107,6 +110,8 @@ class Stopwatch:
         slowest = torch.tensor(spent, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         self.seconds[name], self.seconds[f"{name} (CPU)"] = slowest.tolist()
+        if dist.get_rank() == 0:
+            print(f"{name}: {self.seconds[name]:.2f} s", file=sys.stderr, flush=True)
         return result
 
     def _synchronize(self) -> None:
@@ -221,6 +226,23 @@ def summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
     }
 
 
+def write(options: argparse.Namespace, device: torch.device, every: list[dict[str, float]]) -> None:
+    """Print and write the results of the rounds so far, on one rank."""
+    first, rounds = every[0], every[1:] or every
+    results = {
+        "machine": machine(device),
+        "ranks": dist.get_world_size(),
+        **summary(rounds),
+        "first async stall": first.get("async stall"),
+        "first round counted": first is rounds[0],
+        "rounds": rounds,
+    }
+    text = json.dumps(results, indent=1)
+    print(text)
+    if options.out:
+        Path(options.out).write_text(text + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Measure, print and write the results."""
     options, began = arguments(), time.time()
@@ -236,24 +258,13 @@ def main() -> None:
     for number in (0, *range(options.rounds)):
         late = [bool(rounds) and time.time() - began > options.seconds]
         dist.broadcast_object_list(late)
-        if not late[0]:
-            rounds.append(one_round(model, optimizer, where, device, number, options.only))
-    first, rounds = rounds[0], rounds[1:] or rounds
-    if dist.get_rank() == 0:
-        results = {
-            "machine": machine(device),
-            "ranks": dist.get_world_size(),
-            **summary(rounds),
-            "first async stall": first.get("async stall"),
-            "first round counted": first is rounds[0],
-            "rounds": rounds,
-        }
-        text = json.dumps(results, indent=1)
-        print(text)
-        if options.out:
-            Path(options.out).write_text(text + "\n", encoding="utf-8")
-        if not options.directory:
-            shutil.rmtree(where, ignore_errors=True)
+        if late[0]:
+            break
+        rounds.append(one_round(model, optimizer, where, device, number, options.only))
+        if dist.get_rank() == 0:  # after each round: a later one may be cut off
+            write(options, device, rounds)
+    if dist.get_rank() == 0 and not options.directory:
+        shutil.rmtree(where, ignore_errors=True)
     dist.barrier()
     dist.destroy_process_group()
 
