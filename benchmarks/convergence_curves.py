@@ -69,9 +69,8 @@ def draw(losses: dict[str, dict[int, float]], title: str, path: Path) -> None:
         1 + len(kinds), 1, sharex=True, squeeze=False, height_ratios=[2] + [1] * len(kinds)
     )[:, 0]
     for number, (name, values) in enumerate(losses.items()):
-        smooth = moving(values)
         style = {"color": f"C{number % 10}", "linestyle": ("-", "--")[number // 10 % 2], "label": name}
-        axes[0].plot([*smooth], [*smooth.values()], linewidth=1, **style)
+        axes[0].plot([*values], [*values.values()], linewidth=1, **style)
         if name in apart and "seed" not in name:
             lower = axes[1 + kinds.index(name.split()[0])]
             lower.plot([*apart[name]], [*apart[name].values()], linewidth=1, **style)
