@@ -37,7 +37,7 @@ def test_rows_are_different():
 def test_every_room_is_tried():
     rooms = {path.parent.name for path in (ROOT / "te_fsdp").glob("*/__init__.py")}
     tried = {Path(row.file).parts[1] for row in ROWS}
-    assert not rooms - tried - {"sharding"}  # re-exports alone
+    assert not rooms - tried - {"huggingface", "sharding"}  # re-exports alone
     assert len(ROWS) >= 100
 
 
