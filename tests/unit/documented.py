@@ -40,7 +40,7 @@ NOT_RUN = {
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
     ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
-    ("docs/convergence.md", ".*benchmarks/convergence.py"): "needs four GPUs; test_convergence_curves.py",
+    ("docs/convergence.md", "export|.*benchmarks/convergence.py"): "GPUs, or minutes; test_convergence_curves.py",
     ("benchmarks/README.md", ".*benchmarks/(checkpoint.py --gib 16|rollout.py)"): "needs four GPUs",
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 1 "): "writes many GiB",
 }  # fmt: skip

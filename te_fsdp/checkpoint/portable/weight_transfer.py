@@ -52,7 +52,7 @@ class TransferPlan(NamedTuple):
     """Every tensor of the unsharded model as the ranks send it, the same on all ranks."""
 
     parameters: dict[str, Description]  #: By name in the unsharded model
-    described: dict[str, Description]  #: What is sent
+    described: dict[str, Description]  #: Tensors that are sent
     pieces: dict[str, list[Piece]]  #: By name of the tensor
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
 
