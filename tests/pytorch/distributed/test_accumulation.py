@@ -112,6 +112,7 @@ def test_one_rank_with_a_narrow_wire(pool, strategy):
     pool.run(contract.narrow_wire, 1, strategy=strategy)
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "body",

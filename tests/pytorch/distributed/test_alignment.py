@@ -104,7 +104,7 @@ def test_columns_where_rows_do_not_fit(pool, recipe, meta):
     assert {outcome["placements"]["first.weight"] for outcome in results} == {"dp_shard:S(1)"}
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("recipe", "reshard"), [("mxfp8", True), ("mxfp8", False), ("block", True)])
 def test_columns_of_a_row_parallel_weight(pool, recipe, reshard):
@@ -160,7 +160,7 @@ def test_torchs_fully_shard_of_weights_on_the_device(pool, recipe):
             assert outcome == {"error": "", "text": "", "compared": 2}
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(5)
 @pytest.mark.parametrize(
     ("recipe", "hidden", "middle", "here", "there"),

@@ -39,12 +39,14 @@ def test_table(pool, strategy):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "optim"}])
 @pytest.mark.parametrize("strategy", ALL)
 def test_clipping_by_torch_after_a_reduction_by_hand(pool, strategy):
     pool.run(between.clipped_by_torch, 2, strategy=strategy)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "optim_grads"}])
 @pytest.mark.parametrize("strategy", ALL)
 def test_cleared_gradients_are_gone(pool, strategy):
     pool.run(between.cleared, 2, strategy=strategy, ways=[way for way in between.WAYS if way != "nothing"])
@@ -67,6 +69,7 @@ def test_uncleared_gradients_are_noticed(pool):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "optim_grads_params"}])
 @pytest.mark.parametrize("strategy", ALL)
 def test_gradients_cleared_in_part(pool, strategy):
     pool.run(between.cleared_in_part, 2, strategy=strategy)
@@ -78,18 +81,21 @@ def test_gradients_cleared_in_part_of_hsdp(pool):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "no_shard"}])
 @pytest.mark.parametrize("strategy", ALL)
 def test_waiting_gradients_are_not_read(pool, strategy):
     pool.run(between.unread, 2, strategy=strategy)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "optim_grads_params"}])
 @pytest.mark.parametrize("strategy", ALL)
 def test_weights_written_between_forward_and_backward(pool, strategy):
     pool.run(between.stale, 2, strategy=strategy)
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "no_shard"}])
 @pytest.mark.parametrize("strategy", ALL)
 def test_autograd_grad(pool, strategy):
     pool.run(between.returned, 2, strategy=strategy)

@@ -10,6 +10,7 @@ ALL = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
 MIXED = {"blocks.0": "optim", "blocks.1": "no_shard"}
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("axes", "outer", "backend", "strategies"),

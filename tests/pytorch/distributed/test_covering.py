@@ -70,6 +70,14 @@ def test_a_seed_repeats_another_differs_and_in_the_end_all_have_run(cases, stren
         assert len({tuple(part) for part in parts}) > 1
 
 
+@pytest.mark.parametrize("days", [1, 2, 3, 9])
+def test_each_case_runs_once_in_so_many_days(days):
+    parts = [chosen(ROWS, [ROWS[0]], days=days, seed=740_000 + day) for day in range(days)]
+    assert all(0 in part and part == sorted(part) for part in parts)
+    assert set().union(*parts) == set(range(len(ROWS)))
+    assert max(map(len, parts)) <= 1 + -(-len(ROWS) // days)
+
+
 SAMPLE = """
 import pytest
 

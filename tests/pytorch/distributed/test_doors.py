@@ -25,6 +25,7 @@ MESHES = {
 }
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("case", MESHES)
 def test_meshes_of_others(pool, case):

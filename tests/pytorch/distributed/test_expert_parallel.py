@@ -146,7 +146,7 @@ def test_a_missing_piece_is_found(pool, broken, found):
         _train(pool, CONTROL, broken)
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=0)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("mesh", ["ep4", "ep2_dp2", "hsdp_ep2"])
 def test_gradients_in_fp16(pool, mesh):

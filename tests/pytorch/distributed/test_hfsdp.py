@@ -203,6 +203,7 @@ WIRE: dict[str, tuple[str, dict[str, int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     ("recipe", "case"),
     [
@@ -245,6 +246,7 @@ def test_faults_on_the_wire_would_show(pool):
     assert all("bits" in error.message for error in errors), errors
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("replicas", "shape"),
@@ -343,6 +345,7 @@ def test_own_gradients_are_not_read(pool, marked):
         assert all("use te_fsdp.clip_grad_norm_" in text for text in found["texts"])
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("marked", [False, True], ids=["plain", "marked"])
 @pytest.mark.parametrize("how", ["optimizer", "model", "te_fsdp"])

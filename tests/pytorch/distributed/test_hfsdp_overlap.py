@@ -75,6 +75,7 @@ def _case(name: str) -> object:
     return pytest.param(kind, options, calls, marks=pytest.mark.ranks(ranks), id=name)
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(("kind", "options", "calls"), [_case(name) for name in SAME_BITS])
 def test_same_bits(pool, kind, options, calls):
     """The same result as averages in the step; the first marked backward starts none."""
@@ -171,6 +172,7 @@ def test_interrupted(pool, where):
         assert result[1:] == [(3, 0), (3, 0)]
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "how",

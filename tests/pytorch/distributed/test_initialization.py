@@ -29,6 +29,7 @@ def _mesh(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.ranks(WORLD.get(name, 4)), id=name)
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     ("mesh", "route"),
     [

@@ -18,6 +18,7 @@ STRATEGIES = {
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=0, always=[{"strategy": "mixed"}])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_dropped_models_leave_nothing(pool, strategy):
     found = pool.run(leaks.dropped, 2, strategy=STRATEGIES[strategy], models=MODELS)
@@ -25,6 +26,7 @@ def test_dropped_models_leave_nothing(pool, strategy):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.covering(strength=0)
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 def test_dropped_models_leave_nothing_over_two_axes(pool, outer):
     options = {"strategy": STRATEGIES["mixed"], "dp_replicate": 2, "outer": outer}

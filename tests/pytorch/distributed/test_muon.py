@@ -22,6 +22,7 @@ CASES = {
 }
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=pytest.mark.ranks(math.prod(CASES[c][0].values()))) for c in CASES]
 )

@@ -13,6 +13,7 @@ HSDP = {"dp_replicate": 2, "dp_shard": 2}
 MIXED = {"": "optim_grads_params", "adapter": "no_shard"}
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [
@@ -76,6 +77,7 @@ def test_long_sums(pool):
             assert pool.run(gradients.long_sum, 2, **options) == [expected] * 2, options
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     ("kind", "recipe", "axes", "exempt", "group"),
     [

@@ -166,7 +166,7 @@ def test_copies_over_tp_and_no_fsdp(pool, kind, tp, fsdp, recipe):
     assert results == [{"init": 4, "steps": 4 * steps_of(recipe), "gathered": 2}] * 4
 
 
-@pytest.mark.covering(strength=1)
+@pytest.mark.covering(strength=0)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("group", "when"), [("fsdp", "init: "), ("fsdp after init", "step 1: ")])
 @pytest.mark.parametrize("recipe", ["current", "nvfp4", "e4m3/block"])
@@ -182,6 +182,7 @@ def test_the_group_of_stock_te_is_caught(pool, recipe, group, when):
         )
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     ("recipe", "buffers", "mesh"),
     [

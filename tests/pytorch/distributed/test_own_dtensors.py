@@ -40,6 +40,9 @@ def _cases(pairs):
     return [pytest.param(*p, id=name, marks=mark) for p, name, mark in zip(pairs, names, marks, strict=True)]
 
 
+@pytest.mark.covering(
+    strength=1, always=[{"mesh": "ep2_dp2", "form": "grouped", "strategy": "optim_grads_params"}]
+)
 @pytest.mark.parametrize(
     ("mesh", "form", "strategy"),
     _cases(
@@ -79,6 +82,7 @@ def test_a_wrong_divisor_is_found(pool):
     assert min(outcome["norm"] for outcome in found) > 1e-3
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("plain", [False, True], ids=["te_fsdp", "plain_dcp"])
 @pytest.mark.parametrize(
     ("mesh", "onto", "experts"),

@@ -34,6 +34,7 @@ GATHERS = {"1f1b dp": 15, "interleaved": 3, "mxfp8": 3, "no_shard": 0}
 REDUCTIONS = {"no_shard": 3, "some no_shard": 1}
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("run", [pytest.param(run, marks=MARKS.get(run, ())) for run in RUNS])
 def test_schedules(pool, tmp_path, run):
@@ -82,6 +83,7 @@ CHAINS = {
 }
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "chain", [pytest.param(c, marks={"mxfp8": MXFP8, "fp8": pytest.mark.gpu}.get(c, ())) for c in CHAINS]

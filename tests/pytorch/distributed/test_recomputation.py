@@ -50,6 +50,7 @@ def _run(pool, ranks: int, **case) -> None:
 # --- what reads parameters again in backward ------------------------------------------------------------------------
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("axes", [DP2, TP2], ids=["tp1", "tp2"])
 @pytest.mark.parametrize("frozen", ["", "first", "then"])
@@ -91,6 +92,7 @@ def test_formats(pool, recipe, weights):
     _run(pool, 2, strategy="torch", axes=DP2, recipe=recipe, weights=weights, **OWN)
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_ways(pool, way):

@@ -91,6 +91,7 @@ def test_a_number_is_one_configuration():
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.covering(strength=0, always=[{"drawn": one} for one in FOUND])
 @pytest.mark.parametrize("drawn", [*VARIED, *FOUND], ids=str)
 def test_drawn(pool, drawn):
     """The kind: any supported configuration trains as stock TE does in one process."""

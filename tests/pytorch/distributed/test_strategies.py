@@ -39,6 +39,7 @@ def test_training(pool, cases):
         assert len(outcome) == len(cases)
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("broken", "case", "words"),

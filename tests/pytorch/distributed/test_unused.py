@@ -13,6 +13,9 @@ HOW = ("two outputs", "left out", "frozen trunk")
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0", "10.0")
+@pytest.mark.covering(
+    strength=1, always=[{"arch": "9.0", "recipe": "current"}, {"arch": "10.0", "recipe": "mxfp8"}]
+)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "block", "mxfp8", "nvfp4"])
 def test_quantized_weights_that_backward_does_not_reach(pool, arch, recipe):
     """The kind: FSDP2 and te_fsdp must not read an unsharded quantized weight outside of its gathered window.
@@ -25,6 +28,7 @@ def test_quantized_weights_that_backward_does_not_reach(pool, arch, recipe):
 
 @pytest.mark.ranks(2)
 @pytest.mark.arch("9.0")
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("recipe", ["current", "block"])
 @pytest.mark.parametrize(
     "options",
@@ -66,6 +70,7 @@ DP2, HSDP, REPLICATE2 = (
 )
 
 
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize(
     ("axes", "strategy", "outer"),
     [

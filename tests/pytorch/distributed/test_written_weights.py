@@ -22,6 +22,7 @@ def _ways(recipe: str) -> list[str]:
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.covering(strength=1)
 @pytest.mark.parametrize("optimizer", user_writes.OPTIMIZERS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_values(pool, recipe, optimizer):

@@ -10,6 +10,7 @@ from hfsdp import straight
 _BF16_WIRE = {"main_params_dtype": "fp32", "grad_comm_dtype": "bf16"}
 
 
+@pytest.mark.covering(days=2)
 @pytest.mark.parametrize(
     ("axes", "options"),
     [

@@ -59,6 +59,7 @@ def chosen(
     always: Sequence[Mapping[str, Any]] = (),
     *,
     strength: int = PAIRS,
+    days: int = 0,
     seed: int,
 ) -> list[int]:
     """Places of the cases to run, in their order.
@@ -72,8 +73,13 @@ def chosen(
         always: Values by parameter; a case that has all of an entry runs with every seed.
         strength: 2. Where nearly every pair occurs in a single case, so that pairs would be all cases, 1; where nearly
             every value does, 0.
+        days: Instead of `strength`: run every case once in this number of days. For lists of cases that are not a
+            product.
         seed: Decides whose turn it is and between cases that bring equally much.
     """
+    named = {place for place, case in enumerate(cases) if any(is_named(case, entry) for entry in always)}
+    if days:
+        return sorted(named | set(range(seed % min(days, len(cases)), len(cases), days)))
     factors = [values_of(case) for case in cases]
     names = sorted(
         {name for case in factors for name in case}
@@ -85,7 +91,6 @@ def chosen(
     ]
     places = list(range(len(cases)))
     random.Random(seed).shuffle(places)  # of equals `cover` takes the first
-    named = {place for place, case in enumerate(cases) if any(is_named(case, entry) for entry in always)}
     first = named | {seed % len(cases)}
     taken = cover(
         [contents[place] for place in places],
