@@ -34,12 +34,13 @@ class Model(nn.Module):
         )
         options.pop("tp_group", None), options.pop("tp_size", None)
         self.last = te.Linear(HIDDEN, HIDDEN, **options)
-        self.experts = te.GroupedLinear(2, HIDDEN, HIDDEN, bias=False, **options)
+        self.experts: Any = te.GroupedLinear(2, HIDDEN, HIDDEN, bias=False, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layer(x)
-        tokens = x.shape[0] * x.shape[1]
-        x = self.experts(x.flatten(0, 1), [tokens // 2, tokens - tokens // 2]).view(x.shape)
+        if self.experts is not None:
+            tokens = x.shape[0] * x.shape[1]
+            x = self.experts(x.flatten(0, 1), [tokens // 2, tokens - tokens // 2]).view(x.shape)
         return self.last(x)
 
 
