@@ -108,9 +108,11 @@ def leaf_in_backward(leaf: torch.Tensor) -> str:
     if not leaf.requires_grad:
         return ""
     with torch.enable_grad():
-        edge: Any = _Edge.apply(leaf).grad_fn
+        # The output keeps its node alive. In torch 2.11, a Python reference to a node does not.
+        output: Any = _Edge.apply(leaf)
+    node = output.grad_fn.next_functions[0][0]
     try:
-        runs = torch._C._will_engine_execute_node(edge.next_functions[0][0])
+        runs = torch._C._will_engine_execute_node(node)
     except RuntimeError:
         return "returns"
     return "adds" if runs else ""
