@@ -53,13 +53,13 @@ class Oracle:
         """
         for name, parameter in self.model.named_parameters():
             keeps = name in wide or (self.drawn.outer == "optim" and not _is_quantized(parameter))
+            keeps_dtype = name not in wide and (name in whole or not parameter.requires_grad)
             value = _dense(parameter)
-            if self.drawn.draws_fp32:
-                value = self.wide_values[name]
-                keeps_dtype = name not in wide and (name in whole or not parameter.requires_grad)
+            # On the CPU, torch 2.11 draws different values in bf16 and in fp32, from equal random states.
+            if self.drawn.draws_fp32 and not keeps_dtype:
                 with torch.no_grad():
-                    parameter.copy_(value.bfloat16() if keeps_dtype else value)
-                value = value if name in wide else _dense(parameter)
+                    parameter.copy_(self.wide_values[name])
+                value = self.wide_values[name] if name in wide else _dense(parameter)
             self.initial[name] = value.clone()
             if keeps and parameter.dtype != torch.float32:
                 options = {"requires_grad": parameter.requires_grad}

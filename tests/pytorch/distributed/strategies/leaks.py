@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -94,6 +95,23 @@ def _live_and_die(meshes: Any, kind: str, strategy: Any, outer: str) -> weakref.
     return weakref.ref(model)
 
 
+#: Seconds in which counts have to fall to their limits.
+WAIT = 10.0
+
+
+def _counts_within(limits: dict[str, int], seconds: float) -> dict[str, int]:
+    """Return the counts once none exceeds its limit, or after the given time.
+
+    A thread of Gloo can refer to the tensor of a collective for some time after ``wait()`` has returned.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        counts = _counts()
+        if all(counts[name] <= limit for name, limit in limits.items()) or time.monotonic() >= until:
+            return counts
+        time.sleep(0.05)
+
+
 def _counts() -> dict[str, int]:
     """Return the numbers of process groups, threads, descriptors and tensors of this process."""
     from torch.distributed import distributed_c10d
@@ -140,6 +158,6 @@ def dropped(
             kept.append(model())
         gc.collect()
         assert leak or model() is None, kind
-    after = _counts()
+    after = _counts_within(before, 0.0 if leak else WAIT)
     del kept
-    return {name: after[name] - before[name] for name in before}
+    return {name: max(0, after[name] - before[name]) for name in before}  # `before` may include such a tensor
