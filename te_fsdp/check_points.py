@@ -56,6 +56,7 @@ class When(enum.Enum):
     BACKWARD = "first_steps", "backward"
     BOUND_STEP = "first_steps", "bound_step"
     STEP = "first_steps", "step"
+    STATES = "first_steps", "states"
     CLOSURE = "first_steps", "closure"
     EVERY_STEP = "full", "step"
 
@@ -92,6 +93,7 @@ class CheckPoints:
     backward: Functions = ()  #: ``(state)`` at the first gradient of a parameter that is not sharded
     bound_step: Functions = ()  #: ``(step)`` before a step of an optimizer without sharded models
     step: Functions = ()  #: ``(step)`` before a step, when reductions have finished
+    states: Functions = ()  #: ``(optimizer, parameter, name)`` in a load of a state that FusedAdam does not have
     closure: Functions = ()  #: ``(step, loss)`` after each call of a step's closure
 
     def call(self, name: str) -> str:

@@ -270,7 +270,6 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
     The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
     refuses them.
     """
-    _refuse_sharing(state, args[0])
     _refuse_conversion(state, args[0])
     for prepare in state.components.before_conversion:
         prepare()
@@ -305,21 +304,6 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
                 parameter.grad_dtype = gradient_dtype(parameter)
                 parameter.grad = None if gradient is None else gradient.to(parameter.device)
         attach_state_to_params(state, moved=True)
-
-
-def _refuse_sharing(state: ShardedModel, fn: Any) -> None:
-    """Raise OrderError in ``share_memory()``, which ends the process for DTensors. Local operation."""
-    if "share_memory" not in getattr(fn, "__qualname__", ""):
-        return
-    name = next((name for name, p in state.parameters().items() if isinstance(p, DTensor)), None)
-    if name is not None:
-        raise OrderError(
-            f"{name}: share_memory() of a sharded model",
-            expected="parameters that are plain tensors",
-            got="a shard of this rank",
-            why="Other processes would see this rank's shard only, and torch cannot share the memory of DTensors",
-            fix="share an unsharded model, or its full state dict (torch.distributed.checkpoint.state_dict)",
-        )
 
 
 def _refuse_conversion(state: ShardedModel, fn: Any) -> None:

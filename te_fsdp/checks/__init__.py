@@ -25,6 +25,7 @@ from te_fsdp.checks import (
     weights,
 )
 from te_fsdp.errors import (
+    CheckpointError,
     GradientError,
     InitError,
     InputError,
@@ -64,6 +65,8 @@ CHECKS: tuple[Check, ...] = (
     Check("one batch on all ranks", When.SHARDED, "dp_shard", inputs.watch_for_copies, None),
     Check("partial gradients", When.SHARDED, "tp", gradients.compare_gradients, GradientError),
     Check("losses of a part of the logits", When.SHARDED, "tp", heads.watch_head_gradients, GradientError),
+    Check("shared memory", When.SHARDED, "", model.refuse_shared_memory, OrderError),
+    Check("states of another optimizer", When.SHARDED, "", optimizer.explain_failed_loads, CheckpointError),
     Check("split backward", When.SHARDED, "", pipeline.refuse_split_backward, OrderError),
     Check("writes in forward", When.SHARDED, "", model.refuse_writes_in_forward, OrderError),
     # set_device_mesh and context_parallel_shard
@@ -119,6 +122,7 @@ CHECKS: tuple[Check, ...] = (
         weights.compare_copies_of_step,
         InitError,
     ),
+    Check("states of another optimizer", When.STATES, "", optimizer.refuse_unknown_state, CheckpointError),
     Check("closures", When.CLOSURE, "model", weights.check_closure, MeshError),
 )
 #: Checks that ``check_inputs=False`` leaves out.

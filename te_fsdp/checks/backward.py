@@ -14,6 +14,8 @@ from te_fsdp.errors import OrderError, shorten
 from te_fsdp.features.unreduced_gradients import UnreducedGradients
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
+    te as _te,
+    te_modules as _te_modules,
     torch_autograd as _torch_autograd,
     torch_dtensor as _torch,
 )
@@ -25,10 +27,24 @@ if TYPE_CHECKING:
 
 def check_backward_start(state: ShardedModel, output: Any) -> None:
     """Check gradients and weights at the start of each backward of this output. Local operation."""
-    start = functools.partial(_check_start, weakref.ref(state), _versions(state))
+    of, versions = weakref.ref(state), _versions(state)
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(start)
+            tensor.register_hook(functools.partial(_check_start, of, versions, []))
+
+
+def _refuse_second_backward(state: ShardedModel) -> None:
+    """Raise :class:`OrderError` in a second backward of an output through a module of TransformerEngine."""
+    if not _te_modules.is_graph_consumed(_torch_autograd.current_node()):
+        return
+    name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
+    raise OrderError(
+        f"{name or type(state.model).__name__}: second backward through one forward",
+        expected="one backward for each forward through modules of TransformerEngine",
+        got="another one, as by retain_graph=True or torch.autograd.functional.jacobian",
+        why="TransformerEngine frees in the first one what its forward has saved",
+        fix="add the losses and call backward() once, or run the forward again",
+    )
 
 
 def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -50,12 +66,21 @@ def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
 
 
 def _check_start(
-    of: weakref.ref[ShardedModel], versions: tuple[list[int], list[int]], gradient: torch.Tensor
+    of: weakref.ref[ShardedModel],
+    versions: tuple[list[int], list[int]],
+    earlier: list[int],
+    gradient: torch.Tensor,
 ) -> None:
-    """Check at the start of a backward that it adds gradients, and that no weight was written to since the forward."""
+    """Check at the start of a backward that it adds gradients, and that no weight was written to since the forward.
+
+    ``earlier`` are the backwards of this output so far.
+    """
     state = of()
     if state is None:
         return
+    if earlier:
+        _refuse_second_backward(state)
+    earlier.append(_torch_autograd.backward_id())
     own: Any = state.components.by_class[UnreducedGradients]
     if own.checked == _torch_autograd.backward_id():
         return  # checked for another output; an optimizer may have stepped in backward since

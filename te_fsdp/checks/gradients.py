@@ -59,12 +59,16 @@ def watch_mixed_lists(state: ShardedModel) -> None:
 
 def _refuse_mixed_gradients(gradients: Sequence[torch.Tensor]) -> None:
     plain = {id(gradient) for gradient in gradients if not isinstance(gradient, DTensor)}
-    names = [
-        f"{type(module).__name__.removeprefix('FSDP')}.{name}"
-        for module in modules_of_process()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and id(parameter.grad) in plain
-    ]
+    ids, is_ours, names = set(map(id, gradients)), False, []
+    for module in modules_of_process():
+        for name, parameter in module._parameters.items():
+            if parameter is None or id(parameter.grad) not in ids:
+                continue
+            is_ours |= get_record(parameter) is not None
+            if id(parameter.grad) in plain:
+                names.append(f"{type(module).__name__.removeprefix('FSDP')}.{name}")
+    if not is_ours:
+        return  # DTensors of other code get torch's own error
     raise PlacementError(
         f"{shorten(list(dict.fromkeys(names)), 3) or 'plain tensors'}: in one list with sharded gradients",
         expected="gradients that are all DTensors, or all plain tensors",

@@ -23,15 +23,17 @@ from te_fsdp.checks.initial_values import find_equal_shards, has_device_paramete
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised, checksum
-from te_fsdp.records import iter_param_owners
+from te_fsdp.records import get_record, iter_param_owners
 from te_fsdp.sharded_model import is_assigned, record_unsharded_params, refuse_assigned, refuse_hooks
 from te_fsdp.upstream import (
     fsdp2_outputs as _fsdp2_outputs,
+    fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
     te as _te,
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.graphed_callables import before_graphed_callables
+from te_fsdp.upstream.torch_reparametrization import before_reparametrization
 
 if TYPE_CHECKING:
     from torch import nn
@@ -176,6 +178,7 @@ def watch_model(state: ShardedModel) -> None:
         before_graphed_callables(unit, functools.partial(_refuse_graphs, label))
     for name, unit in state.modules.items():
         _fsdp2_outputs.before_backward(unit, functools.partial(refuse_second_derivatives, name))
+    before_reparametrization(_refuse_reparametrization)
 
 
 def _refuse_copies(module: nn.Module, label: str) -> None:
@@ -226,13 +229,49 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
         if held.get(name) is None and id(held) in owners
     ]
     if gone:
+        raise _removed(gone)
+
+
+def _refuse_reparametrization(tensor: torch.Tensor) -> None:
+    """Raise if torch is about to compute a sharded parameter from others. Local operation."""
+    record = get_record(tensor)
+    state = record.state() if record is not None and record.state is not None else None
+    if state is not None and refuse_removed_parameters in state.checks.forward:
+        raise _removed([state.names().get(id(tensor), "a parameter")])
+
+
+def _removed(names: list[str]) -> OrderError:
+    return OrderError(
+        f"{shorten(names, 3)}: removed after fully_shard",
+        expected="the parameters that te_fsdp.fully_shard sharded",
+        got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
+        why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
+        fix="parametrize or prune the module before te_fsdp.fully_shard",
+    )
+
+
+def refuse_shared_memory(state: ShardedModel) -> None:
+    """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
+    labels: dict[int, str] = {}
+    for place in iter_param_owners(state.model, remove_duplicate=False):
+        if isinstance(place.parameter, DTensor):
+            labels.setdefault(id(place.owner), place.label)
+    for module in state.model.modules():
+        if id(module) in labels:
+            _fsdp2_patches.wrap_apply(module, functools.partial(_refuse_sharing, labels[id(module)]))
+
+
+def _refuse_sharing(label: str, stock: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise in ``share_memory()``, which ends the process for DTensors; else run ``Module._apply``."""
+    if "share_memory" in getattr(fn, "__qualname__", ""):
         raise OrderError(
-            f"{shorten(gone, 3)}: removed after fully_shard",
-            expected="the parameters that te_fsdp.fully_shard sharded",
-            got="a deleted weight, or one that is computed by a parametrization, weight_norm or pruning",
-            why="The gathered weight would have no owner, and the parameters behind the computed one no gradients",
-            fix="parametrize or prune the module before te_fsdp.fully_shard",
+            f"{label}: share_memory() of a sharded model",
+            expected="parameters that are plain tensors",
+            got="a shard of this rank",
+            why="Other processes would see this rank's shard only, and torch cannot share the memory of DTensors",
+            fix="share an unsharded model, or its full state dict (torch.distributed.checkpoint.state_dict)",
         )
+    return stock(fn, *args, **kwargs)
 
 
 # ----------------------------------------------------------------------------------------------- before a first forward

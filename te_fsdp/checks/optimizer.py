@@ -37,12 +37,25 @@ from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, check_optimizer_of_quanti
 from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_optim import after_failed_load
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
     from te_fsdp.sharded_model import ShardedModel
+
+
+#: States without which a step of torch's optimizers fails, or begins with zeros.
+_STATES: dict[type, tuple[str, ...]] = {
+    torch.optim.Adam: ("step", "exp_avg", "exp_avg_sq"),  # also AdamW
+    torch.optim.SGD: ("momentum_buffer",),
+    torch.optim.Adagrad: ("step", "sum"),
+    torch.optim.RMSprop: ("step", "square_avg"),
+    torch.optim.Adamax: ("step", "exp_avg", "exp_inf"),
+    torch.optim.NAdam: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.RAdam: ("step", "exp_avg", "exp_avg_sq"),
+}
 
 
 # --------------------------------------------------------------------------------------- replaced and copied parameters
@@ -180,6 +193,7 @@ def check_first_step(step: Step) -> None:
             return
         with raised_on_all_ranks(state.meshes.device_mesh, step.where):
             refuse_changed_parameters(state)
+            _refuse_states_of_another_class(step, parameters)
             _refuse_state_of_other_ranks(step, parameters)
             refuse_unsupported_optimizer(step.optimizer, parameters)
         if not is_simulated():
@@ -255,6 +269,60 @@ def _refuse_unmanaged_parameters(state: ShardedModel, step: Step) -> None:
         wanted = {id(p) for p in others}
         found = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(wanted)]
         raise not_in_the_model(list(dict.fromkeys(found)) or ["a parameter"], len(others), "left out")
+
+
+def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> None:
+    """Raise for a loaded state that TE's ``FusedAdam`` does not have. Local operation."""
+    raise _another_class(
+        f"{type(optimizer).__name__}.load_state_dict: {name} of {label_of(parameter)}",
+        ", ".join(optimizer.name_to_dtype_map),
+        "a state of another class, such as torch.optim.AdamW",
+    )
+
+
+def explain_failed_loads(state: ShardedModel) -> None:
+    """Name states of another class that torch's optimizers cannot load from now on. Local operation."""
+    after_failed_load(_refuse_failed_load)
+
+
+def _refuse_failed_load(optimizer: Optimizer) -> None:
+    needed = _states_of(optimizer)
+    for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+        record = get_record(parameter)
+        state = record.state() if record is not None and record.state is not None else None
+        held = optimizer.state.get(parameter)
+        if state is not None and explain_failed_loads in state.checks.sharded and held:
+            raise _another_class(
+                f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
+                ", ".join(needed),
+                f"{', '.join(sorted(held))}, as of an optimizer of another class",
+            )
+
+
+def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
+    return next((names for cls, names in _STATES.items() if isinstance(optimizer, cls)), ())
+
+
+def _refuse_states_of_another_class(step: Step, parameters: list[torch.Tensor]) -> None:
+    """Raise for loaded states without those that torch's optimizer reads. Local operation."""
+    needed = _states_of(step.optimizer)
+    for parameter in parameters if needed else ():
+        held = {name for name in step.optimizer.state.get(parameter, {}) if name != MAIN}
+        if held and not held.issuperset(needed):
+            raise _another_class(
+                f"{step.where}: states of {step.names[id(parameter)]}",
+                ", ".join(needed),
+                f"{', '.join(sorted(held))}, as of an optimizer of another class",
+            )
+
+
+def _another_class(what: str, expected: str, got: str) -> CheckpointError:
+    return CheckpointError(
+        what,
+        expected=f"the states of this class: {expected}",
+        got=got,
+        fix="load the state into an optimizer of the class that saved it, or begin with new state",
+    )
 
 
 def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> None:

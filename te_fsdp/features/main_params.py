@@ -235,7 +235,8 @@ class MainParameters:
         ``stepping`` excludes frozen parameters, because FusedAdam creates state for all parameters that it sees.
         ``keep_main`` keeps main weights in the state, as in state dicts.
         """
-        self.restore_params(optimizer)  # a failed step has left them there
+        if self._groups:  # a failed step has left them there
+            self.restore_params(optimizer)
         scales = getattr(optimizer, "_scales", None)  # empty without low-precision states
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
@@ -259,7 +260,7 @@ class MainParameters:
         ids = {id(parameter) for _, held in self._groups for parameter in held}
         if len(self.known) > len(ids):  # drop parameters that the optimizer no longer has
             self.known = {key: known for key, known in self.known.items() if key in ids}
-        if self.cuts and _te.is_fused_adam(optimizer):
+        if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
             self._own_main_weights, optimizer.master_weights = optimizer.master_weights, False
 

@@ -9,16 +9,15 @@ value. Versions of tensors and counts of quantizations detect writes, so that ot
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from te_fsdp.collectives.rendezvous import is_capturing
-from te_fsdp.features.main_params import MAIN, is_low_precision, main_parameters_of, optimizer_shard_in
+from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in
 from te_fsdp.features.main_weights import main_weight
 from te_fsdp.quantized.rounding import rounded_values
-from te_fsdp.quantized.write_counts import numbers_of_writes
+from te_fsdp.quantized.write_counts import write_numbers_of
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -41,18 +40,16 @@ class _WeightVersions(NamedTuple):
     def now(cls, optimizer: Optimizer) -> _WeightVersions:
         """Return the current versions. The parameters are listed again if the optimizer has a different number."""
         known: _WeightVersions | None = optimizer.__dict__.get(_WRITTEN)
-        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         if known is not None and known.count == count:
             parameters = known.parameters
         else:
             parameters = [
                 p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)
             ]
-        # HFSDP's all-gather writes to local tensors after the step. Only writes through parameters count then.
-        overlaps = getattr(main_parameters_of(optimizer), "overlaps", False)
-        versions = _torch.versions_of(parameters, with_locals=not overlaps)
-        writes = numbers_of_writes(_torch.local_tensors_of(parameters))
-        return cls(parameters, list(map(operator.add, versions, writes)), count)
+        return cls(parameters, write_numbers_of(parameters), count)
 
 
 def record_weight_versions(step: Step) -> None:

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from te_fsdp.boxed_dtensor import boxed_like
-from te_fsdp.errors import CheckpointError
-from te_fsdp.records import get_record, label_of
+from te_fsdp.records import checks_of, get_record
 from te_fsdp.upstream.patches import apply_patch
 
 
@@ -29,12 +28,8 @@ def _wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
         if state_name not in self.name_to_dtype_map and get_record(param) is not None:
-            raise CheckpointError(
-                f"{type(self).__name__}.load_state_dict: {state_name} of {label_of(param)}",
-                expected=f"the states of this class: {', '.join(self.name_to_dtype_map)}",
-                got="a state of another class, such as torch.optim.AdamW",
-                fix="load the state into an optimizer of the class that saved it, or begin with new state",
-            )
+            for check in checks_of(param).states:
+                check(self, param, state_name)
         stock(self, param, state_name, *args, **kwargs)
         boxed_like(self.state[param][state_name], param)
 

@@ -273,12 +273,14 @@ def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
 
 
 def quantized_among(
-    held: Iterable[tuple[torch.Tensor, ParameterRecord]],
+    held: Sequence[tuple[torch.Tensor, ParameterRecord]],
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Return label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
-    found = [(facts.label, parameter) for parameter, facts in held if facts.label is not None]
-    together = zip(found, _torch.local_tensors_of([parameter for _, parameter in found]), strict=True)
-    return [(name, given, local) for (name, given), local in together if _te.is_quantized_class(type(local))]
+    found = []
+    for (parameter, record), local in zip(held, _torch.local_tensors_of([p for p, _ in held]), strict=True):
+        if record.label is not None and _te.is_quantized_class(type(local)):
+            found.append((record.label, parameter, local))
+    return found
 
 
 # [Note: main weights of quantized weights] torch's optimizers would update quantized weights by dequantizing
@@ -327,13 +329,14 @@ def refresh_quantized(step: Step) -> None:
 
     Collective over the weight mesh if there are such weights: one max all-reduce.
     """
-    history, name = _te.has_amax_history, _te.QUANTIZER
-    delayed = [(p, t) for _, p, t in quantized_among(step.held) if history(type(getattr(t, name)))]
-    for parameter, local in delayed:
-        _te.drop_transpose(local)
-        if parameter.requires_grad:
-            copy_delayed_scale(local)
-    reduce_newest_amax([local for _, local in delayed])
+    delayed = []
+    for _, parameter, local in quantized_among(step.held):
+        if _te.has_amax_history(type(getattr(local, _te.QUANTIZER))):
+            delayed.append(local)
+            _te.drop_transpose(local)
+            if parameter.requires_grad:
+                copy_delayed_scale(local)
+    reduce_newest_amax(delayed)
 
 
 # --- writes

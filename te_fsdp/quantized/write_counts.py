@@ -10,7 +10,7 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from te_fsdp.quantized.amax import WRITES, keep_amax_group_in_copies
-from te_fsdp.upstream import te as _te
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
 
 if TYPE_CHECKING:
@@ -19,16 +19,22 @@ if TYPE_CHECKING:
     import torch
 
 
-def numbers_of_writes(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return how many quantizations into each local tensor were counted. Counting starts with the first call."""
-    quantizers = [getattr(tensor, _te.QUANTIZER, None) for tensor in tensors]
-    uncounted = [q for q in quantizers if q is not None and WRITES not in q.__dict__]
-    if uncounted:
-        keep_amax_group_in_copies()
-        patch_quantize()
-        for quantizer in uncounted:
-            quantizer.__dict__.setdefault(WRITES, [0])
-    return [0 if q is None else q.__dict__[WRITES][0] for q in quantizers]
+def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return numbers that change with each write: versions, plus counted quantizations. Every step calls it twice.
+
+    Counting starts with the first call.
+    """
+    numbers, local_tensors = _torch.versions_and_locals_of(parameters)
+    for index, local in enumerate(local_tensors):
+        quantizer = getattr(local, _te.QUANTIZER, None)
+        if quantizer is None:
+            continue
+        if WRITES not in quantizer.__dict__:
+            keep_amax_group_in_copies()
+            patch_quantize()
+            quantizer.__dict__[WRITES] = [0]
+        numbers[index] += quantizer.__dict__[WRITES][0]
+    return numbers
 
 
 def patch_quantize() -> None:

@@ -203,6 +203,18 @@ FSDP2 = (
         "test_plain_dcp.py::test_experts_through_a_chain_of_meshes",
     ),
     Patch(
+        "`BasePruningMethod`, `_Orthogonal`, `_SpectralNorm` of `torch.nn.utils`",
+        "apply, __init__",
+        "names a sharded parameter that torch would compute from others",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
+        "optimizers of `torch.optim`",
+        "__setstate__",
+        "names a sharded parameter whose loaded states are those of another class",
+        "test_unsupported.py::test_errors",
+    ),
+    Patch(
         "model",
         "_apply",
         "copies attributes of parameters to their replacements",

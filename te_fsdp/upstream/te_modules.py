@@ -119,6 +119,22 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
         setattr(state, attribute, before)
 
 
+def is_graph_consumed(node: Any) -> bool:
+    """Return whether a backward has run through a function of TE in the graph of a node.
+
+    TE then frees what it has saved (``ctx.tensor_objects``).
+    """
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        if getattr(node, "tensor_objects", node) is None:
+            return True
+        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
+        waiting += more
+        seen |= more
+    return False
+
+
 def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:
     """Add registered names to TE's records of parameters (``param_init_meta``).
 

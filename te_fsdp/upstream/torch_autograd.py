@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.autograd.forward_ad
@@ -63,3 +64,8 @@ def function_transform() -> str:
 def backward_id() -> int:
     """Return the id of the backward that runs on this thread, or -1."""
     return torch._C._current_graph_task_id()
+
+
+def current_node() -> Any:
+    """Return the node of the graph for whose output a hook runs (``torch._C._current_autograd_node``)."""
+    return torch._C._current_autograd_node()

@@ -78,7 +78,10 @@ def memory_id(tensor: DTensor) -> int:
 
 def local_tensors_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return :func:`local_of` of several tensors."""
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    found = []
+    for tensor in tensors:
+        found.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
+    return found
 
 
 def specs_of(tensors: Iterable[torch.Tensor]) -> list[DTensorSpec]:
@@ -216,14 +219,23 @@ def version_of(tensor: torch.Tensor) -> int:
     return versions_of([tensor])[0]
 
 
-def versions_of(tensors: Iterable[torch.Tensor | None], *, with_locals: bool = True) -> list[int]:
-    """Return :func:`version_of` of several tensors, -1 for ``None``, without ``__torch_function__`` of subclasses.
-
-    Writes to the local tensors are not counted without ``with_locals``.
-    """
+def versions_and_locals_of(tensors: Iterable[torch.Tensor]) -> tuple[list[int], list[torch.Tensor]]:
+    """Return :func:`version_of` and :func:`local_of` of several tensors."""
+    versions, local_tensors = [], []
     with torch._C.DisableTorchFunctionSubclass():
-        if not with_locals:
-            return [-1 if tensor is None else tensor._version for tensor in tensors]
+        for tensor in tensors:
+            version, local = tensor._version, tensor
+            if isinstance(tensor, DTensor):
+                local = tensor._local_tensor
+                version += local._version
+            versions.append(version)
+            local_tensors.append(local)
+    return versions, local_tensors
+
+
+def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
+    """Return :func:`version_of` of several tensors, -1 for ``None``, without ``__torch_function__`` of subclasses."""
+    with torch._C.DisableTorchFunctionSubclass():
         return [
             -1
             if tensor is None

@@ -239,6 +239,59 @@ def states_of_another_class() -> None:
     te.optimizers.FusedAdam(model.parameters()).load_state_dict(optimizer.state_dict())
 
 
+def states_of_another_optimizer() -> None:
+    model = make_sharded()
+    take_step(model, sgd := torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    adam = torch.optim.AdamW(model.parameters())
+    adam.load_state_dict(sgd.state_dict())
+    take_step(model, adam)
+
+
+def states_of_fused_adam() -> None:
+    import transformer_engine.pytorch as te
+
+    model = make_sharded()
+    take_step(model, fused := te.optimizers.FusedAdam(model.parameters(), lr=0.1))
+    adam = torch.optim.AdamW(model.parameters())
+    adam.load_state_dict(fused.state_dict())
+    take_step(model, adam)
+
+
+def momentum_of_adam() -> None:
+    model = make_sharded()
+    take_step(model, adam := torch.optim.AdamW(model.parameters()))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    sgd.load_state_dict(adam.state_dict())
+    take_step(model, sgd)
+
+
+def shared_memory_of_a_layer() -> None:
+    nn.Sequential(make_sharded().head).share_memory()
+
+
+def an_orthogonal_weight() -> None:
+    parametrizations.orthogonal(make_sharded().head, "weight")
+
+
+def a_spectral_norm() -> None:
+    parametrizations.spectral_norm(make_sharded().layer, "fc1_weight")
+
+
+def rows_pruned_by_their_norm() -> None:
+    prune.ln_structured(make_sharded().head, "weight", 0.5, n=2, dim=0)
+
+
+def weights_pruned_globally() -> None:
+    model = make_sharded()
+    pairs = [(model.inp, "weight"), (model.head, "weight")]
+    prune.global_unstructured(pairs, pruning_method=prune.L1Unstructured, amount=0.5)
+
+
+def a_jacobian() -> None:
+    model = make_sharded()
+    torch.autograd.functional.jacobian(lambda x: model(x).sum(0), draw_batch())
+
+
 def a_norm_of_two_models() -> None:
     import te_fsdp
 
@@ -344,6 +397,15 @@ MISTAKES: list[Callable[..., None]] = [
     torchs_clipping_by_value,
     shared_memory,
     states_of_another_class,
+    states_of_another_optimizer,
+    states_of_fused_adam,
+    momentum_of_adam,
+    shared_memory_of_a_layer,
+    an_orthogonal_weight,
+    a_spectral_norm,
+    rows_pruned_by_their_norm,
+    weights_pruned_globally,
+    a_jacobian,
     a_norm_of_two_models,
     meshes_in_place_of_an_axis,
     a_full_momentum,

@@ -54,6 +54,42 @@ def gradients_are_equal(sharded: nn.Module, plain: nn.Module) -> bool:
     return True
 
 
+def dtensors_of_other_code() -> dict[str, Any]:
+    """Clip DTensors of no sharded model by torch, without and with te_fsdp's handlers. Return results and errors."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from te_fsdp.upstream.torch_mixed_lists import _OPERATORS
+
+    mesh = init_device_mesh(harness.device_type(), (2,))
+
+    def clipped(is_mixed: bool) -> Any:
+        parameters = [nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])) for _ in range(2)]
+        if is_mixed:
+            parameters[1] = nn.Parameter(torch.ones(4, 2))
+        for parameter in parameters:
+            parameter.grad = 3 * parameter.detach()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        torch.nn.utils.clip_grad_value_(parameters, 0.01)
+        return [whole(norm).item(), *(whole(parameter.grad).tolist() for parameter in parameters)]
+
+    def outcomes() -> dict[str, Any]:
+        try:
+            clipped(True)
+        except RuntimeError as error:
+            return {"sharded": clipped(False), "mixed": str(error)}
+        return {}
+
+    make_sharded()
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    removed = {operator: handlers.pop(operator) for operator in _OPERATORS}
+    try:
+        before = outcomes()
+    finally:
+        handlers.update(removed)
+    return {"before": before, "with a sharded model": outcomes()}
+
+
 def units_on_their_own(strategy: str) -> bool:
     """Run a unit before the model, and both in the same loss."""
 

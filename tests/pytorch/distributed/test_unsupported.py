@@ -44,6 +44,18 @@ ERRORS = {
     "torchs_clipping_by_value": ("PlacementError", "2 sharded and 2 plain gradients"),
     "shared_memory": ("OrderError", "share_memory() of a sharded model"),
     "states_of_another_class": ("CheckpointError", "FusedAdam.load_state_dict: step of "),
+    "states_of_another_optimizer": ("CheckpointError", "AdamW.load_state_dict: states of inp.weight"),
+    "states_of_fused_adam": ("CheckpointError", "AdamW.load_state_dict: states of inp.weight"),
+    "momentum_of_adam": (
+        "CheckpointError",
+        "SGD.step: states of inp.weight: expected the states of this class: mom",
+    ),
+    "shared_memory_of_a_layer": ("OrderError", "head.weight: share_memory() of a sharded model"),
+    "an_orthogonal_weight": ("OrderError", "head.weight: removed after fully_shard"),
+    "a_spectral_norm": ("OrderError", "layer.fc1_weight: removed after fully_shard"),
+    "rows_pruned_by_their_norm": ("OrderError", "head.weight: removed after fully_shard"),
+    "weights_pruned_globally": ("OrderError", "inp.weight: removed after fully_shard"),
+    "a_jacobian": ("OrderError", "layer: second backward through one forward"),
     "a_norm_of_two_models": (
         "PlacementError",
         "clip_grad_norm_: parameters: expected a model, or its parameters",
@@ -92,6 +104,14 @@ def test_errors(pool, tmp_path):
             if kind != name or phrase not in text or "Fix: " not in text:
                 wrong.append((mistake, kind, text))
         assert wrong == []
+
+
+@pytest.mark.ranks(2)
+def test_dtensors_of_other_code(pool):
+    """The kind: what te_fsdp changes in the process acts on its own parameters alone."""
+    for found in pool.run(works.dtensors_of_other_code, 2):
+        assert found["before"] == found["with a sharded model"]
+        assert "got mixed torch.Tensor and DTensor" in found["before"]["mixed"], found
 
 
 @pytest.mark.ranks(2)
