@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-#: Part of a file's path -> package, the first match first.
+#: Part of a file's path -> package. The last part counts: a folder above an environment may have the name of a package.
 PACKAGES = (
     ("/te_fsdp/", "te_fsdp"),
     ("/megatron_fsdp/", "megatron-fsdp"),
@@ -30,7 +30,14 @@ def package_of(file: str) -> str:
     """Return the package of a source file. Built-in functions have no file."""
     if file in ("~", ""):
         return "built-in functions"
-    return next((package for part, package in PACKAGES if part in file), "other")
+    return _place_in(file)[1]
+
+
+def _place_in(file: str) -> tuple[int, str]:
+    """Return where the package begins in a path, and its name; ``(-1, "other")`` for other files."""
+    places = [(file.rfind(part), len(part), package) for part, package in PACKAGES]
+    start, _, package = max(places)
+    return (start, package) if start >= 0 else (-1, "other")
 
 
 def profile(step: Callable[[], Any], steps: int = 2) -> dict[str, Any]:
@@ -52,7 +59,7 @@ def profile(step: Callable[[], Any], steps: int = 2) -> dict[str, Any]:
         package = package_of(file)
         own[package] += total
         calls[package] += count
-        short = next((file[file.index(part) + 1 :] for part, _ in PACKAGES if part in file), file)
+        short = file[_place_in(file)[0] + 1 :]
         functions.append(
             {
                 "function": name if file == "~" else f"{short}:{line} {name}",

@@ -44,11 +44,12 @@ PAGES = {
     "docs/data.md": ["data", "training", "training", "evaluated", "evaluated", "training", "evaluated"],
     "docs/errors.md": ["training"],
     "docs/fast.md": ["training"],
-    "docs/graphs.md": ["microbatched"],
+    "docs/graphs.md": ["microbatched", "built"],
     "docs/hfsdp.md": ["copies", "hybrid"],
     "docs/index.md": ["nothing"],
     "docs/logging.md": ["logged", "profiled", "on_a_gpu"],
     "docs/megatron.md": ["nothing"],
+    "docs/moe.md": ["routed"],
     "docs/no_shard.md": ["built"],
     "docs/optimizers.md": ["built", "training"],
     "docs/pipeline.md": ["nothing", "nothing", "nothing"],
@@ -169,6 +170,18 @@ class Reader:
         tokens = torch.arange(BATCH * SEQUENCE, device=harness.device()).view(BATCH, SEQUENCE)
         self.names |= {"loader": [(tokens, tokens)], "build_model": OfTokens}
         self.names["model"] = OfTokens(**self.names["meshes"].te_kwargs())
+
+    def routed(self) -> None:
+        """Tokens, the experts that they choose, and this rank's experts."""
+        self.meshes(dp_shard=-1, ep=2)
+        tokens, number, top_k = SEQUENCE * BATCH, 4, 2
+        chosen = torch.rand(tokens, number, device=harness.device()).topk(top_k).indices
+        self.names |= {"tokens_per_rank": tokens, "num_experts": number, "top_k": top_k, "chosen": chosen}
+        self.names |= {"tokens": self.batch().flatten(0, 1), "act": torch.nn.functional.gelu}
+        self.names["weights"] = torch.ones(tokens, top_k, device=harness.device())
+        for name in ("up", "down"):
+            experts = self.names["te"].GroupedLinear(number // 2, WIDTH, WIDTH, params_dtype=torch.bfloat16)
+            self.names[name] = experts.to(harness.device())
 
     def training(self, **options: Any) -> None:
         """A sharded model and its optimizer after a step."""

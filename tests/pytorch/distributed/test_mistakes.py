@@ -128,7 +128,7 @@ ARGUMENTS = {
         "clip_grad_norm_: parameters: expected a model, or its parameters",
     ),
     "a_path_for_each_rank": ("CheckpointError", "save: the ranks were given different paths"),
-    "arguments_of_save_in_another_order": ("CheckpointError", "Fix: the path comes first"),
+    "arguments_of_save_in_another_order": ("CheckpointError", "Fix: pass the path first"),
     "a_state_dict_to_save": (
         "CheckpointError",
         "checkpoint: model: expected a module, a dict of modules by name, or a rank's stages, got OrderedDict",
