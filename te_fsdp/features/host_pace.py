@@ -7,7 +7,7 @@
 In a part that the host issues more slowly than the device computes, the device waits for the difference. It does not
 wait if it is more than one part behind the host. There is one sleep for each part, because a device stores about a
 thousand launches only. Step 8 takes about twice as long as the others. The host never waits for the device. If the
-steps differ in their marks, nothing is reported.
+steps differ in their marks, or are very long, nothing is reported.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ _log = logging.getLogger("te_fsdp")
 
 #: Steps before the first measured one, and measured steps.
 SKIPPED, MEASURED = 4, 3
+#: Milliseconds of sleep in a step from which it is not measured: evaluations and saves between steps are host time,
+#: and collectives of other ranks wait for this device.
+LONGEST = 60_000.0
 #: Fraction of a step, and milliseconds, from which a wait is reported.
 SHARE, LEAST = 0.1, 1.0
 
@@ -155,6 +158,8 @@ class HostPace(Component):
                 self._end()  # not every step is the same
             elif len(self._measured) == MEASURED:
                 self._sleeps = [1.5 * part + 0.2 for part in self._host_parts()]
+                if sum(self._sleeps) > LONGEST:
+                    self._end()
             elif len(self._measured) > MEASURED:
                 self._unwatch()
         elif self._clock.is_done(self._measured[-1][-1].event):

@@ -129,3 +129,11 @@ def test_only_one_step_is_delayed() -> None:
     _, once = train(8.0, 2.0, steps=SKIPPED + MEASURED + 1)
     _, late = train(8.0, 2.0, steps=30)
     assert early.slept == 0 and once.slept == late.slept > 0
+
+
+def test_a_device_does_not_sleep_for_minutes():
+    """An evaluation in each measured step would let the device sleep, and the other ranks' collectives wait."""
+    pace, device = train(host=20_000.0, work=1.0, steps=SKIPPED + MEASURED + 4)
+    assert device.slept == 0 and pace.report_line() == ""
+    pace, device = train(host=2_000.0, work=1.0, steps=SKIPPED + MEASURED + 4)  # negative control
+    assert device.slept > 0 and "the host sets the pace" in pace.report_line()
