@@ -11,16 +11,16 @@ import math
 import pytest
 from strategies import all_calls
 
-#: The limit on te_fsdp's calls, as a fraction of plain FSDP2's calls in the same loop. Each is about 2 % above the
+#: The limit on te_fsdp's calls, as a fraction of plain FSDP2's calls in the same loop. Each is at least 2 % above the
 #: largest value measured with torch 2.11 to 2.14. HFSDP is compared with FSDP2's HSDP, which shards no optimizer state
 #: over the replicas. FSDP2 does not detect cleared gradients, and writes to weights between forward and backward.
 BUDGETS = {
     "dense": 0.56,
-    "tp": 0.73,
+    "tp": 0.74,
     "tp alone": 0.59,
     "ep": 0.615,
     "fp8": 0.48,
-    "fp8 tp": 0.58,
+    "fp8 tp": 0.595,
     "hfsdp": 0.75,
     "fp8 hfsdp": 0.675,
 }
