@@ -122,11 +122,11 @@ class _PartialGradientCheck:
             raise GradientError(
                 f"{binding.label(name)}: gradients that are the same over tp",
                 expected="another part of the gradient on each rank, of a parameter that is marked sequence_parallel",
-                got="the same on all ranks of a tp group",
-                why="They are summed: the parameter would learn from a multiple of its gradient",
-                fix="do not mark layers that see all tokens on each rank (sequence_parallel=False), or shard the "
-                "sequence before them. Where gradients must be the same, pass checks='setup' (before: "
-                "check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
+                got="the same gradient on every rank of the tp group",
+                why="te_fsdp sums them over tp, so the parameter would learn from a multiple of its gradient",
+                fix="pass sequence_parallel=False to layers that see all tokens on each rank, or shard the sequence "
+                "before them. If equal gradients are intended, pass checks='setup' to fully_shard, or "
+                "check_inputs=False to set_device_mesh",
             )
         self._left -= 1
         if self._left == 0 or (self._left > 0 and ratio >= _SAME):

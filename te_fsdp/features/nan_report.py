@@ -232,7 +232,7 @@ class NanReport(Component):
             "gradients with NaN or infinity: " + "; ".join(lines),
             expected="finite gradients on every rank",
             why="The reduction spreads them to all ranks",
-            fix="look at these ranks' data, or at the loss scale; zero_grad() and go on skips the step",
+            fix="inspect the batches of these ranks and the loss scale. To skip the step, call zero_grad()",
         )
 
 
