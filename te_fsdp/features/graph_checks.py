@@ -12,9 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.redistribute import comm_of
+from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.nan_report import NanReport
 from te_fsdp.lifecycle import parameters_of_optimizer
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
+from te_fsdp.quantized.amax import quantized_among
 from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
@@ -36,10 +37,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class Snapshot:
-    """State on which a recording depends (with ``optimizer``: including its step).
-
-    Taken while weights are sharded.
-    """
+    """State on which a recording depends (with ``optimizer``: including its step). Taken while weights are sharded."""
 
     def __init__(self, state: ShardedModel, optimizer: Optimizer | None) -> None:
         self._state, self._optimizer = state, optimizer
@@ -153,11 +151,8 @@ def reason_not_recordable(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
     """Return why a step cannot be recorded at all; empty if no reason is known. Local operation."""
     if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves):
         return "an input requires a gradient, which a recording does not return"
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-    if main_parameters is not None and main_parameters.cuts:
-        why = reason_for_eager_step(optimizer)
-        if why:
-            return f"gradients are averaged in the optimizer's step, which runs eagerly: {why}"
+    if main_parameters_of(optimizer) is not None and (why := reason_for_eager_step(optimizer)):
+        return f"gradients are averaged in the optimizer's step, which runs eagerly: {why}"
     return ""
 
 
@@ -177,11 +172,9 @@ def reason_for_eager_step(optimizer: Optimizer) -> str:
     if _te.is_fused_adam(optimizer):
         if not optimizer.capturable:  # type: ignore[missing-attribute]
             return "FusedAdam was built without capturable=True"
-        main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None)
-        replaced = main_parameters is not None and main_parameters.cuts
-        # With replaced parameters FusedAdam sees main weights only, and te_fsdp quantizes.
         quantized = [local for _, _, local in quantized_among(parameters_of_optimizer(optimizer))]
-        if not replaced and any(map(_te.has_delayed_scale, quantized)):
+        # With replaced parameters FusedAdam sees main weights only, and te_fsdp quantizes.
+        if main_parameters_of(optimizer) is None and any(map(_te.has_delayed_scale, quantized)):
             return (
                 "FusedAdam cannot be captured over weights with delayed scaling; torch.optim.AdamW(fused=True, "
                 "capturable=True) with te_fsdp.main_weights can"
@@ -189,25 +182,15 @@ def reason_for_eager_step(optimizer: Optimizer) -> str:
         return ""
     groups = optimizer.param_groups
     if isinstance(optimizer, torch.optim.SGD):
-        return _reason_for_eager_sgd(optimizer)
+        # Only its fused form reads the learning rate on the device, if DTensor supports it.
+        sharded = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+        if sharded and not _torch.dtensor_supports("_fused_sgd_.tensor_lr"):
+            return "SGD reads its learning rate on the host, and this torch has no fused SGD for sharded parameters"
+        fused = all(group.get("fused") for group in groups)
+        return "" if fused else "SGD reads its learning rate on the host unless it is built with fused=True"
     if not all("capturable" in group for group in groups):
         return f"{name} has no option capturable"
     return "" if all(group["capturable"] for group in groups) else f"{name} was built without capturable=True"
-
-
-def _reason_for_eager_sgd(optimizer: torch.optim.SGD) -> str:
-    """Return why SGD runs eagerly.
-
-    Only its fused form reads the learning rate on the device, if DTensor supports it.
-    """
-    sharded = any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-    if sharded and not _torch.dtensor_supports("_fused_sgd_.tensor_lr"):
-        return (
-            "SGD reads its learning rate on the host, and this torch has no fused SGD for sharded parameters"
-        )
-    if all(group.get("fused") for group in optimizer.param_groups):
-        return ""
-    return "SGD reads its learning rate on the host unless it is built with fused=True"
 
 
 # ----------------------------------------------------------------------------------------------------------- recording
@@ -239,10 +222,7 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Record the kernels that a function enqueues without running them.
-
-        Raise the function's or the recording's error.
-        """
+        """Record the kernels that a function enqueues without running them. Raise its error, or the recording's."""
         graph = torch.cuda.CUDAGraph()
         generators = (*_te_modules.random_generators(), *self._generators)
         for generator in generators:

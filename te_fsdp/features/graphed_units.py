@@ -4,11 +4,6 @@
     all-gathers, reductions, clipping, optimizer, loss      eager
 
 A unit's ``forward`` is replaced. Hooks of FSDP2 and of the user on the unit itself run around it, as before.
-
-[Note: order of replays] Recordings share memory ([Note: memory of graphs] in :mod:`te_fsdp.features.unit_recording`).
-Recordings of one forward pass form a generation. While the backward of a unit is pending, only later recordings of the
-same generation may be replayed, and backwards run in reverse order. Other forwards run eagerly, which is always
-correct. A pending unit whose autograd graph is freed is not pending any more.
 """
 
 from __future__ import annotations
@@ -23,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.errors import OrderError, PlacementError, shorten
-from te_fsdp.features.graph_checks import Signature, recorder_for
-from te_fsdp.features.unit_recording import NotRecordableError, Recorder, StaticBuffers, UnitRecording
+from te_fsdp.features.graph_checks import CudaRecorder, Signature, recorder_for
+from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.unit_communication import transports_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
@@ -152,11 +147,15 @@ def _parts(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 # ---------------------------------------------------------------------------------------------------------- one unit
 
 
+# [Note: order of replays] Recordings share memory ([Note: memory of graphs] in ``unit_recording.py``). Recordings of
+# one forward pass form a generation. While the backward of a unit is pending, only later recordings of the same
+# generation may be replayed, and backwards run in reverse order. Other forwards run eagerly, which is always correct.
+# A pending unit whose autograd graph is freed is not pending any more.
 class _Shared:
     """State that the units of a model share."""
 
     def __init__(
-        self, device: torch.device, recorder: Recorder, memory: list[FixedMemory], warmup: int
+        self, device: torch.device, recorder: CudaRecorder, memory: list[FixedMemory], warmup: int
     ) -> None:
         self.recorder, self.warmup = recorder, warmup
         self.buffers = StaticBuffers()
@@ -257,7 +256,10 @@ class _Unit:
         if self.why or not torch.is_grad_enabled() or shared.is_recording() or _torch.in_backward():
             return self.forward(*args, **kwargs)
         leaves, structure = _torch.flatten((args, kwargs))
-        signature = Signature.of([*leaves, *_context()], structure)
+        # A forward also reads these values, which are not among its arguments.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        signature = Signature.of([*leaves, _te.active_recipe(), casts], structure)
         recording, is_new = self._find(signature, leaves, structure)
         if recording is None:
             return self.forward(*args, **kwargs)
@@ -368,13 +370,6 @@ class _Unit:
         self.why = self.shared.why_eager[self.name] = why
         self.recordings.clear()
         _log.warning("graphed_units: %s runs eagerly: %s", self.name or "the root", why)
-
-
-def _context() -> list[Any]:
-    """Return values outside of the arguments that a forward reads."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return [_te.active_recipe(), casts]
 
 
 # ---------------------------------------------------------------------------------------------------------- all units

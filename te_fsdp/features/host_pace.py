@@ -16,7 +16,7 @@ import itertools
 import logging
 import statistics
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -47,47 +47,33 @@ LONGEST = 60_000.0
 SHARE, LEAST = 0.1, 1.0
 
 
-class Clock(Protocol):
-    """The device's time. Tests use a different one."""
+class CudaClock:
+    """The device's time. Tests use a different one, with events of their own."""
 
     def event(self) -> Any:
         """Record an event."""
-
-    def is_done(self, event: Any) -> bool:
-        """Return whether the device has reached an event."""
-
-    def between(self, first: Any, second: Any) -> float:
-        """Return the milliseconds between two events that are done."""
-
-    def sleep(self, milliseconds: float) -> None:
-        """Let the device wait, not the host."""
-
-    def now(self) -> float:
-        """Return the host's time in milliseconds."""
-
-    def is_capturing(self) -> bool:
-        """Return whether a CUDA graph is being recorded."""
-
-
-class _CudaClock:
-    def event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def is_done(self, event: Any) -> bool:
+        """Return whether the device has reached an event."""
         return event.query()
 
     def between(self, first: Any, second: Any) -> float:
+        """Return the milliseconds between two events that are done."""
         return first.elapsed_time(second)
 
     def sleep(self, milliseconds: float) -> None:
+        """Let the device wait, not the host."""
         _torch_cuda.device_sleep(milliseconds)
 
     def now(self) -> float:
+        """Return the host's time in milliseconds."""
         return 1e3 * time.perf_counter()
 
     def is_capturing(self) -> bool:
+        """Return whether a CUDA graph is being recorded."""
         return torch.cuda.is_current_stream_capturing()
 
 
@@ -116,7 +102,7 @@ class Pace(NamedTuple):
 class HostPace(Component):
     """Measures the steps of one model, then reports the result."""
 
-    def __init__(self, state: ShardedModel, clock: Clock) -> None:
+    def __init__(self, state: ShardedModel, clock: CudaClock) -> None:
         self._units = {
             name: unit for name, unit in state.modules.items() if not fsdp2_units.inner_units(unit)
         }
@@ -238,7 +224,7 @@ def measure_host_pace(setup: Setup) -> None:
     """Measure once whether the host sets the pace of training, on GPUs and unless checks are off. Local operation."""
     state = setup.state
     if state.meshes.device.type == "cuda" and state.checks.level != "off":
-        state.components.attach(HostPace(state, _CudaClock()))
+        state.components.attach(HostPace(state, CudaClock()))
 
 
 def _is_compiled(model: nn.Module) -> bool:

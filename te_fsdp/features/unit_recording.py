@@ -6,25 +6,14 @@
     backward graph       reads static gradients of outputs; gradients of inputs are cloned, those of weights are not
     after backward       autograd accumulates gradients, FSDP2 reduces them
 
-[Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture that
-reaches a node of a different stream fails. So the recorded forward uses stand-ins: new leaves over the memory of the
-unsharded parameters. Gradients of stand-ins become those of the parameters.
-
-[Note: memory of graphs] All graphs share one pool. What a forward saves stays allocated until its backward is recorded,
-as in an eager pass. Afterwards the pool reuses this memory, also for later recordings. A graph may therefore only be
-replayed in the order of its recording (:mod:`te_fsdp.features.graphed_units` checks this). Results are read without
-keeping their memory allocated.
-
-[Note: gradients of weights] They are not copied. Reductions may read them while the next unit computes, as FSDP2 waits
-for a reduction at the end of the next unit's backward. So they stay allocated during one further recording. Where that
-unit did not run, and before the next forward, a replay waits for the reduction.
+The notes at :class:`UnitRecording` explain memory and streams.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -35,20 +24,13 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as 
 if TYPE_CHECKING:
     from torch import nn
 
-    from te_fsdp.features.graph_checks import Signature
+    from te_fsdp.features.graph_checks import CudaRecorder, Signature
 
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
 class NotRecordableError(RuntimeError):
     """A unit cannot be recorded. The text has the reason."""
-
-
-class Recorder(Protocol):
-    """Records a function, and returns what replays it and its result (:class:`CudaRecorder`)."""
-
-    def record(self, call: Callable[[], Any]) -> tuple[Any, Any]:
-        """Record a call."""
 
 
 class Weight(NamedTuple):
@@ -117,14 +99,20 @@ def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
     return made
 
 
+# [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
+# that reaches a node of a different stream fails. So the recorded forward uses stand-ins: new leaves over the memory
+# of the unsharded parameters. Gradients of stand-ins become those of the parameters.
+#
+# [Note: memory of graphs] All graphs share one pool. What a forward saves stays allocated until its backward is
+# recorded, as in an eager pass. Afterwards the pool reuses this memory, also for later recordings. A graph may
+# therefore only be replayed in the order of its recording (:mod:`te_fsdp.features.graphed_units` checks this). Results
+# are read without keeping their memory allocated.
+#
+# [Note: gradients of weights] They are not copied. Reductions may read them while the next unit computes, as FSDP2
+# waits for a reduction at the end of the next unit's backward. So they stay allocated during one further recording.
+# Where that unit did not run, and before the next forward, a replay waits for the reduction.
 class UnitRecording:
-    """Two graphs of one unit for one kind of inputs.
-
-    Attributes:
-        generation: Number of the forward pass in which it was recorded.
-        order: Its place among the recordings of that pass.
-        signature: Kind of inputs, and the context of the forward.
-    """
+    """Two graphs of one unit for one kind of inputs."""
 
     def __init__(
         self,
@@ -132,14 +120,22 @@ class UnitRecording:
         forward: Callable[..., Any],
         signature: Signature,
         inputs: tuple[list[Any], Any],
-        recorder: Recorder,
+        recorder: CudaRecorder,
         buffers: StaticBuffers,
         fixed: set[int],
     ) -> None:
         leaves, self._structure = inputs
-        self.signature, self.generation, self.order = signature, 0, 0
+        self.signature = signature  #: Kind of inputs, and the context of the forward
+        self.generation = 0  #: Number of the forward pass in which it was recorded
+        self.order = 0  #: Its place among the recordings of that pass
         self._unit, self._call, self._recorder, self._buffers = unit, forward, recorder, buffers
-        self._inputs = [_static(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        # Leaves of their own, since gradients of inputs are computed for them.
+        self._inputs = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
         self.weights = weights_of(unit)
         self._modes = [(module, module.training) for module in unit.modules()]
         self._tensors = [(m._buffers, name, b) for m in unit.modules() for name, b in m._buffers.items()]
@@ -253,19 +249,23 @@ class UnitRecording:
         """Replay the backward, which the first call records. Return gradients of inputs and parameters."""
         wanted = [g for g, trained in zip(gradients, self._trained, strict=True) if trained]
         if not self.is_complete:
-            self._prepare_backward(gradients)
+            outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
+            self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
         for held, gradient in zip(self._grad_outputs, wanted, strict=True):
             held.zero_() if gradient is None else held.copy_(gradient)
-        if self.is_complete:
-            self._refresh()
-        else:
+        # Each pass derives these buffers again, in new memory. The graph reads those that it was recorded with.
+        for local, attribute, staged in self._staged if self.is_complete else ():
+            value = getattr(local, attribute)
+            if value is None:
+                raise OrderError(
+                    f"graphed_units: a weight without {attribute}, which its recorded backward reads"
+                )
+            if value.data_ptr() != staged.data_ptr():
+                staged.copy_(value)
+        if not self.is_complete:
             self._record_backward()
         self._backward_graph.replay()
         return self._results()
-
-    def _prepare_backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        outputs = [output for output, trained in zip(self._outputs, self._trained, strict=True) if trained]
-        self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
 
     def _record_backward(self) -> None:
         restored: list[tuple[Any, str, torch.Tensor]] = []
@@ -314,16 +314,6 @@ class UnitRecording:
             self._staged.append((local, attribute, staged))
         return replaced
 
-    def _refresh(self) -> None:
-        for local, attribute, staged in self._staged:
-            value = getattr(local, attribute)
-            if value is None:
-                raise OrderError(
-                    f"graphed_units: a weight without {attribute}, which its recorded backward reads"
-                )
-            if value.data_ptr() != staged.data_ptr():
-                staged.copy_(value)
-
     def _backward(self) -> list[torch.Tensor | None]:
         """Return gradients of all input tensors, then of all weights."""
         tensors = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)] + self._stand_ins
@@ -347,12 +337,6 @@ class UnitRecording:
             local = gradient.local.clone() if copies else gradient.local.detach()
             found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
         return found
-
-
-def _static(tensor: torch.Tensor) -> torch.Tensor:
-    held = torch.empty_like(tensor, requires_grad=False)
-    held.copy_(tensor.detach())
-    return held.requires_grad_(tensor.requires_grad)
 
 
 def _recorded(gradient: torch.Tensor) -> Gradient:
