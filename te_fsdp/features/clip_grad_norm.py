@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,21 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.errors import (
-    OrderError,
-    PlacementError,
-    PrecisionError,
-    require_flags,
-    require_number,
-)
+from te_fsdp.errors import OrderError, PlacementError, PrecisionError, require_flags, require_number
 from te_fsdp.features.hfsdp.gradients import averaged_tensors_of, averages_of
 from te_fsdp.gradient_sync import require_reduced
 from te_fsdp.records import COPIED, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import shard_of, sharded_model_of
 from te_fsdp.upstream import torch_dtensor as _torch
-
-if TYPE_CHECKING:
-    pass
 
 _log = logging.getLogger("te_fsdp")
 
@@ -114,7 +105,9 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
     for parameter in chosen:
         # Use the parameter's meshes, not the gradient's, which a rank may lack: all ranks must run the same
         # collectives.
-        meshes = _meshes_of(parameter)
+        facts = get_record(parameter)
+        meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
+        meshes = meshes if facts is None or facts.ep_mesh is None else (*meshes, facts.ep_mesh)
         if meshes not in known:
             known[meshes] = _axes_of(meshes, groups)
         gradients = spread.setdefault(known[meshes], [])
@@ -211,13 +204,6 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if main is not parameter and facts is not None and facts.ep_mesh is not None:
             get_or_create_record(main).ep_mesh = facts.ep_mesh
     return [main for main in found if main.requires_grad or main.grad is not None]
-
-
-def _meshes_of(parameter: torch.Tensor) -> tuple[DeviceMesh, ...]:
-    """Return the meshes of a parameter, including replicated axes and ``ep``."""
-    facts = get_record(parameter)
-    meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
-    return meshes if facts is None or facts.ep_mesh is None else (*meshes, facts.ep_mesh)
 
 
 def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup]) -> tuple[_Axis, ...]:

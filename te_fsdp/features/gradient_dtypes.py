@@ -82,12 +82,15 @@ class GradientDtypes(Component):
                     why="Microbatches would be accumulated in the wrong dtype",
                     fix="change gradients in place, and clear them with zero_grad()",
                 )
-            if not _accepts_any_grad_dtype(optimizer, parameter):
-                parameter.grad = parameter.grad_dtype = None
-                (cast,) = _torch.in_dtypes_of([gradient], [parameter])
-                assert cast is not None
-                parameter.grad = cast
-                self._casts.append((parameter, gradient, cast))
+            low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
+            # FusedAdam reads a low-precision parameter's gradient in any dtype, and so do te_fsdp's main weights.
+            if low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS)):
+                continue
+            parameter.grad = parameter.grad_dtype = None
+            (cast,) = _torch.in_dtypes_of([gradient], [parameter])
+            assert cast is not None
+            parameter.grad = cast
+            self._casts.append((parameter, gradient, cast))
 
     def undo_step(self) -> None:
         """Restore the main gradients, except those that were cleared since. Local operation."""
@@ -97,12 +100,3 @@ class GradientDtypes(Component):
             if now is not None:
                 parameter.grad = gradient if now is cast else now.to(gradient.dtype)
         self._casts.clear()
-
-
-def _accepts_any_grad_dtype(optimizer: Optimizer, parameter: torch.Tensor) -> bool:
-    """Return whether the optimizer reads the parameter's gradient in any dtype.
-
-    FusedAdam does for low-precision parameters, and te_fsdp's main weights do.
-    """
-    low = parameter.dtype != torch.float32 or _te.is_quantized(_torch.local_of(parameter))
-    return low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS))

@@ -26,8 +26,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.errors import CheckpointError, OrderError
 from te_fsdp.features.hfsdp.gradients import OuterAverages
-from te_fsdp.features.hfsdp.main_parameter import MainParameter
-from te_fsdp.features.hfsdp.optimizer_shards import OptimizerShard, all_gather_main_params, optimizer_shard
+from te_fsdp.features.hfsdp.optimizer_shards import (
+    MainParameter,
+    OptimizerShard,
+    all_gather_main_params,
+    optimizer_shard,
+)
 from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
 from te_fsdp.lifecycle import assign_main_gradients, gradients_of
@@ -87,18 +91,17 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
 class MainParameters:
     """The main parameters of one optimizer. The object takes part in its steps and its state dicts.
 
-    Attributes:
-        lent: Whether TE's FusedAdam keeps the main weights itself.
-        known: ``MainParameter`` of each parameter, by id.
-        pairs: Those whose main parameters are in the groups; empty between steps.
-        locals: Members of the groups that local tensors have replaced; empty between steps.
-        averages: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
+    ``lent``: TE's FusedAdam keeps the main weights itself.
     """
 
     def __init__(self, optimizer: Optimizer, *, lent: bool = False) -> None:
+        #: Averages of the gradients over the replicas; ``None`` if state is not sharded (main weights only).
         self.averages: OuterAverages | None = None
+        #: By ``id`` of the parameter.
         self.known: dict[int, MainParameter] = {}
+        #: Those whose main parameters are in the groups; empty between steps.
         self.pairs: list[MainParameter] = []
+        #: Members of the groups that local tensors have replaced; empty between steps.
         self.locals: list[Replaced] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._optimizer = weakref.ref(optimizer)
@@ -189,10 +192,7 @@ class MainParameters:
             self.make(optimizer, parameter)
 
     def trained(self) -> list[MainParameter]:
-        """Return trained parameters with sharded state in the optimizer's order, identical on all replicas.
-
-        Local operation.
-        """
+        """Return trained parameters with sharded state in the optimizer's order, identical on all replicas. Local."""
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         found = []

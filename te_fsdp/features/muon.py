@@ -341,10 +341,7 @@ class _ExchangePlan(NamedTuple):
 def _make_exchange_plan(
     model: nn.Module, held: list[tuple[torch.Tensor, torch.Tensor]], split_fused: bool
 ) -> tuple[list[_MuonWeight], list[_Exchange]]:
-    """Return the weights of parameters, and the exchanges between ranks.
-
-    Collective over the ranks that shard them.
-    """
+    """Return the weights of parameters, and the exchanges between ranks. Collective over the ranks that shard them."""
     fused = fused_matrices(model) if split_fused else {}
     places: dict[int, ParamOwner] = {}
     for place in iter_param_owners(model):

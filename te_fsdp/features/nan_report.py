@@ -139,13 +139,9 @@ class NanReport(Component):
         self.microbatch, self._asked, self._raised = 0, False, False
         self._first.zero_()
 
-    def check_gradients(self) -> None:
-        """As :meth:`check`: before a step, before a norm, and after each call of a closure."""
-        self.check()
-
-    def finish_step(self) -> None:
-        """As :meth:`forget`."""
-        self.forget()
+    # Phases: before a step, before a norm and after each call of a closure; and after a step.
+    check_gradients = check
+    finish_step = forget
 
     def zero_grad(self, parameters: Iterable[torch.Tensor]) -> None:
         """As :meth:`forget`."""

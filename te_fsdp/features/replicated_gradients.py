@@ -233,10 +233,7 @@ class ReplicatedGradients(Component):
         return {id(slot.parameter) for slot in self._slots}
 
     def attach(self) -> None:
-        """Register hooks on the current parameters. Loading and initialization replace parameters.
-
-        Local operation.
-        """
+        """Register hooks on the current parameters. Loading and initialization replace parameters. Local operation."""
         replaced = False
         for slot in self._slots:
             parameter = slot.parameter
@@ -255,13 +252,7 @@ class ReplicatedGradients(Component):
         if state is not None:
             attach_state_to_params(state)  # optimizer hooks identify a model by its parameters
 
-    def before_method(self) -> None:
-        """As :meth:`attach`."""
-        self.attach()
-
-    def after_method(self, output: Any) -> None:
-        """As :meth:`watch`."""
-        self.watch(output)
+    before_method = attach
 
     def before_conversion(self) -> None:
         """Remove the hooks on parameters, which the next forward registers again. Local operation.
@@ -289,14 +280,13 @@ class ReplicatedGradients(Component):
         self.recover()
 
     def watch(self, output: Any) -> None:
-        """Make every rank that runs backward participate in the reduction, even without such a gradient.
-
-        Local operation.
-        """
+        """Make every rank that runs backward participate in the reduction, even without such a gradient. Local."""
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._begin)
+
+    after_method = watch
 
     def _begin(self, gradient: torch.Tensor) -> None:
         if not self._running:
@@ -423,7 +413,15 @@ class ReplicatedGradients(Component):
     def _finish(self, reduction: Reduction) -> None:
         self._lift()
         for slot, value in reduction.finish():
-            _add(slot.parameter, value)
+            parameter = slot.parameter
+            if parameter.grad is not None:
+                # The earlier gradient may have a scale that is applied lazily (HFSDP). The new one has none.
+                apply_deferred_grad_scale(parameter.grad)
+                _torch.local_of(parameter.grad).add_(value)
+            elif isinstance(parameter, DTensor):
+                parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))
+            else:
+                parameter.grad = value
         if reduction.early:
             self._send_abort_flag(False)
 
@@ -444,18 +442,6 @@ class ReplicatedGradients(Component):
                 now.wait_stream(stream)
                 local.record_stream(now)
         return local
-
-
-def _add(parameter: torch.Tensor, value: torch.Tensor) -> None:
-    """Add a reduced local gradient to a parameter's gradient."""
-    if parameter.grad is not None:
-        # The earlier gradient may have a scale that is applied lazily (HFSDP). The new one has none.
-        apply_deferred_grad_scale(parameter.grad)
-        _torch.local_of(parameter.grad).add_(value)
-    elif isinstance(parameter, DTensor):
-        parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))
-    else:
-        parameter.grad = value
 
 
 def reduce_replicated_gradients(setup: Setup) -> None:

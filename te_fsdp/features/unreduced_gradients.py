@@ -182,10 +182,6 @@ class UnreducedGradients(Component):
             if marked is not None and is_marker(parameter.grad):
                 parameter.grad = None
 
-    def before_recovery(self) -> None:
-        """As :meth:`unmark_unsharded`."""
-        self.unmark_unsharded()
-
     def after_forward(self, output: Any) -> None:
         """Drop cleared gradients at the start of each backward of this output. Local operation."""
         self.mark_unsharded()
@@ -223,6 +219,8 @@ class UnreducedGradients(Component):
                 sharded.grad = None
             if is_marker(unsharded.grad):
                 unsharded.grad = None
+
+    before_recovery = unmark_unsharded
 
     def drop_cleared(self) -> None:
         """Drop the unreduced gradients of parameters whose ``.grad`` was cleared. Local operation.

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError
-from te_fsdp.features.hfsdp.optimizer_shards import OUTER, OptimizerShard
+from te_fsdp.features.hfsdp.optimizer_shards import OUTER
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import (
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from te_fsdp.apply_fully_shard import Setup
-    from te_fsdp.features.hfsdp.main_parameter import MainParameter
+    from te_fsdp.features.hfsdp.optimizer_shards import MainParameter
     from te_fsdp.sharded_model import ShardedModel
 
 
@@ -64,14 +64,13 @@ class OuterAverages:
 
     def __init__(self, main_parameters: ShardedParameters) -> None:
         self._main_parameters = main_parameters
-        self.early = EarlyAverages(self._trained_shards)
+        # The shards of trained parameters, in the optimizer's order, which is identical on all replicas.
+        self.early = EarlyAverages(
+            lambda: [own.shard for own in main_parameters.trained() if not own.shard.reduced]
+        )
         self._averaging = GradientAveraging(())  # for the gradients of the last step
         # Factor by which averages were multiplied after they were computed. The underlying gradients were not.
         self._factor: torch.Tensor | None = None
-
-    def _trained_shards(self) -> list[OptimizerShard]:
-        """Return the shards of trained parameters to average, in the optimizer's order, identical on all replicas."""
-        return [own.shard for own in self._main_parameters.trained() if not own.shard.reduced]
 
     @property
     def ready(self) -> dict[int, MainParameter]:

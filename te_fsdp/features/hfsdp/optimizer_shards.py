@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
@@ -58,6 +59,7 @@ from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from te_fsdp.tensor_version import TensorVersion
     from te_fsdp.upstream.torch_dtensor import DTensorSpec
 
 T = TypeVar("T")
@@ -78,37 +80,34 @@ _rows_of = functools.cache(RowPartition)
 # others afterwards by each replica. The result is the same, because formats scale blocks, or the unsharded
 # weight with an amax over all replicas.
 class OptimizerShard:
-    """This rank's part of a parameter's local tensor, for main weight and optimizer state: rows along ``dim``.
-
-    Attributes:
-        mesh: The parameter's mesh (none for a plain tensor) with the replica axis in front.
-        placements: Placements of main weight and states on it.
-        reduced: Whether gradients are equal on all replicas, so that they are only sliced. Otherwise they are
-            averaged.
-        partial: Placement of unreduced gradients over the replicas: average, or sum if the user requests it.
-        group, ranks, size: Process group of the replicas, their global ranks, and their number.
-        dtype: Dtype of main weight and averaged gradient: fp32 for low-precision parameters.
-        dim, parts: The sharded dim, and the number of parts into which the parameter's own axes shard it.
-        rows: Partition of the local tensor over the replicas.
-        low, high, shape: This rank's rows, and their shape.
-        decoupled: Whether the optimizer accepts gradients of any dtype (``decoupled_grad``).
-        obstacles: Cache of :func:`reason_for_fp32`, by class and shape of the local tensor.
-    """
+    """This rank's part of a parameter's local tensor, for main weight and optimizer state: rows along ``dim``."""
 
     def __init__(self, parameter: torch.Tensor, mesh: DeviceMesh, *, reduced: bool, sums: bool) -> None:
         local, own = _torch.local_of(parameter), getattr(parameter, "placements", ())
-        self.parameter, self.mesh, self.reduced = parameter, mesh, reduced
+        self.parameter = parameter
+        #: The parameter's mesh (none for a plain tensor) with the replica axis in front.
+        self.mesh = mesh
+        #: Whether gradients are equal on all replicas, so that they are only sliced. Otherwise they are averaged.
+        self.reduced = reduced
+        #: Placement of unreduced gradients over the replicas: average, or sum if the user requests it.
         self.partial = Partial("sum" if sums else "avg")
+        #: Process group of the replicas, their number, and their global ranks.
         self.group, self.size = mesh.get_group(0), mesh.size(0)
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
+        #: Dtype of main weight and averaged gradient: fp32 for low-precision parameters.
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
+        #: The sharded dim, and the number of parts into which the parameter's own axes shard it.
         self.dim = _dim_to_cut(parameter, mesh)
         self.parts = _parts(parameter, mesh, self.dim)
+        #: Placements of main weight and states on ``mesh``.
         self.placements = (_torch.strided_shard(self.dim, self.parts), *own)
+        #: Partition of the local tensor over the replicas, then this rank's rows and their shape.
         self.rows = _rows_of(local.shape, self.dim, self.size)
         self.low, self.high = chunk_range(local.shape[self.dim], self.size, mesh.get_local_rank(0))
         self.shape = (*local.shape[: self.dim], self.high - self.low, *local.shape[self.dim + 1 :])
+        #: Whether the optimizer accepts gradients of any dtype (``decoupled_grad``).
         self.decoupled = False
+        #: Cache of :func:`reason_for_fp32`, by class and shape of the local tensor.
         self.obstacles: dict[tuple[type, tuple[int, ...]], str | None] = {}
         # Cached, because creating specs takes longer than the rest of a step's host work per parameter.
         self._specs: dict[torch.dtype, DTensorSpec] = {}
@@ -156,11 +155,22 @@ class OptimizerShard:
         return _torch.dtensor(rows, self.spec(rows))
 
 
-def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
-    """Return the number of parts into which the parameter's own axes shard a dim.
+@dataclass(eq=False)
+class MainParameter:
+    """A parameter of an optimizer, and the main parameter that the optimizer updates in its place."""
 
-    ``mesh`` has one more axis in front.
-    """
+    parameter: torch.Tensor
+    shard: Any = None  #: Its ``OptimizerShard``; ``None`` if the optimizer state is not sharded further
+    main: Any = None  #: The main parameter; ``None`` if the parameter needs none
+    local: Any = None  #: The local tensor that ``main`` belongs to
+    low: bool = False  #: Whether the parameter is of low precision, so that ``main`` is its main weight
+    #: The gradient whose average over the replicas is the gradient of ``main``; ``None`` without an average.
+    source: TensorVersion | None = None
+
+
+def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
+    """Return the number of parts into which the parameter's own axes shard a dim."""
+    # `mesh` has one more axis in front, that of the replicas.
     placements = enumerate(getattr(parameter, "placements", ()), 1)
     return math.prod(mesh.size(axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
 
@@ -179,10 +189,7 @@ def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
 
 
 def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
-    """Return this rank's shard if replicas share a parameter's optimizer state. Scalars are not sharded.
-
-    Local operation.
-    """
+    """Return this rank's shard if replicas share a parameter's optimizer state. Scalars are not sharded. Local."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)
     if plan is None or state is None or parameter.ndim == 0:
         return None

@@ -327,26 +327,22 @@ class EarlyAverages:
     def _plan_now(self) -> _OverlapPlan:
         """Return the plan for the current shards. Local operation."""
         shards = self._shards()
-        if self._plan is None or self._plan.shards != shards:
-            self._plan = _make_overlap_plan(shards)
+        if self._plan is not None and self._plan.shards == shards:
+            return self._plan
+        states = {id(state): state for shard in shards if (state := sharded_model_of(shard.parameter))}
+        # Units of several models, or over several replica groups, have no common order.
+        alike = len(states) == 1 and len({shard.ranks for shard in shards}) == 1
+        state = next(iter(states.values())) if alike else None
+        units: dict[str, GradientAveraging] = {}
+        groups: list[str] = []
+        place = {id(shard.parameter): at for at, shard in enumerate(shards)}
+        for name, unit in state.modules.items() if state is not None else ():
+            own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
+            if any(own):
+                units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*own))])
+                groups += [name for members in own if members]
+        self._plan = _OverlapPlan(shards, state, units, groups, UnitOrder(list(units)))
         return self._plan
-
-
-def _make_overlap_plan(shards: list[OptimizerShard]) -> _OverlapPlan:
-    states = {
-        id(state): state for shard in shards if (state := sharded_model_of(shard.parameter)) is not None
-    }
-    alike = len(states) == 1 and len({shard.ranks for shard in shards}) == 1
-    state = next(iter(states.values())) if alike else None
-    units: dict[str, GradientAveraging] = {}
-    groups: list[str] = []
-    place = {id(shard.parameter): at for at, shard in enumerate(shards)}
-    for name, unit in state.modules.items() if state is not None else ():
-        own = [[place[id(p)] for p in group if id(p) in place] for group in _fsdp2.sharded_by_group(unit)]
-        if any(own):
-            units[name] = GradientAveraging([shards[at] for at in sorted(itertools.chain(*own))])
-            groups += [name for members in own if members]
-    return _OverlapPlan(shards, state, units, groups, UnitOrder(list(units)))
 
 
 @functools.cache
