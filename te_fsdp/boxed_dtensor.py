@@ -3,14 +3,6 @@
 ``Shard(0)`` describes a stacked layout (gated fc1, non-interleaved QKV) only for one tensor-parallel size. FSDP2,
 optimizers and kernels need nothing else, because they work on local tensors. ``full_tensor``, ``redistribute`` and
 checkpoints need the positions in the original tensor. :class:`BoxedDTensor` keeps these positions with the tensor.
-
-The class overrides what leaves the local tensor:
-
-- ``full_tensor`` and ``redistribute`` return the rows in the order of the unsharded module;
-- DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
-- ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
-- copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
-
 See "Stacked layouts" in docs/internals.md for the alternatives.
 """
 
@@ -122,9 +114,23 @@ def place_full_tensors() -> None:
         (_state_dict_utils, "_distribute_tensors", _place_pairs),
         (state_dict, "_distribute_state_dict", _place_states),
     ):
-        stock = getattr(owner, name)
-        if not hasattr(stock, "__wrapped__"):
-            setattr(owner, name, wrap(stock))
+        _wrap_once(owner, name, wrap)
+
+
+def wrap_reading(narrow: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
+    """Wrap the functions by which DCP narrows stored tensors, and ``dcp.load`` reads a state dict; once per process."""
+    for owner, name, wrap in (
+        (filesystem, "narrow_tensor_by_index", narrow),
+        (state_dict_loader, "_load_state_dict", load),
+    ):
+        if hasattr(owner, name):
+            _wrap_once(owner, name, wrap)
+
+
+def _wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+    stock = getattr(owner, name)
+    if not hasattr(stock, "__wrapped__"):
+        setattr(owner, name, wrap(stock))
 
 
 def _place_pairs(stock: Any) -> Any:
@@ -157,24 +163,16 @@ def _mark(tensor: DTensor, found: BoxMap, cls: type[BoxedDTensor] | None = None)
     tensor.__dict__[_KEY] = found
 
 
-def wrap_narrowing(wrap: Callable[[Any], Any]) -> None:
-    """Replace what DCP's reader narrows stored tensors with (``narrow_tensor_by_index``); later calls do nothing."""
-    stock = getattr(filesystem, "narrow_tensor_by_index", None)
-    if stock is not None and not hasattr(stock, "__wrapped__"):
-        filesystem.narrow_tensor_by_index = wrap(stock)  # type: ignore[bad-assignment]
-
-
-def wrap_loading(wrap: Callable[[Any], Any]) -> None:
-    """Replace the function that ``dcp.load`` reads a state dict with (``_load_state_dict``); later calls do nothing."""
-    stock = getattr(state_dict_loader, "_load_state_dict", None)
-    if stock is not None and not hasattr(stock, "__wrapped__"):
-        state_dict_loader._load_state_dict = wrap(stock)  # type: ignore[bad-assignment]
-
-
 #: Functions whose result is filled afterwards, with the attributes of the argument (``StateDictStager``).
 _COPIED_INTO = ("new_empty",)
 
 
+# The class overrides what leaves the local tensor:
+#
+# - ``full_tensor`` and ``redistribute`` return the rows in the order of the unsharded module;
+# - DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
+# - ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
+# - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
 class BoxedDTensor(DTensor):
     """A DTensor with the positions of its shards in the original tensor."""
 

@@ -3,14 +3,7 @@
 A save writes each rectangle of the original weight as one of TE's quantized tensors: data and scales. If a
 rectangle splits a block of scales, its high-precision values are written.
 
-A load reads rectangles written by a different mesh. TE's tensors cannot be sliced everywhere. Some slices are
-temporary copies, so that writes to them are lost. :class:`QuantizedSlice` represents a rectangle of a quantized
-tensor, as source and as target. A target collects values until its weight is complete. Then it writes
-
-- data and scales, if all rectangles consist of blocks of the same format: every bit is preserved;
-- otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which
-  is not available during the read. ``dcp.load`` quantizes these values after all ranks have read. Values read by one
-  rank only (``no_dist=True``) or from an unsharded tensor are kept until ``load_state_dict``.
+A load reads rectangles written by a different mesh (:class:`QuantizedSlice`).
 """
 
 from __future__ import annotations
@@ -27,11 +20,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, wrapper
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
-from te_fsdp.quantized.components import (
-    components_of,
-    describe_format,
-    drop_derived_state,
-)
+from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -86,7 +75,11 @@ class QuantizedDTensor(BoxedDTensor):
         found = super()._boxes()
         if not _te.is_grouped(self._local_tensor):
             return found
-        return [one for box in found for one in _boxes_of_experts(box)]
+        return [
+            Box((b.original[0] + n, *b.original[1:]), (b.local[0] + n, *b.local[1:]), (1, *b.sizes[1:]))
+            for b in found
+            for n in range(b.sizes[0])
+        ]
 
     def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
         local = self._local_tensor
@@ -101,10 +94,7 @@ class QuantizedDTensor(BoxedDTensor):
         return one.stored() if to_write else one
 
     def fill(self, whole: torch.Tensor) -> DTensor:
-        """Write this rank's rectangles of an original tensor.
-
-        Formats with one scale are completed by ``load_state_dict``.
-        """
+        """Write this rank's rectangles of an original tensor. ``load_state_dict`` completes formats with one scale."""
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super().fill(whole)
@@ -118,11 +108,9 @@ QuantizedDTensor.kept_class = QuantizedDTensor
 
 
 class QuantizedParameter(QuantizedDTensor):
-    """A parameter with rows in original order.
+    """A parameter with rows in original order."""
 
-    Attribute access has no overhead, and only copies have the class above.
-    """
-
+    # Attribute access has no overhead, and only copies have the class above.
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -146,14 +134,6 @@ class _DetachedParameter(QuantizedDTensor):
         """Set ``requires_grad``. ``nn.Parameter`` calls it and requires the class of the detached parameter."""
         self.__class__ = QuantizedParameter  # type: ignore[bad-argument-type]
         return super(QuantizedDTensor, self).requires_grad_(mode)
-
-
-def _boxes_of_experts(box: Box) -> list[Box]:
-    """Return the rectangle of each expert in a rectangle of the tensor of all experts."""
-    return [
-        Box((box.original[0] + n, *box.original[1:]), (box.local[0] + n, *box.local[1:]), (1, *box.sizes[1:]))
-        for n in range(box.sizes[0])
-    ]
 
 
 def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
@@ -193,6 +173,14 @@ def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
     return local.dequantize(dtype=dtype)  # type: ignore[operator]
 
 
+# [Note: slices of quantized tensors] TE's tensors cannot be sliced everywhere. Some slices are temporary copies, so
+# that writes to them are lost. This class represents a rectangle of a quantized tensor, as source and as target of a
+# load. A target collects values until its weight is complete. Then it writes
+#
+# - data and scales, if all rectangles consist of blocks of the same format: every bit is preserved;
+# - otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which is not
+#   available during the read. ``dcp.load`` quantizes these values after all ranks have read. Values read by one rank
+#   only (``no_dist=True``) or from an unsharded tensor are kept until ``load_state_dict``.
 class QuantizedSlice(torch.Tensor):
     """A rectangle of one of TE's quantized tensors, read or written by ``copy_``."""
 
@@ -274,8 +262,8 @@ class QuantizedSlice(torch.Tensor):
             return values_of(self.base, self.dtype)[slices(*self.box)].contiguous()
         quantizer = _te.quantizer_of(self.base).copy()
         own = components_of(self.base, "weight")
-        names = {component.name for component in own}
-        quantizer.set_usage(rowwise=_has_rows(names), columnwise=_has_columns(names))
+        columnwise = [component.name.startswith("columnwise") for component in own]
+        quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
         made = quantizer.make_empty(self.box[1], dtype=self.dtype, device=self.base.device)
         targets = {component.name: component.tensor for component in components_of(made, "weight")}
         for component in own:
@@ -321,14 +309,6 @@ class QuantizedSlice(torch.Tensor):
 def _overlap(one: Any, other: Any) -> bool:
     (at, size), (there, extent) = one, other
     return all(a < t + e and t < a + s for a, s, t, e in zip(at, size, there, extent, strict=True))
-
-
-def _has_rows(names: set[str]) -> bool:
-    return any(not name.startswith("columnwise") for name in names)
-
-
-def _has_columns(names: set[str]) -> bool:
-    return any(name.startswith("columnwise") for name in names)
 
 
 def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from te_fsdp.boxed_dtensor import wrap_loading, wrap_narrowing
+from te_fsdp.boxed_dtensor import wrap_reading
 from te_fsdp.quantized.boxed import (
     QuantizedDTensor,
     QuantizedSlice,
@@ -45,16 +45,34 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             if parameter is None or held is None or not _te.is_quantized(held):
                 continue
             values = waiting_values(held, take=True)
-            local = _torch.local_of(parameter)
-            if take_written(held) and _te.is_quantized(local):
-                drop_derived(held)  # both have the same memory, and derived data of their own
-                drop_derived(local)
-            if values is not None and _te.is_quantized(local):
-                quantize_with_shared_scale(
-                    owner, name, local, values, keep_delayed_scale=True
-                )  # as copy_ does
-                _copy_to_entry(held, local)
-                state_dict[key] = parameter.detach()  # of the same buffers as the parameter
+            # `copy_` keeps the scale of delayed scaling, too.
+            _finish((state_dict, key), held, (owner, name), values, keep_delayed_scale=True)
+
+
+def _finish(
+    entry: tuple[Any, Any],
+    held: torch.Tensor,
+    place: tuple[nn.Module, str],
+    values: torch.Tensor | None,
+    *,
+    keep_delayed_scale: bool = False,
+) -> None:
+    """Drop what a weight derived from overwritten bytes, and quantize values that wait. Collective if there are values.
+
+    ``entry`` is the container and key of the tensor ``held``, ``place`` the owner and name of the parameter.
+    """
+    (container, key), (module, name) = entry, place
+    parameter = module._parameters[name]
+    assert parameter is not None
+    local = _torch.local_of(parameter)
+    is_quantized = _te.is_quantized(local)
+    if take_written(held) and is_quantized:
+        drop_derived(held)  # both have the same memory, and derived data of their own
+        drop_derived(local)
+    if values is not None and is_quantized:
+        quantize_with_shared_scale(module, name, local, values, keep_delayed_scale=keep_delayed_scale)
+        _copy_to_entry(held, local)
+        container[key] = parameter.detach()  # of the same buffers as the parameter
 
 
 def _copy_to_entry(held: torch.Tensor, local: torch.Tensor) -> None:
@@ -100,7 +118,16 @@ def finish_load(state_dict: Any) -> None:
             if cut and mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for (container, key, value), waiting in zip(group, waits.tolist(), strict=True):
-            _finish(container, key, value, bool(waiting))
+            held = _torch.local_of(value)
+            owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
+            module = owner()
+            parameter = None if module is None else module._parameters.get(name)
+            # The entry may be a copy, which load_state_dict takes.
+            if module is None or parameter is None or not _has_memory_of(held, _torch.local_of(parameter)):
+                continue
+            values = waiting_values(held, take=True) if waiting else None
+            values = values_of(held) if waiting and values is None else values
+            _finish((container, key), held, (module, name), values)
 
 
 def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
@@ -113,38 +140,18 @@ def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield state_dict, key, value
 
 
-def _finish(container: Any, key: Any, value: QuantizedDTensor, waiting: bool) -> None:
-    """Complete the weight of an entry, if the entry has the memory of a parameter. Collective if ``waiting``."""
-    held = _torch.local_of(value)
-    owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
-    module = owner()
-    parameter = None if module is None else module._parameters.get(name)
-    if module is None or parameter is None:
-        return
-    local = _torch.local_of(parameter)
-    if not _te.is_quantized(local) or not _same_memory(held, local):
-        return  # a copy, which load_state_dict takes
-    if take_written(held):
-        drop_derived(held)  # both have the same memory, and derived data of their own
-        drop_derived(local)
-    if waiting:
-        values = waiting_values(held, take=True)
-        quantize_with_shared_scale(module, name, local, values_of(held) if values is None else values)
-        _copy_to_entry(held, local)
-        container[key] = parameter.detach()  # of the same buffers as the parameter
+def _has_memory_of(held: torch.Tensor, local: torch.Tensor) -> bool:
+    """Return whether an entry's quantized tensor has the memory of a parameter's local tensor."""
 
-
-def _same_memory(held: torch.Tensor, local: torch.Tensor) -> bool:
     def pointers(weights: list[torch.Tensor]) -> set[tuple[str, int]]:
         return {(c.name, c.tensor.data_ptr()) for one in weights[:1] for c in components_of(one, "weight")}
 
-    return not pointers(weights_of(held)).isdisjoint(pointers(weights_of(local)))
+    return _te.is_quantized(local) and not pointers(weights_of(held)).isdisjoint(pointers(weights_of(local)))
 
 
 def patch_loading() -> None:
     """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
-    wrap_narrowing(_wrap_narrow)
-    wrap_loading(_wrap_load)
+    wrap_reading(_wrap_narrow, _wrap_load)
 
 
 def _wrap_load(stock: Any) -> Any:

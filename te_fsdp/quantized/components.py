@@ -7,20 +7,6 @@ it consists of full blocks. TE's quantized tensors are never sliced, because som
 The values of a rectangle can be computed from stored components without TE's tensors. TE's own ``dequantize`` requires
 a tensor with padded scales on the GPU. A checkpoint contains unpadded components and possibly only some blocks of a
 weight, and may be read without TE or a GPU.
-
-FSDP2 all-gathers any number of buffers and concatenates them along the shard dim, with three exceptions (torch
-2.11 to 2.15, ``foreach_all_gather_copy_out``):
-
-- Over a shard axis of size 1 it copies only the first of several buffers. Buffers of experts are then sent
-  as one flat tensor, and others are not sent at all (:mod:`te_fsdp.quantized.fsdp_hooks`).
-- Along dims other than the first it assumes that every buffer has the parameter's shape. Scales and NVFP4
-  data (two values per byte) do not.
-- The same applies to uneven shards.
-
-In the last two cases the bytes of all buffers are sent in *packed tensors*: one or more uint8 tensors of the shard's
-shape. After the all-gather, each rank's bytes are extracted and each buffer is assembled. The cost: a weight of N
-values sends multiples of N bytes (two for MXFP8 and float8-block in one direction, as many as bf16), which temporarily
-use additional memory.
 """
 
 from __future__ import annotations
@@ -79,8 +65,7 @@ def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
     row = _te.format_of(local)
     if row is None:
         return None
-    metadata = local.get_metadata()  # type: ignore[attr-defined]
-    odd = _options_set(row.unrecorded_options, metadata)
+    odd = _options_set(row.unrecorded_options, local.get_metadata())  # type: ignore[attr-defined]
     if odd:
         raise PlacementError(
             f"{label}: {row} weight with {odd}",
@@ -88,9 +73,15 @@ def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
             why="Its data would be read as different values without this option",
             fix="disable the option for weights in the recipe, or keep this weight in high precision",
         )
-    dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
     scaling = " delayed" if _te.has_delayed_scale(local) else " current" if row.has_one_scale else ""
-    return f"{row}{scaling} {getattr(dtype, 'name', dtype)}"
+    return f"{row}{scaling} {element_type(local)}"
+
+
+def element_type(local: torch.Tensor) -> str:
+    """Return the name of the element type of a quantized tensor, such as ``"kFloat8E4M3"``."""
+    metadata = local.get_metadata()  # type: ignore[attr-defined]
+    dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
+    return getattr(dtype, "name", str(dtype))
 
 
 def components_of(local: torch.Tensor, label: str) -> list[Component]:
@@ -365,9 +356,23 @@ def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tens
 
 # --- packed tensors
 
+# [Note: packed tensors] FSDP2 all-gathers any number of buffers and concatenates them along the shard dim, with three
+# exceptions (torch 2.11 to 2.15, ``foreach_all_gather_copy_out``):
+#
+# - Over a shard axis of size 1 it copies only the first of several buffers. Buffers of experts are then sent as one
+#   flat tensor (:func:`pack_flat`), and others are not sent at all (``fsdp_hooks.py``).
+# - Along dims other than the first it assumes that every buffer has the parameter's shape. Scales and NVFP4 data (two
+#   values per byte) do not.
+# - The same applies to uneven shards.
+#
+# In the last two cases the bytes of all buffers are sent in packed tensors: one or more uint8 tensors of the shard's
+# shape (:func:`pack_bytes`). After the all-gather, each rank's bytes are extracted and each buffer is assembled. A
+# weight of N values then sends multiples of N bytes (two for MXFP8 and float8-block in one direction, as many as
+# bf16), which temporarily use additional memory.
+
 
 class BufferLocations(NamedTuple):
-    """Byte offsets of an expert's buffers, with their dtypes."""
+    """Byte offsets of buffers, with their dtypes."""
 
     buffer: PackedBuffer
     dtypes: tuple[torch.dtype, ...]
@@ -376,6 +381,15 @@ class BufferLocations(NamedTuple):
         """Yield the buffers in the last dim of ``memory``, contiguous. Local operation."""
         for piece, dtype in zip(self.buffer.pieces(memory), self.dtypes, strict=True):
             yield piece.contiguous().view(dtype)
+
+
+def pack_flat(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, BufferLocations]:
+    """Pack the bytes of buffers into one flat uint8 tensor. Local operation."""
+    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
+    # Align to 256 bytes for kernels and vectorized copies, as torch's CUDA allocator does within a block.
+    buffer = PackedBuffer(tuple(part.numel() for part in parts), 256)
+    places = BufferLocations(buffer, tuple(tensor.dtype for tensor in inputs))
+    return buffer.pack(parts, torch.uint8, inputs[0].device), places
 
 
 def pack_bytes(

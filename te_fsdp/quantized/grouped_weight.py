@@ -1,16 +1,8 @@
 """A quantized weight that contains all experts of a layer.
 
 FSDP2 and optimizers see ``GroupedWeight`` as an ordinary TE quantized tensor: (experts, out, in), quantized and
-dequantized as a unit. Internally it is TE's ``GroupedTensor``: flat buffers of all experts. Each expert's
-quantized tensor is a view of them, with its own scale in per-tensor formats. FSDP2 shards the weight between
-experts if their number is divisible. An all-gather then concatenates the flat buffers of the shards, which is
-the layout of the unsharded ``GroupedTensor``. Otherwise FSDP2 shards every expert into full blocks of rows or
-columns, if there are enough, and their bytes are packed (:mod:`te_fsdp.quantized.components`). Otherwise the
-shards have different numbers of experts, or none. Blocks and scales are never split.
-
-A contiguous (experts, out, in) tensor has the same bytes as TE's grouped tensor of it: the experts follow each
-other in flat buffers. Conversions copy nothing. FSDP2 frees and refills the memory of the gathered weight, and the
-grouped tensor that TE has saved for backward uses the same memory.
+dequantized as a unit. Internally it is TE's ``GroupedTensor``: flat buffers of all experts. Each expert's quantized
+tensor is a view of them, with its own scale in per-tensor formats.
 """
 
 from __future__ import annotations
@@ -18,13 +10,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fsdp.collectives.redistribute import PackedLayout
 from te_fsdp.quantized.amax import amax_group_name, set_amax_group
-from te_fsdp.quantized.components import BufferLocations, Component, bytes_of_ranks, components_of, pack_bytes
+from te_fsdp.quantized.components import (
+    BufferLocations,
+    Component,
+    bytes_of_ranks,
+    components_of,
+    pack_bytes,
+    pack_flat,
+)
 from te_fsdp.quantized.write_counts import count_write
 from te_fsdp.records import copy_param_attrs
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
@@ -37,23 +35,15 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Shape and dtype of a buffer among others.
-Piece: TypeAlias = tuple[torch.Size, torch.dtype]
-
 
 class GroupedGather(NamedTuple):
-    """Metadata of an all-gather: names of the sent buffers, unsharded shape, and the packing.
+    """Metadata of an all-gather ([Note: packed tensors] in ``components.py``)."""
 
-    ``pieces``: one flat tensor, for a shard axis of size 1. ``places``: the offsets of the buffers in packed tensors
-    of the shard's own shape. FSDP2 requires them for uneven shards, and for shards along a ``dim`` other than the
-    first.
-    """
-
-    names: list[str]
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...] | None = None
-    places: BufferLocations | None = None
-    dim: int = 0
+    names: list[str]  #: Names of the sent buffers
+    shape: tuple[int, ...]  #: Unsharded shape
+    flat: BufferLocations | None = None  #: Their offsets in one flat tensor, for a shard axis of size 1
+    places: BufferLocations | None = None  #: Their offsets in packed tensors
+    dim: int = 0  #: The sharded dim
 
 
 @functools.cache
@@ -62,6 +52,15 @@ def grouped_weight_class() -> type[torch.Tensor]:
     return type("GroupedWeight", (_GroupedWeightMixin, _te.te().QuantizedTensor), {"__module__": __name__})
 
 
+# [Note: shards of all experts] FSDP2 shards the weight between experts if their number is divisible. An all-gather
+# then concatenates the flat buffers of the shards, which is the layout of the unsharded ``GroupedTensor``. Otherwise
+# FSDP2 shards every expert into full blocks of rows or columns, if there are enough, and their bytes are packed
+# ([Note: packed tensors]). Otherwise the shards have different numbers of experts, or none. Blocks and scales are
+# never split.
+#
+# A contiguous (experts, out, in) tensor has the same bytes as TE's grouped tensor of it: the experts follow each other
+# in flat buffers. Conversions copy nothing. FSDP2 frees and refills the memory of the gathered weight, and the grouped
+# tensor that TE has saved for backward uses the same memory.
 class _GroupedWeightMixin:
     """Methods that ``GroupedWeight`` adds to TE's ``QuantizedTensor``."""
 
@@ -205,8 +204,8 @@ class _GroupedWeightMixin:
             inputs.append(own)
             names.append(name)
         if ranks == 1 and len(inputs) > 1:
-            flat, pieces = pack_flat(tuple(inputs))
-            return (flat,), GroupedGather(names, whole, pieces)
+            packed, flat = pack_flat(inputs)
+            return (packed,), GroupedGather(names, whole, flat=flat)
         if total % ranks:
             flats, places = pack_bytes(inputs, (rows, *outer_size[1:]))
             return flats, GroupedGather(names, whole, places=places)
@@ -226,10 +225,10 @@ class _GroupedWeightMixin:
             return (whole, ()) if out is None else None
         if out is not None:
             return None
-        outputs = all_gather_outputs
-        if metadata.pieces is not None:
-            outputs = unpack_flat(outputs[0], metadata.pieces)
-        values = [output[: metadata.shape[0]].reshape(-1) for output in outputs]
+        if metadata.flat is not None:
+            values = list(metadata.flat.typed(all_gather_outputs[0].view(-1)))
+        else:
+            values = [output[: metadata.shape[0]].reshape(-1) for output in all_gather_outputs]
         found = dict(zip(metadata.names, values, strict=True))
         return _from_buffers(found, metadata.shape, self._quantizer, param_dtype), ()
 
@@ -414,24 +413,6 @@ def grouped_shard_dim(
 
 
 # --- what a gather sends
-
-
-def pack_flat(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, tuple[Piece, ...]]:
-    """Pack all buffers into one flat uint8 tensor. Return it with the metadata for :func:`unpack_flat`. Local."""
-    pieces = tuple((tensor.shape, tensor.dtype) for tensor in inputs)
-    parts = [tensor.reshape(-1).view(torch.uint8) for tensor in inputs]
-    return _flat_buffer(pieces).pack(parts, torch.uint8, inputs[0].device), pieces
-
-
-def unpack_flat(flat: torch.Tensor, pieces: tuple[Piece, ...]) -> tuple[torch.Tensor, ...]:
-    """Return views of the buffers that :func:`pack_flat` packed. Local operation."""
-    found = zip(_flat_buffer(pieces).pieces(flat.view(-1)), pieces, strict=True)
-    return tuple(part.view(dtype).view(shape) for part, (shape, dtype) in found)
-
-
-def _flat_buffer(pieces: tuple[Piece, ...]) -> PackedLayout:
-    # Align buffers to 256 bytes for kernels and vectorized copies, as torch's CUDA allocator does within a block.
-    return PackedLayout(tuple(math.prod(shape) * dtype.itemsize for shape, dtype in pieces), 256)
 
 
 def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:

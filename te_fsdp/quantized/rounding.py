@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from te_fsdp.quantized.components import element_type
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -73,9 +74,19 @@ def _plain(local: torch.Tensor) -> RoundedValues:
 
 
 def _quantized(part: torch.Tensor) -> RoundedValues:
-    element = _ELEMENTS[_element_type(part)]
+    element, row = _ELEMENTS[element_type(part)], _te.format_of(part)
     value = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
-    return _with_distances(value, _dequantize_bytes(part, element.one), element)
+    names = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
+    kept = {name: data for name in names if (data := getattr(part, name, None)) is not None}
+    # The scale of each value is what the tensor has if all its data bytes are those of 1.0.
+    try:
+        for name, data in kept.items():
+            setattr(part, name, torch.full_like(data, element.one))
+        scale = part.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
+    finally:
+        for name, data in kept.items():
+            setattr(part, name, data)
+    return _with_distances(value, scale, element)
 
 
 def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element) -> RoundedValues:
@@ -93,24 +104,3 @@ def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element)
     # Larger values saturate. A scale that is zero itself rounds all values to zero.
     outward = (half + error).masked_fill((number >= element.largest) | (scale == 0), math.inf)
     return RoundedValues(value, outward, inward + error)
-
-
-def _element_type(tensor: torch.Tensor) -> str:
-    """Return the name of the element type of a quantized tensor, such as ``"kFloat8E4M3"``."""
-    metadata = tensor.get_metadata()  # type: ignore[attr-defined]
-    dtype = metadata.get("fp8_dtype", metadata.get("fp4_dtype"))
-    return getattr(dtype, "name", str(dtype))
-
-
-def _dequantize_bytes(tensor: torch.Tensor, byte: int) -> torch.Tensor:
-    """Return the fp32 values that a quantized tensor would have if all its data bytes were ``byte``."""
-    row = _te.format_of(tensor)
-    names = [b.attribute for b in row.buffers if b.holds_values] if row is not None else []
-    kept = {name: value for name in names if (value := getattr(tensor, name, None)) is not None}
-    try:
-        for name, value in kept.items():
-            setattr(tensor, name, torch.full_like(value, byte))
-        return tensor.dequantize(dtype=torch.float32)  # type: ignore[call-arg]
-    finally:
-        for name, value in kept.items():
-            setattr(tensor, name, value)

@@ -30,12 +30,9 @@ Key: TypeAlias = tuple[int, str]
 # dequantized (TE 2.20.2). te_fsdp passes high-precision values to FSDP2 instead. Then it quantizes each shard
 # and copies the unsharded weight's data into it.
 class StashedWeight(NamedTuple):
-    """An unsharded (tp-local) quantized weight during ``fully_shard``. Its data is copied to the shards.
+    """An unsharded (tp-local) quantized weight during ``fully_shard``. Its data is copied to the shards."""
 
-    Attributes:
-        places: Modules at which it is registered, each with the name; several if it is tied.
-    """
-
+    #: Modules at which it is registered, each with the name; several if it is tied.
     places: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     whole: torch.Tensor
@@ -333,10 +330,7 @@ def check_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Te
 
 
 def _check_on_all_ranks(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
-    """Raise on all ranks if the weight mesh of any rank contradicts the parameter's mesh.
-
-    Collective over that mesh.
-    """
+    """Raise on all ranks if the weight mesh of any rank contradicts the parameter's mesh. Collective over that mesh."""
     mesh, at = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert at is not None
     # The weight is sharded by FSDP2's shard axis, and by tp, the last axis of a bound parameter.

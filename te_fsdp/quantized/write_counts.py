@@ -1,8 +1,4 @@
-"""Count quantizations into quantized tensors.
-
-``tensor._version`` does not count writes through ``.data``, through ``detach()`` or by ``torch._foreach_`` functions.
-All of these call ``quantize_`` of a tensor that has a copy of the same quantizer. The copies share one counter.
-"""
+"""Count quantizations into quantized tensors."""
 
 from __future__ import annotations
 
@@ -19,11 +15,12 @@ if TYPE_CHECKING:
     import torch
 
 
+# ``tensor._version`` does not count writes through ``.data``, through ``detach()`` or by ``torch._foreach_``
+# functions. All of these call ``quantize_`` of a tensor that has a copy of the same quantizer. The copies share one
+# counter.
 def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Return numbers that change with each write: versions, plus counted quantizations. Every step calls it twice.
-
-    Counting starts with the first call.
-    """
+    """Return numbers that change with each write: versions, plus quantizations that are counted from the first call."""
+    # Every step calls it twice, so it makes few calls.
     numbers, local_tensors = _torch.versions_and_locals_of(parameters)
     for index, local in enumerate(local_tensors):
         quantizer = getattr(local, _te.QUANTIZER, None)

@@ -15,7 +15,7 @@ import te_fsdp
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import Box, Layout, ParameterRule
 from te_fsdp.mesh import Meshes
-from te_fsdp.quantized import fsdp_hooks, grouped_weight
+from te_fsdp.quantized import components, fsdp_hooks
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit, check_quantizer, fits, fitting_dim
 from te_fsdp.quantized.components import block_of, components_of
 from te_fsdp.upstream import patches as _patches, te as _te
@@ -165,13 +165,13 @@ def test_packed_buffers_come_out_as_they_went_in(described):
         torch.arange(torch.Size(shape).numel()).remainder(251).to(dtype).reshape(shape)
         for dtype, shape in described
     )
-    flat, pieces = grouped_weight.pack_flat(buffers)
+    flat, places = components.pack_flat(buffers)
     assert (flat.dtype, flat.dim()) == (torch.uint8, 1)
-    for before, after in zip(buffers, grouped_weight.unpack_flat(flat, pieces), strict=True):
-        assert (after.dtype, after.shape) == (before.dtype, before.shape) and torch.equal(before, after)
+    for before, after in zip(buffers, places.typed(flat), strict=True):
+        assert after.dtype == before.dtype and torch.equal(before.reshape(-1), after)
         assert after.numel() == 0 or (after.data_ptr() - flat.data_ptr()) % 256 == 0
     if flat.numel():
-        first = grouped_weight.unpack_flat(flat, pieces)[0]
+        first = next(places.typed(flat))
         assert first.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
 
 
