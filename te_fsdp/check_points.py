@@ -60,15 +60,8 @@ class When(enum.Enum):
     CLOSURE = "first_steps", "closure"
     EVERY_STEP = "full", "step"
 
-    @property
-    def level(self) -> str:
-        """Return the lowest level that includes the point."""
-        return self.value[0]
-
-    @property
-    def point(self) -> str:
-        """Return the name of the field of :class:`CheckPoints`."""
-        return self.value[1]
+    def __init__(self, level: str, point: str) -> None:
+        self.level, self.point = level, point
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,4 @@
-"""Detection of initialization that constructors ran inline on meta, where it had no effect.
-
-``nn.init.normal_(self.proj.weight)`` in ``__init__`` writes nothing on meta, and nothing records the call. Torch
-counts in-place writes to each tensor there too. ``materialize`` counts the writes that it repeats: those of each
-``reset_parameters``, and of the model's own initialization. A parameter with other writes than these would get values
-that differ from the constructor's.
-"""
+"""Detection of initialization that constructors ran inline on meta, where it had no effect."""
 
 from __future__ import annotations
 
@@ -37,6 +31,10 @@ _FIX = (
 )
 
 
+# [Note: writes on meta] ``nn.init.normal_(self.proj.weight)`` in ``__init__`` writes nothing on meta, and nothing
+# records the call. Torch counts in-place writes to each tensor there too. ``materialize`` counts the writes that it
+# repeats: those of each ``reset_parameters``, and of the model's own initialization. A parameter with other writes
+# than these would get values that differ from the constructor's.
 def record_writes(model: nn.Module) -> None:
     """Record how often each parameter on meta was written to, before parameters are replaced. Local operation."""
     for place in iter_param_owners(model):
@@ -93,8 +91,7 @@ def _has_inline_code(model: nn.Module, path: str) -> bool:
     return any(_in_place_calls(type(module)) for module in around)
 
 
-# Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors'
-# code.
+# Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
 def _warn_of_data(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
     own = list(own)
     found = {}
@@ -120,14 +117,13 @@ def _in_place_calls(cls: type) -> set[str]:
         constructor = vars(base).get("__init__")
         if isinstance(constructor, FunctionType) and str(base.__module__).partition(".")[0] not in STOCK:
             names |= {name for code in _reached(cls, constructor, set()) for name in code.co_names}
-    calls = {name for name in names if _writes_in_place(name)}
+    calls = {
+        name
+        for name in names
+        if name.endswith("_") and not name.startswith("_") and name not in _NO_VALUES
+        if hasattr(torch.nn.init, name) or hasattr(torch.Tensor, name)
+    }
     return calls | ({"data"} & names) if calls else set()
-
-
-def _writes_in_place(name: str) -> bool:
-    if not name.endswith("_") or name.startswith("_") or name in _NO_VALUES:
-        return False
-    return hasattr(torch.nn.init, name) or hasattr(torch.Tensor, name)
 
 
 def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:

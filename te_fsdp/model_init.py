@@ -1,10 +1,4 @@
-"""A model's own initialization (``init_weights`` and its like), run on unsharded tensors.
-
-Hugging Face models, and many others, do not leave initialization to ``reset_parameters`` of each module. One method of
-the model writes to the parameters of all modules. Here it runs with a ``TorchFunctionMode`` that passes the original
-(unsharded) tensor to every torch function in place of a parameter. Each rank runs it on the same values with the same
-random state, and keeps its part.
-"""
+"""A model's own initialization (``init_weights`` and its like), run on unsharded tensors."""
 
 from __future__ import annotations
 
@@ -234,11 +228,13 @@ class _Entry:
         self.before, self.version = _fingerprint(full), _torch.version_of(full)
         self.views: list[weakref.ref[torch.Tensor]] = []
 
-    def is_referenced(self) -> bool:
-        return any(view() is not None for view in self.views)
 
-
-# [Note: memory of an own initialization] Memory: the tensors of one module at a time. When the method goes on
+# [Note: own initialization] Hugging Face models, and many others, do not leave initialization to ``reset_parameters``
+# of each module. One method of the model writes to the parameters of all modules. Here it runs with a mode that passes
+# the original (unsharded) tensor to every torch function in place of a parameter. Each rank runs it on the same values
+# with the same random state, and keeps its part.
+#
+# Memory: the tensors of one module at a time. When the method goes on
 # to another module, the parts are stored and the tensors are freed, unless a view of one (``parameter.data``)
 # is still referenced.
 class _Unsharded(TorchFunctionMode):
@@ -293,14 +289,12 @@ class _Unsharded(TorchFunctionMode):
         args, kwargs = _torch.unflatten(flat, spec)
         result = func(*args, **kwargs)
         for tensor in _torch.flatten(result)[0]:
-            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
-                self._note_view(tensor)
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
+                continue
+            for entry in self.live.values():
+                if tensor is not entry.full and _memory(tensor) == _memory(entry.full):
+                    entry.views.append(weakref.ref(tensor))
         return result
-
-    def _note_view(self, tensor: torch.Tensor) -> None:
-        for entry in self.live.values():
-            if tensor is not entry.full and _memory(tensor) == _memory(entry.full):
-                entry.views.append(weakref.ref(tensor))
 
     def _unshard(self, tensor: torch.Tensor) -> _Entry:
         module, name = self.places[id(tensor)][1][0]
@@ -325,7 +319,8 @@ class _Unsharded(TorchFunctionMode):
     def _release(self, modules: list[nn.Module]) -> None:
         """Store the parts of the tensors of all modules but these."""
         for key, entry in list(self.live.items()):
-            if not any(entry.module is module for module in modules) and not entry.is_referenced():
+            is_referenced = any(view() is not None for view in entry.views)
+            if not is_referenced and not any(entry.module is module for module in modules):
                 self._store(key)
 
     def _store(self, key: int) -> None:

@@ -16,18 +16,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModuleMeshes:
-    """The meshes that a module is bound to, each 1-D. ``ep_mesh`` is for experts only.
-
-    Attributes:
-        weight_mesh: Mesh of the ranks that have shards of one weight.
-        replicas: Number of copies of the model on these ranks, where it is known.
-        experts_mesh: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
-    """
+    """The meshes that a module is bound to, each 1-D."""
 
     tp_mesh: DeviceMesh | None = None
-    weight_mesh: DeviceMesh | None = None
-    ep_mesh: DeviceMesh | None = None
-    replicas: int = 1
+    weight_mesh: DeviceMesh | None = None  #: Mesh of the ranks that have shards of one weight
+    ep_mesh: DeviceMesh | None = None  #: For experts only
+    replicas: int = 1  #: Number of copies of the model on these ranks, where it is known
+    #: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
     experts_mesh: DeviceMesh | None = None
     single: DeviceMesh | None = None  #: Mesh of this rank alone, for a user's DTensor on axes of size 1
 
@@ -40,22 +35,15 @@ class ModuleMeshes:
 
 @dataclass(frozen=True)
 class ModulePlan:
-    """How one module of the tree will be bound. ``name`` is its name in the tree, ``""`` for the root.
+    """How one module of the tree will be bound."""
 
-    Attributes:
-        kind: TE kind, or ``None`` for modules that are not TE's.
-        rules: Rule of each own parameter.
-        experts: Experts of a module that expert parallelism distributes.
-        cuts: Dim that FSDP2 shards of each own weight that is quantized or has all experts, by the name of the weight
-            in the bound module.
-    """
-
-    name: str
+    name: str  #: Its name in the tree, ``""`` for the root
     module: Any
-    kind: str | None
-    rules: dict[str, ParameterRule]
-    experts: ExpertRange | None = None
+    kind: str | None  #: TE kind, or ``None`` for modules that are not TE's
+    rules: dict[str, ParameterRule]  #: Rule of each own parameter
+    experts: ExpertRange | None = None  #: Experts of a module that expert parallelism distributes
     meshes: ModuleMeshes = ModuleMeshes()
+    #: Dim that FSDP2 shards of each own weight that is quantized or has all experts, by its name in the bound module.
     cuts: Mapping[str, int] = field(default_factory=dict)
     #: The user's own DTensors among the parameters, by name.
     distributed: Mapping[str, OwnDTensor] = field(default_factory=dict)

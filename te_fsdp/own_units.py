@@ -1,9 +1,4 @@
-"""Units for parameters that the user registered as DTensors sharded over ``ep``.
-
-FSDP2 shards such a parameter over other ranks than a dense one. A unit has one mesh, and FSDP2's outer units skip all
-modules inside of an inner unit. Therefore the module that reads the parameter becomes a unit of its own, its children
-become units of the dense mesh, and small dense parameters of the module itself are replicated.
-"""
+"""Units for parameters that the user registered as DTensors sharded over ``ep``."""
 
 from __future__ import annotations
 
@@ -27,6 +22,10 @@ if TYPE_CHECKING:
     from te_fsdp.records import ParamOwner
 
 
+# [Note: units of the user's DTensors] FSDP2 shards a parameter over ``ep`` over other ranks than a dense one. A unit
+# has one mesh, and FSDP2's outer units skip all modules inside of an inner unit. Therefore the module that reads the
+# parameter becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the
+# module itself are replicated.
 def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[str]:
     """Return the names of the modules that become units because of parameters over ``ep``. Local operation.
 
@@ -57,17 +56,16 @@ def _home(modules: Mapping[str, nn.Module], path: str) -> str:
 
     TE's own forward reads no such parameter: the module that calls TE's does.
     """
-    while path and (not _has_forward(modules[path]) or _is_of_te(modules[path])):
+    while path:
+        is_of_te = type(modules[path]).__module__.partition(".")[0] == "transformer_engine"
+        if _has_forward(modules[path]) and not is_of_te:
+            break
         path = path.rpartition(".")[0]
     return path
 
 
 def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not torch.nn.Module.forward
-
-
-def _is_of_te(module: nn.Module) -> bool:
-    return type(module).__module__.partition(".")[0] == "transformer_engine"
 
 
 def _children(module: nn.Module, name: str) -> Iterator[str]:
@@ -100,9 +98,18 @@ def dense_beside_own(
         if units[home].is_whole:
             continue
         left = [p for p in _left_in(model, home, units) if id(p.owner) not in modules]
-        left = [place for place in left if id(place.parameter) not in known]
-        _check_small(home, {id(place.parameter): place for place in left}.values())
-        found.update(id(place.parameter) for place in left)
+        once = {id(place.parameter): place for place in left if id(place.parameter) not in known}
+        elements = sum(place.parameter.numel() for place in once.values())
+        if elements > MOST:
+            raise PlacementError(
+                f"{shorten([place.label for place in once.values()], 3)}: dense parameters of module "
+                f"{home or 'the root'}, which has DTensor parameters over ep",
+                expected=f"at most {MOST:,} elements, which are replicated",
+                got=f"{elements:,} elements",
+                why="FSDP2 shards the parameters of one module over one mesh",
+                fix="register them in a submodule with a forward, or call te_fsdp.fsdp_no_shard(parameter)",
+            )
+        found.update(once)
     return found
 
 
@@ -115,16 +122,3 @@ def _left_in(model: nn.Module, home: str, units: Iterable[str]) -> Iterator[Para
             path = path.rpartition(".")[0]
         if path == home:
             yield place
-
-
-def _check_small(home: str, places: Iterable[ParamOwner]) -> None:
-    elements = sum(place.parameter.numel() for place in places)
-    if elements > MOST:
-        raise PlacementError(
-            f"{shorten([place.label for place in places], 3)}: dense parameters of module {home or 'the root'}, which "
-            "has DTensor parameters over ep",
-            expected=f"at most {MOST:,} elements, which are replicated",
-            got=f"{elements:,} elements",
-            why="FSDP2 shards the parameters of one module over one mesh",
-            fix="register them in a submodule with a forward, or call te_fsdp.fsdp_no_shard(parameter)",
-        )

@@ -122,10 +122,8 @@ def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerG
         if apart & set(identities):
             return "two of its GPUs have no direct access to each other's memory"
     failed = ""
-    for token in (
-        gathered[0][-1],
-        "",
-    ):  # "" uses the group itself, for torch versions that do not accept te_fsdp's own group
+    # "" uses the group itself, for torch versions that do not accept te_fsdp's own group.
+    for token in (gathered[0][-1], ""):
         made, reason = None, ""
         try:
             peers = PeerGroup(device, group, token)

@@ -5,9 +5,6 @@
     main gradients  main_grads_dtype    accumulation over microbatches, and the optimizer's gradients
     communication   grad_comm_dtype     dtype sent in a reduction; grad_reduce_dtype: dtype of the sum
 
-The policy is independent of TE's recipe. A quantized weight is a compute weight of one byte per element. Its main
-weight is in the optimizer (``te_fsdp.main_weights``, or FusedAdam's master weights) and always fp32.
-
 :func:`plan_precision` plans a policy for one model before anything changes. The :class:`PrecisionPlan` is then applied
 around FSDP2.
 """
@@ -33,6 +30,8 @@ if TYPE_CHECKING:
     from te_fsdp.records import ParameterPlan
 
 
+# The policy is independent of TE's recipe. A quantized weight is a compute weight of one byte per element. Its main
+# weight is in the optimizer (``te_fsdp.main_weights``, or FusedAdam's master weights) and always fp32.
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
     """The dtypes of a sharded model, for ``te_fsdp.fully_shard(..., precision=policy)``.
@@ -112,9 +111,8 @@ class PrecisionPlan:
     """A policy applied to a model's units."""
 
     policy: MixedPrecisionPolicy  #: The user's policy
-    compute: dict[
-        str, torch.dtype | None
-    ]  #: Unit -> compute dtype; ``None`` without floating-point parameters
+    #: Unit -> compute dtype; ``None`` without floating-point parameters.
+    compute: dict[str, torch.dtype | None]
     all_reduces: bool = False  #: Whether FSDP2 itself reduces over ``dp_replicate``
 
     def accumulation_dtype(self, unit: str) -> torch.dtype | None:

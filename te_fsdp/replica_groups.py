@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def replica_groups_of_dtensor(parameter: torch.Tensor) -> list[dist.ProcessGroup]:
-    """Groups of ranks that hold identical copies of a parameter, by its own mesh."""
+    """Return the groups of ranks that have identical copies of a parameter, by its own mesh."""
     if not isinstance(parameter, DTensor):
         return []
     mesh, axes = parameter.device_mesh, enumerate(parameter.placements)
@@ -26,7 +26,7 @@ def replica_groups_of_dtensor(parameter: torch.Tensor) -> list[dist.ProcessGroup
 
 
 def replica_groups_of_plan(state: ShardedModel, place: ParamOwner) -> list[dist.ProcessGroup]:
-    """Groups of data-parallel ranks that hold identical copies of a parameter outside its own mesh."""
+    """Return the groups of data-parallel ranks that have identical copies of a parameter outside its own mesh."""
     plan, meshes = plan_of(place.parameter) or state.plans.get(place.label), state.meshes
     if plan is None:
         return []  # the user's own, since fully_shard

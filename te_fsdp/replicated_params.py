@@ -3,9 +3,7 @@
     sharded       sharded over data parallel by FSDP2, all-gathered for use, gradients reduce-scattered
     replicated    stored unsharded, unknown to FSDP2, gradients all-reduced by ``no_shard_reduce``
 
-The mark is stored in the owner module, because parameters are replaced often (meta init, ``to_empty``, ``deepcopy``,
-``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose their attributes. Strategy ``no_shard``
-replicates all parameters of a unit. Gradients are all-reduced in buckets (:class:`Bucket`);
+Strategy ``no_shard`` replicates all parameters of a unit. Gradients are all-reduced in buckets (:class:`Bucket`);
 :mod:`te_fsdp.features.replicated_gradients` decides when, and over which ranks.
 """
 
@@ -75,6 +73,8 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     owned = list(registered_at({id(parameter) for parameter in parameters})) if parameters else []
     for module in [*(sub for top in modules for sub in top.modules()), *(owner for owner, _ in owned)]:
         _check_unsharded(module)
+    # The mark is stored in the owner module, because parameters are replaced often (meta init, ``to_empty``,
+    # ``deepcopy``, ``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose their attributes.
     for module in modules:
         for sub in module.modules():
             sub.__dict__[NO_SHARD] = True
@@ -264,10 +264,7 @@ class Reduction:
     _pending: deque[Pending[Reduced]] = field(default_factory=deque)
 
     def start(self, is_complete: Callable[[str], bool]) -> None:
-        """Start the early buckets in order, up to the first one with an incomplete unit.
-
-        Collective; does not wait.
-        """
+        """Start the early buckets in order, up to the first one with an incomplete unit. Collective; does not wait."""
         for unit, bucket in self.early[len(self._pending) :]:
             if not is_complete(unit):
                 return

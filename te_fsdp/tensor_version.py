@@ -1,4 +1,4 @@
-"""Recognize a tensor later: weak references to tensors, and how often each had been written to."""
+"""Weak references to tensors with their versions, to recognize unchanged tensors later."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ if TYPE_CHECKING:
 
 
 class TensorVersion(NamedTuple):
-    """A gradient at some time, if it lives, and how often it had been written to: to tell later whether it is that."""
+    """A weak reference to a gradient, and the number of writes to it, to detect later whether it is unchanged."""
 
     gradient: weakref.ref[torch.Tensor]
     version: int
 
     @classmethod
     def now(cls, gradients: Sequence[torch.Tensor | None]) -> list[TensorVersion | None]:
-        """Several as they are now. Local operation."""
+        """Return the present versions of several gradients. Local operation."""
         together = zip(gradients, _torch.versions_of(gradients), strict=True)
-        return [
-            None if gradient is None else cls(weakref.ref(gradient), version)
-            for gradient, version in together
-        ]
+        return [None if one is None else cls(weakref.ref(one), version) for one, version in together]
 
     @staticmethod
     def are_same(
         seen: Sequence[TensorVersion | None], gradients: Sequence[torch.Tensor | None]
     ) -> list[bool]:
-        """Whether gradients are those that were seen, unchanged; where none was seen, whether there is none. Local."""
+        """Return for each gradient whether it is the one that was seen, unchanged (``None``: still missing). Local."""
         together = zip(seen, gradients, _torch.versions_of(gradients), strict=True)
         return [
             gradient is None if one is None else one.gradient() is gradient and one.version == version

@@ -1,10 +1,4 @@
-"""Read pickles without running anything in them: each name that a pickle may use is in a table.
-
-[Note: enums in pickles] Python 3.11.0 to 3.11.4 pickle the member of an enum by name, as ``getattr(class, "NAME")``.
-All other releases of 3.10 to 3.12 pickle it by value, as ``class(value)``. Torch pickles
-DCP's metadata with these defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr``
-of anything else.
-"""
+"""Read pickles without running anything in them: each name that a pickle may use is in a table."""
 
 from __future__ import annotations
 
@@ -31,6 +25,9 @@ def check_numbers(data: bytes) -> None:
             raise pickle.UnpicklingError(f"object number {number:,} in a pickle of {len(data):,} bytes")
 
 
+# [Note: enums in pickles] Python 3.11.0 to 3.11.4 pickle the member of an enum by name, as ``getattr(class, "NAME")``.
+# All other releases of 3.10 to 3.12 pickle it by value, as ``class(value)``. Torch pickles DCP's metadata with these
+# defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr`` of anything else.
 class EnumNames:
     """Stand for an enum in a table of names. See [Note: enums in pickles]."""
 

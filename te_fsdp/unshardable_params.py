@@ -1,9 +1,4 @@
-"""Parameters that FSDP2 cannot shard together with the rest of their unit, and that are therefore replicated.
-
-FSDP2 gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce empty ones (torch 2.11 to
-2.14). Examples are TE's ``softmax_offset``, fp32 in a bf16 model, and an fp32 vector of the user's. Small ones stay
-unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raises.
-"""
+"""Parameters that FSDP2 cannot shard together with the rest of their unit, and that are therefore replicated."""
 
 from __future__ import annotations
 
@@ -38,6 +33,9 @@ def refuse_quantized_ops(model: nn.Module, is_whole: Callable[[nn.Module, str], 
             )
 
 
+# [Note: odd parameters] FSDP2 gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce
+# empty ones (torch 2.11 to 2.14). Examples are TE's ``softmax_offset``, fp32 in a bf16 model, and an fp32 vector of
+# the user's. Small ones stay unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raises.
 def find_odd(
     units: Mapping[str, list[ParamOwner]], *, one_dtype: bool, with_frozen: bool = False
 ) -> set[int]:

@@ -1,8 +1,4 @@
-"""Versions of Python, torch and TransformerEngine with which te_fsdp was tested.
-
-pip rejects versions before the first tested one. It accepts versions after the last one, because it would otherwise
-reject te_fsdp on the day of a new release. These versions are logged once and shown by ``te-fsdp env``.
-"""
+"""Versions of Python, torch and TransformerEngine with which te_fsdp was tested."""
 
 from __future__ import annotations
 
@@ -28,6 +24,8 @@ class Tested(NamedTuple):
         return f"{self.first[0]}.{self.first[1]} to {self.last[0]}.{self.last[1]}"
 
 
+# pip rejects versions before the first tested one. It accepts versions after the last one, because it would otherwise
+# reject te_fsdp on the day of a new release. These versions are logged once and shown by ``te-fsdp env``.
 PYTHON = Tested((3, 10), (3, 12))
 TORCH = Tested((2, 11), (2, 15))
 TRANSFORMER_ENGINE = Tested((2, 18), (2, 20))

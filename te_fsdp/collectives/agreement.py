@@ -3,7 +3,7 @@
     :func:`raised_on_all_ranks`  a failing rank raises its own error, the others raise one that names it
     :func:`all_agree`            all raise the same error, or each rank gets its own result
     :func:`from_rank_0`          rank 0 runs the function; all get its result or raise its error
-    :meth:`RankMessenger.round`          all send to rank 0, which replies to each, in any thread
+    :meth:`RankMessenger.round`  all send to rank 0, which replies to each, in any thread
     :func:`maximum`, :func:`on_any_rank`, :func:`are_equal`, :func:`gather`, :func:`gather_if_any`
                                  numbers and small objects, the same on all ranks afterwards
 

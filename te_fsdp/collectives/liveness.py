@@ -1,14 +1,8 @@
-"""Detection of ranks whose process has ended.
-
-Each rank listens on a port, which the kernel closes when the process ends. The rank publishes its address in the store
-before its first collective call. A waiting rank connects to that address and keeps the connection. No thread is
-needed: the kernel answers even while the process is stopped, or while it computes without releasing the GIL.
-A refused or reset connection means that the process has ended. On any other error, such as a missing route, the rank
-continues to wait.
-"""
+"""Detection of ranks whose process has ended."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -20,6 +14,11 @@ from typing import Any
 _PATIENCE = 1.0
 
 
+# [Note: liveness] Each rank listens on a port, which the kernel closes when the process ends. The rank publishes its
+# address in the store before its first collective call. A waiting rank connects to that address and keeps the
+# connection. No thread is needed: the kernel answers even while the process is stopped, or while it computes without
+# releasing the GIL. A refused or reset connection means that the process has ended. On any other error, such as a
+# missing route, the rank continues to wait.
 @dataclass(eq=False)
 class Liveness:
     """Listening port of this process, with its connections from and to the ports of other ranks."""
@@ -44,18 +43,13 @@ class Liveness:
             # A child process created by os.fork() would keep the port open after this process ends.
             this = weakref.ref(self)
             os.register_at_fork(after_in_child=lambda: _close(this()))
-        self._accept()
-        return self.text
-
-    def _accept(self) -> None:
-        """Accept pending connections, since the port's queue is short. Drop closed connections."""
+        # Accept pending connections, since the port's queue is short, and drop closed ones.
         self.incoming = [one for one in self.incoming if _is_open(one) or one.close()]
-        try:
+        with contextlib.suppress(OSError):  # raised when none is pending
             while self.listener is not None:
                 self.incoming.append(self.listener.accept()[0])
                 self.incoming[-1].setblocking(False)
-        except OSError:
-            return
+        return self.text
 
     def has_ended(self, text: str) -> bool:
         """Return whether the process that published ``text`` has certainly ended. Takes at most one second."""

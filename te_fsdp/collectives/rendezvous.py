@@ -1,18 +1,6 @@
 """Collective calls that start only after all their ranks have entered them.
 
-A call that only some ranks make (``if rank == 0: checkpoint.save(...)``) would block inside a collective, where
-te_fsdp cannot apply a timeout. Therefore calls outside the training step first synchronize through the key-value store
-of ``torch.distributed`` (usually torchrun's TCPStore). The n-th call of a set of ranks uses keys under
-``te_fsdp/calls/<ranks>/<n>/``:
-
-    <rank>      name of the call that the rank has entered; the rank removes it in its next call
-    came        number of ranks that have entered any call
-    in/<call>   number of ranks that have entered this call
-    outcome     ``go``, or the text of the error that all ranks raise. The first writer decides (compare-and-set), so
-                that ranks that time out agree with a rank that arrives at that moment
-
-A call costs each rank a few requests, independent of the number of ranks. Missing ranks are searched for only after
-``REPORT_AFTER`` seconds. Training steps (forward, backward, gradient norm, optimizer) do not synchronize here.
+Training steps (forward, backward, gradient norm, optimizer) do not synchronize here.
 """
 
 from __future__ import annotations
@@ -144,7 +132,7 @@ def _start_of_job() -> str:
     restarts. Therefore only a single-node job can distinguish all its starts. Other jobs distinguish starts with
     different numbers of ranks (docs/nodes.md).
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _agent_has_store():
         return ""
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_one_node else ""
@@ -152,13 +140,24 @@ def _start_of_job() -> str:
     return f"{dist.get_world_size()}.{restarts}/"
 
 
-def _may_be_of_an_earlier_start() -> bool:
-    """Return whether the store may contain addresses of dead ranks of an earlier start: see :func:`_start_of_job`."""
-    return (
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and os.environ.get("GROUP_WORLD_SIZE") != "1"
-    )
+def _agent_has_store() -> bool:
+    """Return whether torchrun's agent hosts the store; otherwise rank 0 does."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
+# [Note: rendezvous] A call that only some ranks make (``if rank == 0: checkpoint.save(...)``) would block inside a
+# collective, where te_fsdp cannot apply a timeout. Therefore calls outside the training step first synchronize through
+# the key-value store of ``torch.distributed`` (usually torchrun's TCPStore). The n-th call of a set of ranks uses keys
+# under ``te_fsdp/calls/<ranks>/<n>/``:
+#
+#     <rank>      name of the call that the rank has entered; the rank removes it in its next call
+#     came        number of ranks that have entered any call
+#     in/<call>   number of ranks that have entered this call
+#     outcome     ``go``, or the text of the error that all ranks raise. The first writer decides (compare-and-set), so
+#                 that ranks that time out agree with a rank that arrives at that moment
+#
+# A call costs each rank a few requests, independent of the number of ranks. Missing ranks are searched for only after
+# ``REPORT_AFTER`` seconds.
 @dataclass(frozen=True)
 class _Rendezvous:
     """The n-th joint call of a set of ranks, as seen by one of them."""
@@ -186,9 +185,7 @@ class _Rendezvous:
         try:
             self._meet()
         except (dist.DistError, ConnectionError) as lost:
-            holder = (
-                "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-            )
+            holder = "torchrun's agent" if _agent_has_store() else "rank 0"
             raise CollectiveError(
                 f"te_fsdp.{self.call}: {holder}, which hosts the store of torch.distributed, has ended",
                 got=f"{type(lost).__name__}: {str(lost).splitlines()[0]:.200}",
@@ -202,8 +199,7 @@ class _Rendezvous:
             self.store.set(f"alive/{me}", address)
         # Before counting: a rank that sees all ranks counted can read all names.
         self.store.set(f"{number}/{me}", self.call)
-        # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different
-        # calls.
+        # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
         mine = self.store.add(f"{number}/in/{self.call}", 1)
         came = self.store.add(f"{number}/came", 1)
         # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
@@ -255,7 +251,8 @@ class _Rendezvous:
 
     def _ended(self) -> list[int]:
         """Return missing ranks whose processes have ended. Each rank checks first the ranks after itself."""
-        if self.number == 0 and _may_be_of_an_earlier_start():
+        # The store of several nodes may contain addresses of dead ranks of an earlier start (:func:`_start_of_job`).
+        if self.number == 0 and _agent_has_store() and os.environ.get("GROUP_WORLD_SIZE") != "1":
             return []
         at = self.ranks.index(self.me)
         missing = self._without_key((*self.ranks[at + 1 :], *self.ranks[:at]), _NAMED)

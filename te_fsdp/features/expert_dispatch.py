@@ -4,18 +4,6 @@ The number of tokens that choose an expert is known on the device only. Sending 
 read it. Instead each expert has a fixed number of rows (``capacity``) for the tokens of each rank. Rows that no token
 uses are zero. Tokens beyond the capacity are dropped: they get zeros from that expert. All shapes and all splits of
 ``all_to_all`` and ``GroupedLinear`` are constants, so CUDA graphs can record the calls.
-
-[Note: groups of tokens]
-The capacity applies to a *group* of tokens, those of one rank. Which tokens are dropped therefore depends on the tokens
-of their own group only, and needs no communication. One process that passes the tokens of all ranks with ``groups=``
-the number of ranks drops the same ones, and gives each expert the same rows in the same order.
-
-Alternatives considered:
-
-- *A capacity for the tokens of all ranks.* Fewer tokens are dropped if ranks prefer different experts, but a rank needs
-  the counts of all others before it can send a row.
-- *TE's ``ep_dispatch`` and ``ep_combine`` (TE 2.18 and later).* They require NCCL 2.30.4, a TE build with NCCL EP, and
-  BF16 tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +29,17 @@ class ExpertRoute(NamedTuple):
         return (self.rows == self.unused).sum()
 
 
+# [Note: groups of tokens] The capacity applies to a *group* of tokens, those of one rank. Which tokens are dropped
+# therefore depends on the tokens of their own group only, and needs no communication. One process that passes the
+# tokens of all ranks with ``groups=`` the number of ranks drops the same ones, and gives each expert the same rows in
+# the same order.
+#
+# Alternatives considered:
+#
+# - A capacity for the tokens of all ranks. Fewer tokens are dropped if ranks prefer different experts, but a rank
+#   needs the counts of all others before it can send a row.
+# - TE's ``ep_dispatch`` and ``ep_combine`` (TE 2.18 and later). They require NCCL 2.30.4, a TE build with NCCL EP, and
+#   BF16 tokens.
 class ExpertDispatcher:
     """Send tokens to the experts of an ``ep`` axis and combine the results, without host synchronization.
 
@@ -58,7 +57,7 @@ class ExpertDispatcher:
         num_experts: Number of experts of the layer on all ranks.
         capacity: Rows of each expert for the tokens of each rank. See :meth:`capacity_for`. No token is dropped if it
             is at least the number of tokens of a rank.
-        groups: Number of equal groups in the tokens of this rank, with a capacity for each ([Note: groups of tokens]).
+        groups: Number of equal groups in the tokens of this rank, with a capacity for each.
     """
 
     def __init__(self, meshes: Meshes, num_experts: int, capacity: int, *, groups: int = 1) -> None:

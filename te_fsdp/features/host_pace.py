@@ -4,10 +4,7 @@
     steps 5 to 7      an event and the host's time at each mark: units' forwards and backwards, optimizer
     step 8            each part between two marks is issued while the device sleeps: its time without the host
 
-In a part that the host issues more slowly than the device computes, the device waits for the difference. It does not
-wait if it is more than one part behind the host. There is one sleep for each part, because a device stores about a
-thousand launches only. Step 8 takes about twice as long as the others. The host never waits for the device. If the
-steps differ in their marks, or are very long, nothing is reported.
+Step 8 takes about twice as long as the others. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -99,6 +96,10 @@ class Pace(NamedTuple):
         )
 
 
+# [Note: how long the device waits] In a part that the host issues more slowly than the device computes, the device
+# waits for the difference. It does not wait if it is more than one part behind the host. There is one sleep for each
+# part, because a device stores about a thousand launches only. If the steps differ in their marks, or are very long,
+# nothing is reported.
 class HostPace(Component):
     """Measures the steps of one model, then reports the result."""
 
@@ -155,7 +156,13 @@ class HostPace(Component):
 
     def _watch(self) -> None:
         # Hooks of compiled modules would be compiled with them.
-        if not self._units or any(map(_is_compiled, self._units.values())):
+        is_compiled = any(
+            getattr(module, "_compiled_call_impl", None) is not None
+            or type(module).__name__ == "OptimizedModule"
+            for unit in self._units.values()
+            for module in unit.modules()
+        )
+        if not self._units or is_compiled:
             self._end()
         for unit in () if self._is_over else self._units.values():
             self._handles.append(unit.register_forward_pre_hook(_torch.disable_compile(self._before)))
@@ -225,11 +232,3 @@ def measure_host_pace(setup: Setup) -> None:
     state = setup.state
     if state.meshes.device.type == "cuda" and state.checks.level != "off":
         state.components.attach(HostPace(state, CudaClock()))
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether a model contains a compiled module."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None or type(module).__name__ == "OptimizedModule"
-        for module in model.modules()
-    )

@@ -1,11 +1,9 @@
-"""Steps of TE's FusedAdam on the local tensors of DTensors.
-
-FusedAdam reads ``.data`` of each parameter and gradient. For a DTensor this is an operation in Python: about 70 calls
-per parameter and step. Its kernel only needs local memory. So the local tensors, gradients and states replace the
-DTensors during a step:
+"""Steps of TE's FusedAdam on the local tensors of DTensors. These replace the DTensors during a step.
 
     group["params"]     parameter or main weight (a DTensor)    ->  its local tensor
     optimizer.state     {parameter: states (DTensors)}          ->  {local tensor: local states}
+
+Local tensors of gradients replace the gradients, too.
 """
 
 from __future__ import annotations
@@ -32,14 +30,14 @@ class Replaced(NamedTuple):
     local: torch.Tensor
 
 
+# FusedAdam reads ``.data`` of each parameter and gradient. For a DTensor this is an operation in Python: about 70 calls
+# per parameter and step. Its kernel only needs local memory.
+#
 # FusedAdam updates all of them in place, so nothing is copied back. Parameters without state (before the
 # first step) or gradient are not replaced. Neither are quantized weights, nor any parameter with
 # ``capturable=True``, because that step may read a gradient scaler.
 def install_local_tensors(optimizer: Any) -> list[Replaced]:
-    """Replace parameters in the groups of a FusedAdam by local tensors. Other optimizers are not changed.
-
-    Local operation.
-    """
+    """Replace parameters in the groups of a FusedAdam by local tensors. Other optimizers are not changed. Local."""
     found: list[Replaced] = []
     if not _te.is_stock_fused_adam(optimizer) or optimizer.capturable:
         return found
@@ -51,11 +49,8 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
                 gradient = getattr(parameter, "decoupled_grad", None) if decoupled else parameter.grad
                 if not isinstance(parameter, DTensor) or not isinstance(gradient, DTensor):
                     continue
-                local, own, state = (
-                    local_of_dtensor(parameter),
-                    local_of_dtensor(gradient),
-                    states.get(parameter),
-                )
+                local, own = local_of_dtensor(parameter), local_of_dtensor(gradient)
+                state = states.get(parameter)
                 if not state or type(local) is not torch.Tensor or type(own) is not torch.Tensor:
                     continue
                 states[local] = values = {}

@@ -7,10 +7,7 @@
                          (:func:`te_fsdp.features.main_weights.use_fused_adam_master_weights`)
 
 A parameter has a main parameter if it is of low precision, if the optimizer's state is sharded over its replicas
-(:mod:`te_fsdp.features.hfsdp.optimizer_shards`), or both. Before a step, gradients are averaged over the replicas, and
-each rank keeps its rows. Main parameters then replace their parameters in the groups, with their state. After the step
-the parameters are restored, the replicas all-gather all rows, and each parameter becomes its main weight, rounded or
-quantized once. ``zero_grad``, learning rate schedulers and the groups' options only see the model's parameters.
+(:mod:`te_fsdp.features.hfsdp.optimizer_shards`), or both.
 """
 
 from __future__ import annotations
@@ -88,6 +85,10 @@ def rows_of_state(value: torch.Tensor, parameter: torch.Tensor) -> tuple[int, in
     return dim, low, high
 
 
+# [Note: main parameters in a step] Before a step, gradients are averaged over the replicas, and each rank keeps its
+# rows. Main parameters then replace their parameters in the groups, with their state. After the step the parameters
+# are restored, the replicas all-gather all rows, and each parameter becomes its main weight, rounded or quantized
+# once. ``zero_grad``, learning rate schedulers and the groups' options only see the model's parameters.
 class MainParameters:
     """The main parameters of one optimizer. The object takes part in its steps and its state dicts.
 
@@ -398,9 +399,8 @@ class MainParameters:
         """Yield (key in the state dict, shard) of each parameter with sharded state."""
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
         held = [p for group in optimizer.param_groups for p in group["params"]]
-        for key, parameter in zip(
-            keys, held, strict=False
-        ):  # torch checks the groups and raises if they differ
+        # torch checks the groups and raises if they differ.
+        for key, parameter in zip(keys, held, strict=False):
             shard = self.of(parameter).shard
             if shard is not None:
                 yield key, shard

@@ -5,10 +5,8 @@
     model's parameters     read by forward: quantized or bf16; referenced by the optimizer's groups and state
     main weights           fp32, placed as the parameters; ``optimizer.state[parameter]["master_param"]``
 
-TE's FusedAdam keeps main weights itself. For torch's optimizers they replace the parameters during ``step``: gradients
-are cast to fp32, the optimizer updates main weights, and each parameter becomes its main weight, rounded or quantized
-once. Between steps the parameters are restored, so ``zero_grad``, gradient clipping, learning rate schedulers and
-checkpoints work as usual.
+TE's FusedAdam keeps main weights itself. For torch's optimizers they replace the parameters during ``step``
+([Note: main parameters in a step] in ``main_params.py``).
 """
 
 from __future__ import annotations

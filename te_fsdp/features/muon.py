@@ -358,9 +358,8 @@ def _make_exchange_plan(
             )
         info = shard_info(place.owner, place.name, original, label=place.label)
         cut = rows_of_state(parameter, original)
-        boxes = (
-            info.boxes if cut is None else cut_boxes(info.boxes, *cut)
-        )  # shard_optimizer has sharded it further
+        # shard_optimizer may have sharded it further.
+        boxes = info.boxes if cut is None else cut_boxes(info.boxes, *cut)
         matrices = fused.get((id(place.owner), place.name), _WHOLE)
         weight = _MuonWeight(len(found), place.label, info.original_shape, matrices, boxes)
         found.append(weight)
@@ -418,6 +417,10 @@ def _assign_owners(group: dist.ProcessGroup, weights: list[_MuonWeight]) -> None
         loads[weight.owner] += costs[weight.index]
 
 
+# [Note: same bits as one process] Operations, order and shapes are those of a single process, so equal
+# gradients give bitwise equal results. If a matrix is not sharded (one process, ``no_shard``), each rank
+# computes it itself without communication. Replicas (``dp_replicate``, or ``tp`` for a weight that tp does
+# not shard) each compute their own.
 def _exchange(
     group: dist.ProcessGroup | None,
     weights: list[_MuonWeight],
@@ -444,30 +447,17 @@ def _exchange(
     dist.all_to_all_single(received, sent, incoming, outgoing, group=group)
     parts = [part.split(own) for part, own in zip(received.split(incoming), sizes, strict=True)]
     for weight, pieces in zip(mine, zip(*parts, strict=True), strict=True):
-        _orthogonalize(weight, pieces, orthogonalized)
+        whole = sent.new_empty(weight.shape)
+        views = []
+        for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
+            # The boxes of a local tensor are contiguous, because stacked blocks are sharded along rows only.
+            for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
+                views.append((box.original_slices(), values.view(box.sizes)))
+        for where, values in views:
+            whole[where] = values
+        result = orthogonalized(weight, whole)
+        for where, values in views:
+            values.copy_(result[where])  # the memory of the received parts is sent back
     dist.all_to_all_single(sent, received, outgoing, incoming, group=group)
     back = sent.split([updates[weight.index].numel() for weight in order])
     return {weight.index: piece for weight, piece in zip(order, back, strict=True)}
-
-
-# [Note: same bits as one process] Operations, order and shapes are those of a single process, so equal
-# gradients give bitwise equal results. If a matrix is not sharded (one process, ``no_shard``), each rank
-# computes it itself without communication. Replicas (``dp_replicate``, or ``tp`` for a weight that tp does
-# not shard) each compute their own.
-def _orthogonalize(
-    weight: _MuonWeight,
-    pieces: Sequence[torch.Tensor],
-    orthogonalized: Callable[[_MuonWeight, torch.Tensor], torch.Tensor],
-) -> None:
-    """Assemble one weight, and write its result into the memory of the received parts."""
-    whole = pieces[0].new_empty(weight.shape)
-    views = []
-    for boxes, piece in zip(weight.boxes_of, pieces, strict=True):
-        # The boxes of a local tensor are contiguous, because stacked blocks are sharded along rows only.
-        for box, values in zip(boxes, piece.split([math.prod(box.sizes) for box in boxes]), strict=True):
-            views.append((box.original_slices(), values.view(box.sizes)))
-    for where, values in views:
-        whole[where] = values
-    result = orthogonalized(weight, whole)
-    for where, values in views:
-        values.copy_(result[where])

@@ -305,21 +305,6 @@ class ReplicatedGradients(Component):
     def _before_accumulation(self, slot: GradientSlot, gradient: torch.Tensor) -> None:
         """Pre-accumulation hook: move ``.grad`` aside so that only unreduced gradients accumulate."""
         self._begin(gradient)
-        self._start_complete(slot)
-        if slot.unit is not None:
-            self._order.arrived(slot.unit, slot)
-        if slot not in self._inside:
-            parameter = slot.parameter
-            # A reduced gradient that stayed here would be summed over the ranks a second time.
-            slot.reduced, parameter.grad = parameter.grad, slot.unreduced
-            slot.unreduced = None
-            self._inside[slot] = None
-
-    def _start_complete(self, slot: GradientSlot) -> None:
-        """Start the reductions of units that backward has left, when a gradient of a later ``slot`` is computed.
-
-        They cannot start with their own last gradient, which is accumulated after the hooks of its parameter.
-        """
         if slot in self._away:
             raise OrderError(
                 f"{slot.replicated.plan.label}: a gradient after the reduction of its unit has begun",
@@ -328,13 +313,21 @@ class ReplicatedGradients(Component):
                 fix="checkpoint with use_reentrant=False, or run backward in te_fsdp.no_sync(model) and call "
                 "te_fsdp.finish_grad_reduce(model)",
             )
-        if self._reduction is None:
-            return
-        stream = current_stream(self._device)
-        if stream is not None and stream not in self._streams:
-            self._streams.append(stream)
-        # The gradient of this hook is not accumulated yet, so its unit must wait for the next hook.
-        self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
+        if self._reduction is not None:
+            stream = current_stream(self._device)
+            if stream is not None and stream not in self._streams:
+                self._streams.append(stream)
+            # Start the units that backward has left, but not the unit of this gradient, which is accumulated after
+            # the hooks of its parameter.
+            self._reduction.start(lambda unit: unit != slot.unit and self._order.is_complete(unit))
+        if slot.unit is not None:
+            self._order.arrived(slot.unit, slot)
+        if slot not in self._inside:
+            parameter = slot.parameter
+            # A reduced gradient that stayed here would be summed over the ranks a second time.
+            slot.reduced, parameter.grad = parameter.grad, slot.unreduced
+            slot.unreduced = None
+            self._inside[slot] = None
 
     def _end(self) -> None:
         reduction, self._reduction = self._reduction, None

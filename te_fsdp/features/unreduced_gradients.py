@@ -1,9 +1,4 @@
-"""Markers in ``.grad`` of parameters whose gradients are not reduced yet.
-
-FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the optimizer's parameter. In one
-process that gradient would be in ``.grad``. So every way to clear ``.grad`` must drop it: ``optimizer.zero_grad()``,
-``zero_grad()`` of any module, or a loop over parameters.
-"""
+"""Markers in ``.grad`` of parameters whose gradients are not reduced yet."""
 
 from __future__ import annotations
 
@@ -44,7 +39,11 @@ _NAME = "_te_fsdp_name"
 _ZEROED = "_te_fsdp_zeroed"
 
 
-# [Note: markers] A backward that leaves a gradient unreduced sets ``.grad`` to an empty marker of the
+# [Note: markers] FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the
+# optimizer's parameter. In one process that gradient would be in ``.grad``. So every way to clear ``.grad`` must drop
+# it: ``optimizer.zero_grad()``, ``zero_grad()`` of any module, or a loop over parameters.
+#
+# A backward that leaves a gradient unreduced sets ``.grad`` to an empty marker of the
 # gradient's shape, unless ``.grad`` has a reduced gradient already. A marker refuses to be read, since its
 # norm would be wrong. It is removed before the reduction. If ``.grad`` is ``None`` by then, the user has
 # cleared it. The unreduced gradient is dropped at the start of the next forward, backward, reduction or step.

@@ -1,11 +1,4 @@
-"""Main weights of parameters that user code has written to since the last step.
-
-[Note: written weights] An optimizer step updates the main weight and writes it to the parameter. It must start from
-what the user has written to the parameter: an average, the values of a lookahead, a loaded state dict. The main weight
-is exact where it rounds to the parameter's value. So a parameter that gets its previous values back, after an
-evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the parameter's
-value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
-"""
+"""Main weights of parameters that user code has written to since the last step."""
 
 from __future__ import annotations
 
@@ -58,6 +51,11 @@ def record_weight_versions(step: Step) -> None:
         setattr(step.optimizer, _WRITTEN, _WeightVersions.now(step.optimizer))
 
 
+# [Note: written weights] An optimizer step updates the main weight and writes it to the parameter. It must start from
+# what the user has written to the parameter: an average, the values of a lookahead, a loaded state dict. The main
+# weight is exact where it rounds to the parameter's value. So a parameter that gets its previous values back, after an
+# evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the
+# parameter's value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to ([Note: written weights]).
 
@@ -83,10 +81,8 @@ def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     # Remainders (int16) complete the parameter's own bits, so they need no update.
     if main is None or not main.numel() or main.dtype == torch.int16:
         return
-    rounded, shard = (
-        rounded_values(_torch.local_of(parameter).detach()),
-        optimizer_shard_in(optimizer, parameter),
-    )
+    rounded = rounded_values(_torch.local_of(parameter).detach())
+    shard = optimizer_shard_in(optimizer, parameter)
     if shard is not None:
         rounded = rounded.map(shard.of)
     if main.dtype == torch.float32:

@@ -1,9 +1,4 @@
-"""Gradients of parameters whose optimizer state is sharded over replicas.
-
-With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one replica. The average over replicas
-is computed on demand (by a step or a norm). It consists of this rank's rows, as the gradient of the main parameter
-that the optimizer updates. It is computed once and is valid while the underlying gradient does not change.
-"""
+"""Gradients of parameters whose optimizer state is sharded over replicas."""
 
 from __future__ import annotations
 
@@ -56,6 +51,10 @@ class ShardedParameters(Protocol):
         ...
 
 
+# [Note: averages over replicas] With ``outer_strategy="optim"`` (HFSDP) ``parameter.grad`` is the average within one
+# replica. The average over replicas is computed on demand (by a step or a norm). It consists of this rank's rows, as
+# the gradient of the main parameter that the optimizer updates. It is computed once and is valid while the underlying
+# gradient does not change.
 class OuterAverages:
     """Averages of one optimizer's gradients over replicas; ``early`` contains those that start during backward.
 
@@ -272,7 +271,7 @@ _LINEAR = (
 # DTensor that supports only operations with the same result before and after the average, an
 # :class:`UnaveragedGradient`. FSDP2 and te_fsdp use its local tensor.
 class UnaveragedGradient(UnreadableShard):
-    """A gradient that is averaged within one replica of the model only, see the module's docstring."""
+    """A gradient that is averaged within one replica of the model only ([Note: unaveraged gradients])."""
 
     __slots__ = ()
 

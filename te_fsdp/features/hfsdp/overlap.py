@@ -1,19 +1,4 @@
-"""Reductions over the outer axis, in the step or overlapped with its last backward.
-
-Gradients below fp32 are sent in their dtype by an all-to-all and summed in fp32 here. This equals a reduce-scatter in
-fp32 with half of the bytes. A replica whose backward did not use a parameter sends zeros. After the packed rows each
-replica sends one flag per parameter, 1 if it has a gradient.
-
-If all ranks mark the last backward of the first step (``microbatch(is_last=True)``), they agree on the order in which
-backward leaves units. Afterwards a unit starts once FSDP2 has enqueued its reduction and all previous units have
-started (:mod:`te_fsdp.collectives.async_work`). The step starts the remaining units in the same order. So every
-replica runs the same collectives, whatever parameters it has used. Otherwise everything is averaged in the step.
-
-A started average is stale if its gradient has changed since: after an exception in backward, a further backward,
-``zero_grad``, or an explicit change. The step checks this for all replicas over the CPU. Then all replicas complete
-the averages that any of them has started, drop them, and average everything again. The result is correct, but nothing
-was saved.
-"""
+"""Reductions over the outer axis, in the step or overlapped with its last backward."""
 
 from __future__ import annotations
 
@@ -54,6 +39,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("te_fsdp")
 
 
+# [Note: gradients over replicas] Gradients below fp32 are sent in their dtype by an all-to-all and summed in fp32
+# here. This equals a reduce-scatter in fp32 with half of the bytes. A replica whose backward did not use a parameter
+# sends zeros. After the packed rows each replica sends one flag per parameter, 1 if it has a gradient.
 class GradientAveraging:
     """Average of the gradients of some parameters over the replicas (or their sum, if the user requests it).
 
@@ -100,9 +88,8 @@ class GradientAveraging:
         """
         found: list[torch.Tensor | None] = [None] * len(self.shards)
         moves: list[Pending[torch.Tensor]] = []
-        flags: list[
-            tuple[int, torch.Tensor]
-        ] = []  # gradients missing on this rank, with the number of replicas that have one
+        # Gradients missing on this rank, with the number of replicas that have one.
+        flags: list[tuple[int, torch.Tensor]] = []
 
         def send(source: torch.Tensor, shape: Sequence[int], first: OptimizerShard, by: Any) -> torch.Tensor:
             into = torch.empty(shape, dtype=first.dtype, device=source.device)
@@ -179,6 +166,16 @@ class _OverlapPlan:
     comm: GradComm | None = None  #: Communication settings of the last step
 
 
+# [Note: early averages] If all ranks mark the last backward of the first step (``microbatch(is_last=True)``), they
+# agree on the order in which backward leaves units. Afterwards a unit starts once FSDP2 has enqueued its reduction and
+# all previous units have started (``collectives/async_work.py``). The step starts the remaining units in the same
+# order. So every replica runs the same collectives, whatever parameters it has used. Otherwise everything is averaged
+# in the step.
+#
+# A started average is stale if its gradient has changed since: after an exception in backward, a further backward,
+# ``zero_grad``, or an explicit change. The step checks this for all replicas over the CPU. Then all replicas complete
+# the averages that any of them has started, drop them, and average everything again. The result is correct, but
+# nothing was saved.
 class EarlyAverages:
     """Averages of one optimizer's gradients that may start in backward. ``shards`` returns the current shards."""
 
