@@ -110,11 +110,7 @@ def check_points(level: str = DEFAULT, *, inputs: bool = True) -> CheckPoints:
 
 
 def require_level(where: str, checks: object) -> str:
-    """Return the level that a call requests; ``None`` is the default.
-
-    Raises:
-        PlacementError: ``checks`` is not a level.
-    """
+    """Return the level that a call requests, by default :data:`DEFAULT`; raise PlacementError for other words."""
     level = DEFAULT if checks is None else checks
     if isinstance(level, str) and level in LEVELS:
         return level

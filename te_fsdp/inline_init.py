@@ -58,9 +58,7 @@ def count_rewrites(parameter: torch.Tensor, writes: int | None) -> None:
 def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
     """Raise InitError if a constructor's writes were not repeated. Local operation; clears the counts.
 
-    Args:
-        model: The model, all of whose parameters have values.
-        own: For each initialization of the model's own, whether it contains the module of a name.
+    ``own``: for each initialization of the model's own, whether it contains the module of a name.
     """
     lost = []
     for place in iter_param_owners(model):

@@ -78,10 +78,7 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
     """Return the initializations of modules that have tensors on meta, inner ones first, in the order of modules.
 
     Those are of the outermost modules with one, and of modules in these whose constructors run it. Marks that say that
-    a module on meta is initialized are removed. Local operation.
-
-    Raises:
-        InitError: A module has one, but it cannot be called without arguments.
+    a module on meta is initialized are removed. Local operation. Raises InitError if one needs arguments.
     """
     found: list[Initializer] = []
     for name, module in model.named_modules():

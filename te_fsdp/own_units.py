@@ -81,10 +81,9 @@ def _children(module: nn.Module, name: str) -> Iterator[str]:
 def dense_beside_own(
     model: nn.Module, meshes: Meshes, units: Mapping[str, Storage], experts: Selection
 ) -> set[int]:
-    """Return the ids of dense parameters whose unit is sharded over the ranks of experts: they are replicated. Local.
+    """Return the ids of dense parameters to replicate, whose unit is sharded over the ranks of experts. Local.
 
-    Raises:
-        PlacementError: They are too large to replicate.
+    Raises PlacementError if they are too large to replicate.
     """
     own = list(_sharded_over_ep(model, meshes))
     if not own:

@@ -67,11 +67,7 @@ class PeerGroup:
     def share(self, size: int) -> PeerMemory:
         """Allocate memory that all ranks read. Collective over the group; waits for the device.
 
-        Args:
-            size: Bytes of each rank's part, the same on all ranks.
-
-        Raises:
-            RuntimeError: The allocation failed; on the CPU on all ranks.
+        ``size``: bytes of each rank's part. A failure raises RuntimeError, on the CPU on all ranks.
         """
         size = max(size, _LEAST)
         if self._exchange is None:
@@ -159,17 +155,10 @@ def _out_of_reach(device: torch.device) -> set[str] | None:
 
 
 def alias(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the dtype and number of elements of ``like`` in some bytes of ``memory``. Local operation.
+    """Return a 1-D tensor of the dtype and number of elements of ``like`` in bytes of ``memory``. Local operation.
 
-    Its storage covers exactly these bytes. It keeps ``memory`` alive.
-
-    Args:
-        memory: uint8.
-        offset: Of the first byte, a multiple of the dtype's size.
-        like: Any tensor.
-
-    Returns:
-        1-D.
+    ``memory`` is uint8 and stays alive with the result. ``offset`` is a multiple of the dtype's size.
     """
+    # DLPack, because the storage of the result covers exactly these bytes.
     size = like.numel() * like.element_size()
     return torch.from_dlpack(memory[offset : offset + size]).view(like.dtype)

@@ -176,10 +176,8 @@ def plan_precision(
     """Plan a policy for a model before ``set_device_mesh``. Local operation without changes, identical on all ranks.
 
     ``rows`` are the plans of its parameters, by owner's id and name. ``units`` are the future FSDP2 units, outer
-    before inner. ``all_reduces``: FSDP2 itself will reduce over ``dp_replicate`` (HSDP).
-
-    Raises:
-        PrecisionError: The policy contradicts the model. The error names the parameter or the unit.
+    before inner. ``all_reduces``: FSDP2 itself will reduce over ``dp_replicate`` (HSDP). Raises PrecisionError, with
+    the parameter or the unit, if the policy contradicts the model.
     """
     # Label, parameter, and whether it is or will be quantized.
     members: dict[str, list[tuple[str, torch.Tensor, bool]]] = {unit: [] for unit in units}

@@ -272,10 +272,7 @@ class Reduction:
                 self._pending.append(bucket.start(self.comm, self.take))
 
     def finish(self) -> Iterator[tuple[GradientSlot, torch.Tensor]]:
-        """Start the remaining buckets and wait; yield each gradient that any rank has.
-
-        Collective over data parallel and tp.
-        """
+        """Start the rest and wait; yield each gradient that any rank has. Collective over data parallel and tp."""
         self.start(lambda unit: True)
         while self._pending:
             yield from self._pending.popleft().wait()

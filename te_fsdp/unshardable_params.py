@@ -41,10 +41,8 @@ def find_odd(
 ) -> set[int]:
     """Return the ``id`` of each parameter to replicate, of the sharded units' places. Local operation.
 
-    With ``one_dtype`` the trained parameters of a unit must have one dtype, ``with_frozen`` the frozen ones too.
-
-    Raises:
-        PlacementError: Parameters of another dtype than the rest of their unit are too large to replicate.
+    With ``one_dtype`` the trained parameters of a unit must have one dtype, ``with_frozen`` the frozen ones too. Raises
+    PlacementError if parameters of another dtype than the rest of their unit are too large to replicate.
     """
     odd: set[int] = set()
     for unit, places in units.items():

@@ -126,13 +126,10 @@ def are_equal(
     device: torch.device | str | None = None,
     leave_out: Sequence[str] = (),
 ) -> torch.Tensor:
-    """Return a mask of the integers that are the same on all ranks. The mask is the same on all ranks.
+    """Return a bool mask of the integers that are the same on all ranks, with their shape and device.
 
-    Integers must be between -2^62 and 2^62. Collective as :func:`maximum`, with two integers for each. Python numbers
-    are moved to ``device``, by default one that the process group supports.
-
-    Returns:
-        A bool tensor with the shape and device of ``values``.
+    The mask is the same on all ranks. Integers must be between -2^62 and 2^62. Collective as :func:`maximum`, with two
+    integers for each. Python numbers are moved to ``device``, by default one that the process group supports.
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values, dtype=torch.int64, device=device or _device(over))

@@ -60,11 +60,9 @@ class GradientDtypes(Component):
     def prepare_step(self, optimizer: Optimizer, parameters: list[torch.Tensor]) -> None:
         """Cast main gradients to the dtype of their parameters, for optimizers that require it. Local operation.
 
-        Each gradient is rounded once, after all microbatches were accumulated.
-
-        Raises:
-            PrecisionError: A gradient is not in the policy's dtype, because user code replaced it.
+        Raises PrecisionError if a gradient is not in the policy's dtype, because user code replaced it.
         """
+        # Each gradient is rounded once, after all microbatches were accumulated.
         self.undo_step()  # of a step that raised
         for parameter in parameters:
             facts = get_record(parameter)

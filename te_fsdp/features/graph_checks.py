@@ -37,7 +37,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 class Snapshot:
-    """State on which a recording depends (with ``optimizer``: including its step). Taken while weights are sharded."""
+    """State on which a recording depends (with ``optimizer``: including its step), while weights are sharded."""
 
     def __init__(self, state: ShardedModel, optimizer: Optimizer | None) -> None:
         self._state, self._optimizer = state, optimizer
@@ -267,6 +267,12 @@ class CudaRecorder:
             graph.register_generator_state(generator)
         with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
             nothing.zero_()
+
+
+def capture_failure(error: Exception) -> str:
+    """Return the reason to run eagerly after a capture has raised an error."""
+    lines = str(error).splitlines() or [""]
+    return f"the capture has failed ({type(error).__name__}: {lines[0][:200]})"
 
 
 def recorder_for(device: torch.device, generators: Sequence[torch.Generator] = ()) -> CudaRecorder | None:

@@ -31,6 +31,7 @@ from te_fsdp.features.graph_checks import (
     LearningRates,
     Signature,
     Snapshot,
+    capture_failure,
     reason_for_eager_step,
     reason_not_recordable,
     recorder_for,
@@ -363,8 +364,7 @@ class GraphedStep:
             made = self._recorder.record(call)
         except Exception as error:
             # Catch any error. The step then runs eagerly and raises its own error.
-            lines = str(error).splitlines() or [""]
-            why = f"the capture has failed ({type(error).__name__}: {lines[0][:200]})"
+            why = capture_failure(error)
         failed = on_any_rank(made is None, self._state.meshes.device_mesh)
         return why if failed or made is None else made
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.errors import OrderError, PlacementError, shorten
-from te_fsdp.features.graph_checks import CudaRecorder, Signature, recorder_for
+from te_fsdp.features.graph_checks import CudaRecorder, Signature, capture_failure, recorder_for
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.unit_communication import transports_of
@@ -334,8 +334,7 @@ class _Unit:
             self.run_eagerly(str(error))
             return None
         except Exception as error:
-            lines = str(error).splitlines() or [""]
-            self.run_eagerly(f"the capture has failed ({type(error).__name__}: {lines[0][:200]})")
+            self.run_eagerly(capture_failure(error))
             return None
         shared.generation += first
         shared.order = 0 if first else shared.order + 1

@@ -112,10 +112,7 @@ def _require_one_model(model: nn.Module, optimizer: Optimizer, foreign: list[tor
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside of a wrapper that shares its state (accelerate's), else the optimizer.
-
-    Local operation.
-    """
+    """Return the optimizer inside of a wrapper that shares its state (accelerate's), else the optimizer. Local."""
     inner = getattr(optimizer, "optimizer", None)
     if isinstance(inner, Optimizer) and inner.state is optimizer.state:
         return unwrap_optimizer(inner)
@@ -224,14 +221,11 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
-    """Create the missing state of a parameter in TE's FusedAdam. Other optimizers are not changed. Local operation.
-
-    It uses FusedAdam's own method, which stores more than the state itself.
-    """
+    """Create the missing state of a parameter in TE's FusedAdam. Other optimizers are not changed. Local operation."""
+    # By FusedAdam's own method, which stores more than the state itself.
     main_parameters, held = main_parameters_of(optimizer), set(optimizer.state.get(parameter, ()))
-    if not hasattr(optimizer, "initialize_state") or held - (
-        {MAIN} if main_parameters is not None else set()
-    ):
+    own = {MAIN} if main_parameters is not None else set()
+    if not hasattr(optimizer, "initialize_state") or held - own:
         return
     if main_parameters is None:
         low = parameter.dtype == torch.bfloat16
@@ -413,10 +407,9 @@ def _check_fresh(optimizer: Optimizer) -> None:
 
 def _check_same(shards: list[OptimizerShard]) -> None:
     """Check on all replicas that all have the same parameters in the same order; raise MeshError otherwise."""
+    groups = group_by_key(shards, [shard.ranks for shard in shards])
     # Sorted, so that all ranks run the collectives of their groups in the same order.
-    for mine in sorted(
-        group_by_key(shards, [shard.ranks for shard in shards]), key=lambda alike: alike[0].ranks
-    ):
+    for mine in sorted(groups, key=lambda alike: alike[0].ranks):
         described: list[Any] = [
             (tuple(_torch.local_of(c.parameter).shape), str(c.parameter.dtype), c.parameter.requires_grad)
             for c in mine

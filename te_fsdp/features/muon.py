@@ -134,10 +134,7 @@ class Muon(Optimizer):
         return loss
 
     def _muon(self, model: nn.Module) -> None:
-        """Step as ``torch.optim.Muon``, with matrices distributed over ranks.
-
-        A new set of parameters needs a new plan.
-        """
+        """Step as ``torch.optim.Muon``, with matrices distributed over ranks."""
         main_parameters = getattr(self, KEEPS_MAIN_WEIGHTS, None)
         pairs = [] if main_parameters is None else main_parameters.pairs
         originals: dict[int, torch.Tensor] = {id(pair.main): pair.parameter for pair in pairs}
@@ -149,13 +146,11 @@ class Muon(Optimizer):
             if group["algorithm"] == "muon"
             and (original := originals.get(id(parameter), parameter)).requires_grad
         ]
-        # Freezing, adding groups or loading may change the set of parameters and their shards.
+        # Freezing, adding groups or loading may change the set of parameters and their shards, which needs a new plan.
         key = tuple((id(original), tuple(_torch.local_of(own).shape)) for own, original, _ in held)
         plan = self._plan
         if plan is None or plan.key != key:
-            made = _make_exchange_plan(
-                model, [(own, original) for own, original, _ in held], self._split_fused
-            )
+            made = _make_exchange_plan(model, [each[:2] for each in held], self._split_fused)
             plan = self._plan = _ExchangePlan(key, *made)
         updates: dict[int, torch.Tensor] = {}
         for index, (parameter, _, group) in enumerate(held):
@@ -395,10 +390,7 @@ def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup |
 
 
 def _assign_owners(group: dist.ProcessGroup, weights: list[_MuonWeight]) -> None:
-    """Exchange the layouts of all ranks and assign an owner to each weight.
-
-    Collective over the group (small objects).
-    """
+    """Exchange the layouts of all ranks and assign an owner to each weight. Collective over the group: small objects."""
     layouts = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
     if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in layouts):
         raise MeshError(

@@ -224,8 +224,7 @@ class UnreducedGradients(Component):
     def drop_cleared(self) -> None:
         """Drop the unreduced gradients of parameters whose ``.grad`` was cleared. Local operation.
 
-        Raises:
-            OrderError: If only some gradients of a unit were cleared after HSDP reduced the unit over ``dp_shard``.
+        Raises OrderError if only some gradients of a unit were cleared after HSDP reduced the unit over ``dp_shard``.
         """
         if self._unsharded:
             self.unmark_unsharded()

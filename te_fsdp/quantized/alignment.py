@@ -73,17 +73,11 @@ def plan_shard_dims(
     grid: Grid,
     stays_replicated: Callable[[nn.Module, str], bool],
 ) -> dict[int, dict[str, int]]:
-    """Return the dim that FSDP2 must shard for each weight that is or will be quantized.
+    """Return the dim that FSDP2 must shard for each weight that is or will be quantized, by ``id`` of owner and name.
 
-    Local operation, before any change. Every rank sees the same shapes and raises the same. ``weights`` contains
-    label, owner, name and rule of each tp-local weight that TE may quantize. ``stays_replicated`` returns whether data
-    parallelism replicates a module's own parameter.
-
-    Returns:
-        Per ``id`` of an owner: dim by name, without high-precision and replicated weights.
-
-    Raises:
-        PlacementError: No dim fits. Names the weight, its tp-local shape, and the nearest mesh and shape that fit.
+    Local operation, before any change. Every rank sees the same shapes and raises the same (:func:`check_fit`).
+    ``weights`` contains label, owner, name and rule of each tp-local weight that TE may quantize. ``stays_replicated``
+    returns whether data parallelism replicates a module's own parameter.
     """
     found = {}
     for label, module, name, rule in weights:
@@ -139,11 +133,8 @@ def check_fit(
 ) -> int:
     """Return the dim that FSDP2 can shard: ``dim`` if it is given, else rows or columns.
 
-    Local operation with the same result on every rank. A mesh proposed in the error works for all weights of
-    ``all_weights``.
-
-    Raises:
-        PlacementError: No dim fits. The error names the weight, its shape, and the nearest mesh and shape that fit.
+    Local operation with the same result on every rank. If no dim fits, PlacementError names the weight, its shape, the
+    nearest mesh that fits all of ``all_weights``, and the nearest shape.
     """
     found = fitting_dim(weight, grid.dp_shard) if dim is None else dim
     if found is None or not fits(weight, grid.dp_shard, found):
@@ -231,11 +222,7 @@ def _nearest_shape(weight: Weight, grid: Grid, dims: tuple[int, ...]) -> str:
 
 
 def check_quantizer(label: str, quantizer: Any) -> None:
-    """Check that weights of this quantizer can be trained here; raise PrecisionError otherwise. Local operation.
-
-    Raises:
-        PrecisionError: The device does not support the format, or FSDP2 would not gather a hybrid weight correctly.
-    """
+    """Raise PrecisionError if the device does not support the format, or FSDP2 a hybrid weight. Local operation."""
     fmt = _te.format_of_quantizer(quantizer)
     is_available, reason = (
         getattr(_te.te(), fmt.available)(return_reason=True) if fmt.available else (True, "")
@@ -274,11 +261,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
 
 
 def check_recipe(module: nn.Module, binding: ModuleBinding) -> None:
-    """Check that a bound ``GroupedLinear`` can run under the recipe of the current ``te.autocast``. Local operation.
-
-    Raises:
-        PrecisionError: TE does not support the module under this recipe.
-    """
+    """Raise PrecisionError if TE does not support a bound ``GroupedLinear`` under the current recipe. Local."""
     tp = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
     if tp == 1 or getattr(module, "tp_size", 1) == 1:
         return

@@ -43,12 +43,9 @@ class Component:
         return tuple(math.ceil(size / step) for size, step in zip(original, self.block, strict=True))
 
     def boxes(self, boxes: Sequence[Box], label: str, original: Sequence[int] | None = None) -> list[Box]:
-        """Convert rectangles of the weight to rectangles of this component.
+        """Convert rectangles of the weight to this component's; raise PlacementError if a rectangle splits a block.
 
         ``original`` is the shape of the unsharded weight, whose last block may be incomplete.
-
-        Raises:
-            PlacementError: A rectangle splits a block.
         """
         if self.block is None:
             zeros = (0,) * self.tensor.ndim
@@ -59,8 +56,7 @@ class Component:
 def describe_format(local: torch.Tensor, label: str = "weight") -> str | None:
     """Return the format of a quantized tensor as text that defines its data; ``None`` for a plain tensor.
 
-    Raises:
-        PlacementError: An option of the format changes the meaning of the data.
+    Raises PlacementError if an option of the format changes the meaning of the data.
     """
     row = _te.format_of(local)
     if row is None:
@@ -85,11 +81,7 @@ def element_type(local: torch.Tensor) -> str:
 
 
 def components_of(local: torch.Tensor, label: str) -> list[Component]:
-    """Return the existing components of one of TE's quantized tensors. Local operation.
-
-    Raises:
-        PlacementError: The layout of the format or of one of its options is unknown.
-    """
+    """Return the existing components of one of TE's quantized tensors. As :func:`components_from`."""
     metadata = local.get_metadata()  # type: ignore[attr-defined]
     return components_from(str(_te.format_of(local)), metadata, tuple(local.shape), label)
 
@@ -168,8 +160,7 @@ def components_from(
 ) -> list[Component]:
     """Return the components of a quantized tensor given by format name and ``get_metadata()``. Local operation.
 
-    Raises:
-        PlacementError: The layout of the format or of one of its options is unknown.
+    Raises PlacementError if the layout of the format or of one of its options is unknown.
     """
     row = FORMATS.get(name, unknown_format(name))
     odd = _options_set(row.unknown_options, metadata)
@@ -261,15 +252,10 @@ _NVFP4_MAX = 6.0 * 448.0
 
 
 def needed_components(described: str, have: Sequence[str], label: str) -> dict[str, Block]:
-    """Return the components that are needed for the values of a quantized weight. Local operation.
+    """Return the needed components for the values of a quantized weight: name -> rows and columns per element.
 
-    ``described`` is its format in the notation of :func:`describe_format`, for example ``"mxfp8 kFloat8E4M3"``.
-
-    Returns:
-        Component name -> rows and columns of the weight per element.
-
-    Raises:
-        CheckpointError: The format is unknown, or components of both directions are missing.
+    ``described`` is its format in the notation of :func:`describe_format`, for example ``"mxfp8 kFloat8E4M3"``. Local
+    operation. Raises CheckpointError if the format is unknown, or components of both directions are missing.
     """
     name, *_, dtype = described.split()
     row = FORMATS.get(name, unknown_format(name))
@@ -308,14 +294,10 @@ def dequantize_box(
     offsets: Sequence[int],
     sizes: Sequence[int],
 ) -> torch.Tensor:
-    """Return the values of a rectangle of the weight. Local operation.
+    """Return the values of a rectangle of the weight, bitwise equal to TE's ``dequantize(dtype=torch.float32)``.
 
-    ``described`` is as for :func:`needed_components`, whose result is ``needed``. ``parts`` contains the
-    elements of each component that :func:`covering` selects, not transposed.
-
-    Returns:
-        float32 tensor of shape ``sizes`` on the parts' device, bitwise equal to TE's
-        ``dequantize(dtype=torch.float32)``.
+    ``described`` is as for :func:`needed_components`, whose result is ``needed``. ``parts`` contains the elements of
+    each component that :func:`covering` selects, not transposed. The result has shape ``sizes``. Local operation.
     """
 
     def crop(values: torch.Tensor, block: Block) -> torch.Tensor:

@@ -289,11 +289,9 @@ def sync_quantizers_with_history(binding: ModuleBinding, module: nn.Module) -> N
 def register_shard(binding: ModuleBinding, module: nn.Module, name: str, parameter: DTensor) -> None:
     """Register a sharded parameter that is, or will be, quantized.
 
-    Without tp, FSDP2's shard axis is the weight mesh. It is used if no weight mesh was given. Collective over
-    the mesh of the parameter, once per module: one max all-reduce of an integer per axis.
-
-    Raises:
-        MeshError: On some rank, the weight mesh does not consist of the ranks that shard this weight. All ranks raise.
+    Without tp, FSDP2's shard axis is the weight mesh. It is used if no weight mesh was given. Collective over the mesh
+    of the parameter, once per module: one max all-reduce of an integer per axis. All ranks raise MeshError if on some
+    rank the weight mesh does not consist of the ranks that shard this weight.
     """
     if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.ep.is_cut_within:
         return  # every expert is unsharded on one rank

@@ -194,12 +194,9 @@ class OuterAverages:
 def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return the tensors whose ``grad`` is the model's gradient: main parameters if state is sharded, else parameters.
 
-    Computes missing averages. Collective over the replicas of parameters with sharded state, once per optimizer. The
-    order is the same on all ranks.
-
-    Raises:
-        OrderError: A parameter of ``outer_strategy="optim"`` has no sharded optimizer, or gradients have changed since
-            they were averaged.
+    Computes missing averages. Collective over the replicas of parameters with sharded state, once per optimizer, in the
+    same order on all ranks. Raises OrderError if a parameter of ``outer_strategy="optim"`` has no sharded optimizer, or
+    gradients have changed since they were averaged.
     """
     given = list(parameters)
     ready: dict[int, MainParameter] = {}
@@ -237,14 +234,12 @@ def _check_sharded(parameter: torch.Tensor, what: str) -> None:
 def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[OuterAverages]:
     """Return the averages of several parameters, one object per optimizer with sharded state. Local operation.
 
-    Raises:
-        OrderError: A trained parameter of ``outer_strategy="optim"`` has no sharded optimizer, and ``what`` (the
-            caller) is not empty.
+    With ``what`` (the caller), a trained parameter of ``outer_strategy="optim"`` without one raises OrderError.
     """
     found: dict[int, OuterAverages] = {}
     for parameter in parameters:
         facts = get_record(parameter)
-        # of the optimizer, still alive, that shards its state
+        # The optimizer that shards its state, if it is still alive.
         cutting = facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
         if cutting is not None:
             found[id(cutting)] = cutting.averages

@@ -43,14 +43,9 @@ _log = logging.getLogger("te_fsdp")
 # here. This equals a reduce-scatter in fp32 with half of the bytes. A replica whose backward did not use a parameter
 # sends zeros. After the packed rows each replica sends one flag per parameter, 1 if it has a gradient.
 class GradientAveraging:
-    """Average of the gradients of some parameters over the replicas (or their sum, if the user requests it).
+    """Average of the gradients of some parameters over the replicas (or their sum, if the user requests it)."""
 
-    Grouping and offsets do not change between steps and are computed once.
-
-    Args:
-        shards: Shards of the parameters, in the same order on all replicas.
-    """
-
+    # Grouping and offsets do not change between steps and are computed once. Shards have one order on all replicas.
     def __init__(self, shards: Sequence[OptimizerShard]) -> None:
         self.shards = tuple(shards)
         self._alone = [is_sent_alone(shard.rows) for shard in shards]
