@@ -114,11 +114,9 @@ def check_1d(mesh: DeviceMesh | None, argument: str, where: str) -> None:
 
 
 def check_ascending(mesh: DeviceMesh, argument: str, where: str) -> None:
-    """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``.
-
-    Process groups number their ranks in ascending order, independent of the mesh. DTensor uses the order of the mesh,
-    FSDP2 and TE that of the group. With a different order, ranks would use each other's shards.
-    """
+    """Raise :class:`MeshError` unless ranks ascend along every axis of ``mesh``."""
+    # Process groups number their ranks in ascending order, independent of the mesh. DTensor uses the order of the mesh,
+    # FSDP2 and TE that of the group. With a different order, ranks would use each other's shards.
     if any((mesh.mesh.diff(dim=axis) < 0).any() for axis in range(mesh.ndim)):
         raise MeshError(
             f"{where}: {argument}",
@@ -216,13 +214,13 @@ def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh |
 
 
 def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Return the mesh of this rank's stage, with axes :data:`AXES`, and the pipeline mesh if any. Collective.
+    """Return the mesh of this rank's stage, with axes :data:`AXES`, and the pipeline mesh if any.
 
-    Both are slices of one mesh of all ranks, because torch names process groups by counting them. If ranks created only
-    their own stage's groups, different groups would get the same name and mix up their messages. ``ranks`` has the
-    shape ``(models, stages, dp_replicate, dp_shard, tp)`` and contains this rank. Other ranks may pass different ones.
-    Collective over the world.
+    ``ranks`` has the shape ``(models, stages, dp_replicate, dp_shard, tp)`` and contains this rank. Other ranks may
+    pass different ones. Collective over the world.
     """
+    # Both are slices of one mesh of all ranks, because torch names process groups by counting them. If ranks created
+    # only their own stage's groups, different groups would get the same name and mix up their messages.
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.numel() < dist.get_world_size() and not is_simulated():
@@ -246,11 +244,9 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
 
 
 def _all_models(mine: list) -> list:
-    """Return the models of all ranks without duplicates, in ascending order, the same on all ranks.
-
-    Collective over the world: one number from each rank, then each distinct list from the first rank that has it. So a
-    rank receives one number per rank, and one list per model.
-    """
+    """Return the models of all ranks without duplicates, in ascending order. Collective over the world."""
+    # One number from each rank, then each distinct list from the first rank that has it. So a rank receives one number
+    # per rank, and one list per model.
     digests = gather(digest(str(mine)))
     lists: list[list] = []
     for kind in list(dict.fromkeys(digests))[:_KINDS]:
@@ -265,10 +261,8 @@ _STARTED = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_S
 
 
 def check_started(sizes: Mapping[str, int]) -> None:
-    """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``.
-
-    Each would become a separate job. If all ``sizes`` are 1, separate jobs are intended.
-    """
+    """Raise ``MeshError`` if a launcher started several processes but did not set ``RANK``."""
+    # Each would become a separate job. If all sizes are 1, separate jobs are intended.
     said = {name: os.environ.get(name, "") for name in _STARTED}
     several = [f"{name}={count}" for name, count in said.items() if count.isdecimal() and int(count) > 1]
     if several and "RANK" not in os.environ and any(size != 1 for size in sizes.values()):
@@ -352,10 +346,8 @@ def fill_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
 
 
 def ranks_of_a_node(world_size: int) -> int:
-    """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set.
-
-    Also return all ranks if nodes have different numbers of ranks, because then no number fits every node.
-    """
+    """Return the number of ranks per node from torchrun's ``LOCAL_WORLD_SIZE``, or all ranks if it is not set."""
+    # Also all ranks if nodes have different numbers of ranks, because then no number fits every node.
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     each = int(said) if said.isdecimal() else world_size
     return each if each and world_size % each == 0 else world_size

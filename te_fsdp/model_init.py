@@ -103,10 +103,8 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
 
 
 def _reset_with_children(module: nn.Module) -> Callable[[], object] | None:
-    """Return a ``reset_parameters`` that a constructor calls after it has made children, ``None`` if there is none.
-
-    It may write to parameters of the children, as those of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
-    """
+    """Return a ``reset_parameters`` that a constructor calls after it has made children, ``None`` if there is none."""
+    # It may write to parameters of the children, as those of ``nn.MultiheadAttention`` and ``nn.Transformer`` do.
     own = sum(1 for _ in module.parameters(recurse=False))
     if _te.kind_of(module) is not None or own == sum(1 for _ in module.parameters()):
         return None
@@ -164,10 +162,8 @@ def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:
 
 
 def dropped_by_ties(model: nn.Module) -> set[tuple[int, str]]:
-    """Return (id of a module, parameter name) of parameters that Hugging Face's ``_tied_weights_keys`` replaces.
-
-    Such a module draws values for its own parameter, and the model then ties it to another module's. Local operation.
-    """
+    """Return (id of a module, name) of parameters that Hugging Face's ``_tied_weights_keys`` replaces. Local."""
+    # Such a module draws values for its own parameter, and the model then ties it to another module's.
     dropped = set()
     for module in model.modules():
         keys = getattr(module, "_tied_weights_keys", None)  # names or patterns; a dict maps them to sources

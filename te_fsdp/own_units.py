@@ -52,11 +52,9 @@ def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
 
 
 def _home(modules: Mapping[str, nn.Module], path: str) -> str:
-    """Return the name of the innermost module around a parameter whose forward may read it. FSDP2 needs its hooks.
-
-    TE's own forward reads no such parameter: the module that calls TE's does.
-    """
+    """Return the name of the innermost module around a parameter whose forward may read it. FSDP2 needs its hooks."""
     while path:
+        # TE's own forward reads no such parameter: the module that calls TE's does.
         is_of_te = type(modules[path]).__module__.partition(".")[0] == "transformer_engine"
         if _has_forward(modules[path]) and not is_of_te:
             break

@@ -168,10 +168,8 @@ Reduced = list[tuple[GradientSlot, torch.Tensor]]
 
 
 def pack(slots: Iterable[GradientSlot], tp: DeviceMesh | None) -> list[Bucket]:
-    """Return buckets of at most :data:`CAPACITY` elements (or one tensor), in the order of the slots.
-
-    Local operation. The slots have the same order on all ranks.
-    """
+    """Return buckets of at most :data:`CAPACITY` elements (or one tensor), in the order of the slots. Local."""
+    # The slots have the same order on all ranks.
     kinds: dict[tuple[ReductionGroup, torch.dtype, torch.device], list[tuple[GradientSlot, torch.Size]]] = {}
     for slot in slots:
         local = _torch.local_of(slot.parameter)
@@ -281,11 +279,9 @@ class Reduction:
                 yield from bucket.start(self.comm, self.take).wait()
 
     def abandon(self) -> None:
-        """Complete the reduction after an exception in backward, and discard the results.
-
-        Ranks may have started different buckets. So all ranks complete all buckets, with NaN, so that a rank without
-        an exception does not use the results as gradients. Collective over data parallel.
-        """
+        """Complete the reduction after an exception in backward, and discard the results. Collective: data parallel."""
+        # Ranks may have started different buckets. So all ranks complete all buckets, with NaN, so that a rank without
+        # an exception does not use the results as gradients.
         self.take = None
         self.comm = None if self.comm is None else replace(self.comm, look=None)
         deque(self.finish(), maxlen=0)

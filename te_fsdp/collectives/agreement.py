@@ -147,10 +147,7 @@ def digest(data: str | bytes) -> int:
 
 
 def row_checksums(rows: torch.Tensor) -> torch.Tensor:
-    """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor.
-
-    The checksum is halved so that its negative can be represented. Same device, local operation.
-    """
+    """Return a position-dependent int64 checksum per row of a plain, contiguous (rows, elements) tensor. Local."""
     words = bits_of(rows)
     total = torch.zeros(len(words), dtype=torch.int64, device=rows.device)
     size = max(1, _PIECE // max(1, len(words)))
@@ -162,6 +159,7 @@ def row_checksums(rows: torch.Tensor) -> torch.Tensor:
         places.mul_(_MULTIPLIER)
         places.bitwise_xor_(places >> 32).mul_(_MULTIPLIER)
         total += (places * piece).sum(dim=1)
+    # Halved, so that its negative can be represented.
     return total // 2
 
 
@@ -275,9 +273,10 @@ def rank_messenger() -> RankMessenger:
 class RankMessenger:
     """Rank 0 as coordinator of all ranks; pickled messages over a dedicated gloo group.
 
-    It works in any thread, for one call at a time. It keeps working after the program destroys its process groups: it
-    calls the methods of the group object, because torch.distributed's functions would raise.
+    It works in any thread, for one call at a time, also after the program has destroyed its process groups.
     """
+
+    # Methods of the group object are called, because torch.distributed's functions raise after such an end.
 
     rank: int  #: Rank of this process
     size: int  #: Number of ranks

@@ -126,12 +126,10 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
 
 
 def _start_of_job() -> str:
-    """Return the part of the keys that distinguishes one start of an elastic job from another, same on all ranks.
-
-    torchrun's agent keeps its store across restarts, including the keys of dead ranks. Each node counts its own
-    restarts. Therefore only a single-node job can distinguish all its starts. Other jobs distinguish starts with
-    different numbers of ranks (docs/nodes.md).
-    """
+    """Return the part of the keys that distinguishes one start of an elastic job from another, same on all ranks."""
+    # torchrun's agent keeps its store across restarts, including the keys of dead ranks. Each node counts its own
+    # restarts. Therefore only a single-node job can distinguish all its starts. Other jobs distinguish starts with
+    # different numbers of ranks (docs/nodes.md).
     if not _agent_has_store():
         return ""
     is_one_node = os.environ.get("GROUP_WORLD_SIZE") == "1"

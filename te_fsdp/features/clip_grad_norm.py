@@ -219,10 +219,8 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
 
 
 def _is_first_replica(parameter: torch.Tensor) -> bool:
-    """Return whether this rank's gradient counts. Only the first replica counts, so that all ranks get one result.
-
-    Replicas of a gradient may differ by rounding (see ``lifecycle.py``).
-    """
+    """Return whether this rank's gradient counts, which is that of the first replica."""
+    # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result.
     if not isinstance(parameter, DTensor):
         return True
     coordinate = parameter.device_mesh.get_coordinate() or ()

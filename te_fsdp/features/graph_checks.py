@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# ----------------------------------------------------------------------------------------------------- what has changed
+# ----------------------------------------------------------------------------------------------------- what has
+# changed
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -144,7 +145,8 @@ class LearningRates:
                 group["lr"] = value
 
 
-# -------------------------------------------------------------------------------------------------------------- reasons
+# --------------------------------------------------------------------------------------------------------------
+# reasons
 
 
 def reason_not_recordable(optimizer: Optimizer, leaves: Sequence[Any]) -> str:
@@ -199,13 +201,13 @@ def reason_for_eager_step(optimizer: Optimizer) -> str:
 class CudaRecorder:
     """Records CUDA graphs that share one memory pool. They must be replayed one after the other.
 
-    All steps run on its own stream, including eager ones. Autograd nodes that accumulate gradients store the stream on
-    which they were created, and a capture that encounters another stream fails. ``generators`` are generators in
-    addition to the device's and TransformerEngine's. Tests on the CPU use a different recorder.
+    ``generators`` are used in addition to the device's and TransformerEngine's. Tests on the CPU use another recorder.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator] = ()) -> None:
         self._device = device
+        # All steps run on this stream, including eager ones. Autograd nodes that accumulate gradients store the stream
+        # on which they were created, and a capture that encounters another stream fails.
         self._stream = torch.cuda.Stream(device)
         self._generators = tuple(generators)
         self._recorded: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
@@ -255,12 +257,10 @@ class CudaRecorder:
         return graph, result
 
     def _mend(self, pool: Any, generators: Sequence[torch.Generator]) -> None:
-        """Restore the process after a capture that could not be started or ended.
-
-        Until torch 2.11, generators stay in capture state, and every later draw raises "Offset increment outside graph
-        capture". A successful capture resets them without changing their next draws.
-        """
+        """Restore the process after a capture that could not be started or ended."""
         _torch.end_failed_capture(self._device, pool)
+        # Until torch 2.11, generators stay in capture state, and every later draw raises "Offset increment outside
+        # graph capture". A successful capture resets them without changing their next draws.
         nothing = torch.zeros((), device=self._device)
         graph = torch.cuda.CUDAGraph()
         for generator in generators:

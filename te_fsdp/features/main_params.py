@@ -158,10 +158,8 @@ class MainParameters:
         return known
 
     def make(self, optimizer: Optimizer, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the main parameter of a parameter, without a gradient; ``None`` if none is needed. Local operation.
-
-        A new main weight starts with the parameter's initial value, or with the value that FusedAdam uses.
-        """
+        """Return the main parameter of a parameter, without a gradient; ``None`` if none is needed. Local operation."""
+        # A new main weight starts with the parameter's initial value, or with the value that FusedAdam uses.
         shard, local, low = self.of(parameter).shard, _torch.local_of(parameter), is_low_precision(parameter)
         if self.lent:
             # Initialized as in FusedAdam's step. Its own kernel quantizes weights with delayed scaling.
@@ -413,12 +411,10 @@ def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> 
         scales[target] = scales.pop(source)
 
 
+# FusedAdam accepts any gradient dtype, but one dtype per group of fp32 parameters, and with ``capturable=True`` only
+# the parameters' dtype. Otherwise gradients are cast to fp32.
 def _assign_without_cast(optimizer: Any, parameters: dict[int, torch.Tensor]) -> None:
-    """Assign gradients to main weights without casting. ``parameters`` maps id(main weight) to parameter.
-
-    FusedAdam accepts any gradient dtype, but one dtype per group of fp32 parameters, and with ``capturable=True`` only
-    the parameters' dtype. Otherwise gradients are cast to fp32.
-    """
+    """Assign gradients to main weights without casting. ``parameters`` maps id(main weight) to parameter."""
     name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for group in optimizer.param_groups:
         with without_subclasses():  # attributes of DTensors are then read and set without Python calls

@@ -149,15 +149,12 @@ def _with_subclasses(kind: type) -> Iterator[type]:
 
 
 def optimizers_of(parameters: Iterable[torch.Tensor]) -> list[Optimizer]:
-    """Return every optimizer of this process with one of these parameters. Local operation.
-
-    Unknown optimizers are only included if they may keep main weights, which for fp32 parameters is TE's FusedAdam
-    only. The search inspects all objects of the garbage collector, so use it in loads only. It does not find objects
-    in ``gc.freeze()``, which could not be frozen individually again. Optimizers of sharded models that have stepped
-    are known.
-    """
+    """Return every optimizer of this process with one of these parameters. Local operation, for loads only."""
+    # The search inspects all objects of the garbage collector. It does not find objects in ``gc.freeze()``, which could
+    # not be frozen individually again. Optimizers of sharded models that have stepped are known.
     parameters = list(parameters)
     wanted = {id(parameter) for parameter in parameters}
+    # Unknown ones are only included if they may keep main weights, as for fp32 parameters TE's FusedAdam alone does.
     may_keep = _te.is_loaded() or any(map(is_low_precision, parameters))
     # Compare types, because isinstance on proxies has side effects. Avoid a Python line per object: with a million
     # objects it would take longer than loading a model of 1 GiB.
@@ -270,10 +267,8 @@ def use_fused_adam_master_weights(step: Step) -> None:
 def optimizers_with_stale_main_weights(
     parameters: Iterable[torch.Tensor], given: Iterable[Optimizer] = ()
 ) -> list[Optimizer]:
-    """Return other loaded optimizers than ``given`` whose next step would restore old weights from main weights.
-
-    Optimizers inside of given wrappers (accelerate's) are excluded, because they share state. Local operation.
-    """
+    """Return other optimizers than ``given`` whose next step would restore old weights from main weights. Local."""
+    # Optimizers inside of given wrappers (accelerate's) are excluded, because they share state.
     loaded = {id(one.state) for one in given}
     found = [o for o in optimizers_of(parameters) if id(o.state) not in loaded]
     return [o for o in found if any(MAIN in state for state in o.state.values())]

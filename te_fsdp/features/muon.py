@@ -390,7 +390,7 @@ def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup |
 
 
 def _assign_owners(group: dist.ProcessGroup, weights: list[_MuonWeight]) -> None:
-    """Exchange the layouts of all ranks and assign an owner to each weight. Collective over the group: small objects."""
+    """Exchange the layouts of all ranks and assign an owner to each weight. Collective over the group (small)."""
     layouts = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
     if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in layouts):
         raise MeshError(

@@ -134,11 +134,9 @@ class ReplicatedGradients(Component):
     # ------------------------------------------------------------------------------------------------------- phases
 
     def unreduced(self) -> list[str]:
-        """Return the names of the parameters with gradients that are not reduced yet.
-
-        These are all trained ones after a backward without a reduction. Other ranks may have gradients that this rank
-        does not have, and all ranks must join the reduction or raise.
-        """
+        """Return the names of the parameters with gradients that are not reduced yet."""
+        # These are all trained ones after a backward without a reduction. Other ranks may have gradients that this rank
+        # does not have, and all ranks must join the reduction or raise.
         return [
             slot.replicated.plan.label
             for slot in self._slots
@@ -151,12 +149,12 @@ class ReplicatedGradients(Component):
     def recover(self) -> bool:
         """Drop the gradients of a backward that raised, and restore ``.grad`` from before it.
 
-        Collective over data parallel if reductions may have begun in that backward. It completes them together with
-        the next backward of ranks that raised before theirs had begun. :meth:`settle` notifies those.
+        Collective over data parallel if reductions may have begun in that backward.
         """
         if not self._running or _torch.in_backward():
             return False
-        # Other ranks may be waiting in reductions that this rank has not started.
+        # Other ranks may be waiting in reductions that this rank has not started. These are completed together with
+        # the next backward of ranks that raised before theirs had begun. `settle` notifies those.
         started, self._reduction = self._reduction, None
         self._restore_gradients()
         if started is not None and started.early:
@@ -255,11 +253,9 @@ class ReplicatedGradients(Component):
     before_method = attach
 
     def before_conversion(self) -> None:
-        """Remove the hooks on parameters, which the next forward registers again. Local operation.
-
-        A conversion swaps quantized parameters with ``torch.utils.swap_tensors``. It rejects parameters with weak
-        references and removes their hooks.
-        """
+        """Remove the hooks on parameters, which the next forward registers again. Local operation."""
+        # A conversion swaps quantized parameters with ``torch.utils.swap_tensors``. It rejects parameters with weak
+        # references and removes their hooks.
         for slot in self._slots:
             for handle in slot.handles:
                 handle.remove()
@@ -342,14 +338,11 @@ class ReplicatedGradients(Component):
                 self._buckets = None
 
     def _restore_gradients(self, *, keep: bool = False) -> None:
-        """Restore the previous ``.grad``.
-
-        The gradients of this backward are stored (``keep``), or dropped if it raised. Gradients that were cleared
-        since then stay cleared.
-        """
+        """Restore the previous ``.grad``. Store the gradients of this backward (``keep``), or drop them."""
         for slot in self._inside:
             parameter = slot.parameter
             slot.unreduced = parameter.grad if keep else None
+            # Gradients that were cleared since then stay cleared.
             if keep or parameter.grad is not None:
                 parameter.grad = slot.reduced
             slot.reduced = None

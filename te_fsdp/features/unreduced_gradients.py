@@ -196,11 +196,9 @@ class UnreducedGradients(Component):
         self.unmark([marked.parameter for marked in self._marked.values()])
 
     def mark_unsharded(self) -> None:
-        """Mark unsharded parameters after a forward, if their sharded parameters have gradients. Local operation.
-
-        ``model.parameters()`` returns the unsharded parameters between forward and backward. Clearing ``.grad`` of one
-        clears ``.grad`` of its sharded parameter. FSDP2 and autograd do not see these markers.
-        """
+        """Mark unsharded parameters after a forward, if their sharded parameters have gradients. Local operation."""
+        # ``model.parameters()`` returns the unsharded parameters between forward and backward. Clearing ``.grad`` of
+        # one clears ``.grad`` of its sharded parameter. FSDP2 and autograd do not see these markers.
         self.unmark_unsharded()
         for sharded, unsharded in _fsdp2_gradients.sharded_unsharded_pairs(self.groups):
             if unsharded is None or sharded.grad is None:
@@ -301,7 +299,8 @@ def watch_unreduced_gradients(setup: Setup) -> None:
             _fsdp2_patches.before_backward(group, functools.partial(own.before_backward, name))
 
 
-# ---------------------------------------------------------------------------------------------- the start of a backward
+# ---------------------------------------------------------------------------------------------- the start of a
+# backward
 
 
 def _start_backward(own: weakref.ref[UnreducedGradients], gradient: torch.Tensor) -> None:

@@ -132,12 +132,10 @@ def empty_on_meta(
 
 
 def keep_rowwise_only(shard: torch.Tensor) -> None:
-    """Drop a shard's columnwise data if it can be derived from its rowwise data, also in later writes. Local operation.
-
-    These are the transpose of a float8 shard, and the columnwise data of a 2-D MXFP8 shard. An all-gather sends the
-    rowwise data. TE computes the unsharded weight's transpose; for 2-D MXFP8 see [Note: 2-D MXFP8]
-    (``upstream/te_derived.py``). A tensor of all experts is sent unchanged.
-    """
+    """Drop a shard's columnwise data if it can be derived from its rowwise data, also in later writes. Local."""
+    # These are the transpose of a float8 shard, and the columnwise data of a 2-D MXFP8 shard. An all-gather sends the
+    # rowwise data. TE computes the unsharded weight's transpose; for 2-D MXFP8 see [Note: 2-D MXFP8] in
+    # ``upstream/te_derived.py``. A tensor of all experts is sent unchanged.
     row = _te.format_of(shard)
     if row is None or shard.ndim > 2 or not (row.transpose or row.shares_data):
         return

@@ -416,10 +416,8 @@ def grouped_shard_dim(
 
 
 def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
-    """Return the buffers sent of a shard along a dim of its experts, with their components of the first expert.
-
-    Buffers without a component can be recomputed from the others.
-    """
+    """Return the buffers sent of a shard along a dim of its experts, with their components of the first expert."""
+    # Buffers without a component can be recomputed from the others.
     first: dict[int, str] = {}
     for name, buffer in _buffers(grouped):
         first.setdefault(buffer.data_ptr(), name)

@@ -94,12 +94,10 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
 def _copy_bytes(
     item: StashedWeight, parameter: torch.Tensor, local: torch.Tensor, binding: ModuleBinding
 ) -> None:
-    """Overwrite a new shard with its rows of the tp-local weight. Local operation.
-
-    Quantizing dequantized values gives the same values but not always the same data. MXFP8 rounds the amax of a
-    block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
-    columnwise data come from the original values, not from the rowwise data.
-    """
+    """Overwrite a new shard with its rows of the tp-local weight. Local operation."""
+    # Quantizing dequantized values gives the same values but not always the same data. MXFP8 rounds the amax of a
+    # block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
+    # columnwise data come from the original values, not from the rowwise data.
     mesh = parameter.device_mesh  # type: ignore[missing-attribute]
     name = item.places[0][1]
     tp = binding.whole_mesh(name)
@@ -310,10 +308,8 @@ def register_shard(binding: ModuleBinding, module: nn.Module, name: str, paramet
 # FSDP2 installs the first quantized shard of a module, or before its first all-gather. The ranks exchange the
 # result: all raise, or none.
 def check_weight_mesh(binding: ModuleBinding, module: nn.Module, local: torch.Tensor) -> None:
-    """Run the check of :func:`register_shard` before an all-gather, for shards that were set in a different way.
-
-    It also stores a shard of delayed scaling, because the module has the unsharded weight in forward.
-    """
+    """Run the check of :func:`register_shard` before an all-gather, for shards that were set in a different way."""
+    # It also stores a shard of delayed scaling, because the module has the unsharded weight in forward.
     is_delayed = _te.has_delayed_scale(local)
     if binding.amax.agreed and not is_delayed:
         return

@@ -311,10 +311,8 @@ def hide_unaveraged_grad(gradient: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def apply_deferred_grad_scale(gradient: torch.Tensor | None) -> None:
-    """Apply the deferred factor to a gradient before accumulating into it. Local operation.
-
-    The factor comes from clipping or scaling the average. Loops that clear gradients after each step never need this.
-    """
+    """Apply the deferred factor to a gradient before accumulating into it. Local operation."""
+    # The factor comes from clipping or scaling the average. Loops that clear gradients after each step never need this.
     factor = None if gradient is None else gradient.__dict__.pop(_FACTOR, None)
     if gradient is not None and factor is not None:
         local = _torch.local_of(gradient)
@@ -322,15 +320,13 @@ def apply_deferred_grad_scale(gradient: torch.Tensor | None) -> None:
 
 
 def hide_unaveraged_grads(setup: Setup) -> None:
-    """Hide the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation.
-
-    Their averages may begin then (:class:`~te_fsdp.features.hfsdp.overlap.EarlyAverages`).
-    """
+    """Hide the gradients that FSDP2 reduces for a model with ``outer_strategy="optim"``. Local operation."""
     state = setup.state
     if state.outer != "optim":
         return
     own = ShardedOptimizer()
     state.components.attach(own)
+    # Their averages may begin right after a reduction ([Note: early averages]).
     for name, unit in state.modules.items() if state.meshes.size(OUTER) > 1 else ():
         after = functools.partial(_after, weakref.ref(state), weakref.ref(own), name)
         _fsdp2_patches.wrap_reductions(unit, _before, after)

@@ -176,10 +176,8 @@ def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
 
 
 def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
-    """Return the first dim that all axes, including that of the replicas, divide evenly, else 0. Same on all ranks.
-
-    For a quantized weight it is the first dim that they divide into full blocks, if there is one.
-    """
+    """Return the first dim that all axes, including that of the replicas, divide evenly, else 0. Same on all ranks."""
+    # For a quantized weight it is the first dim that they divide into full blocks, if there is one.
     block = block_of(_torch.local_of(parameter)) or 1
     for unit in dict.fromkeys((block, 1)):
         for dim, length in enumerate(parameter.shape):
@@ -228,7 +226,8 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     _torch.copy_all_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-# ---------------------------------------------------------------------------------------------------------- new weights
+# ---------------------------------------------------------------------------------------------------------- new
+# weights
 
 
 class ReplicaRows(NamedTuple):
@@ -364,11 +363,9 @@ def scales_of_rows(cut: Cut) -> dict[int, torch.Tensor]:
 
 
 def reason_for_fp32(shard: OptimizerShard) -> str | None:
-    """Return why a quantized weight is sent over replicas as fp32; ``None`` if it is sent as bytes.
-
-    Local operation on global shape and format. All ranks return the same, including those with other shards, because
-    all participate in one amax reduction whose group depends on it.
-    """
+    """Return why a quantized weight is sent over replicas as fp32; ``None`` if it is sent as bytes. Local operation."""
+    # From global shape and format. All ranks return the same, including those with other shards, because all
+    # participate in one amax reduction whose group depends on it.
     local = _torch.local_of(shard.parameter)
     kind = (type(local), tuple(local.shape))
     if kind not in shard.obstacles:
