@@ -187,17 +187,14 @@ class CopyEngineGathers:
                 local.data = padded.narrow(dim, 0, local.shape[dim] if local.numel() else 0)
 
     def _outside(self, managed: Any) -> dict[str, torch.Tensor]:
-        """Return a shard's tensors that are sent unchanged but are not in shared memory, by name.
-
-        The name of FSDP2's own flat tensor is empty.
-        """
+        """Return a shard's tensors that are sent unchanged but are not in shared memory, by name."""
         owner, name = owners_of(managed)[0]
         local, dim = local_of(getattr(owner, name)), managed.fsdp_placement.dim
         if local.is_meta:
             return {}
         managed.reset_sharded_param()  # FSDP2 has not re-read the parameter since its initialization
         if not has_all_gather_hooks(local):
-            data = managed._sharded_param_data
+            data = managed._sharded_param_data  # FSDP2's own flat tensor has no name
             found = {"": data} if managed.mp_policy.param_dtype in (None, data.dtype) else {}
         elif dim == 0 and managed._orig_size[0] == managed.mesh_info.shard_mesh_size * local.shape[0]:
             found = {each: getattr(local, each) for each in self.sent_of(local)}
@@ -212,10 +209,7 @@ class CopyEngineGathers:
     # --- what FSDP2 calls
 
     def unshard(self, group: Any, stock: Callable[[bool], None], async_op: bool = False) -> None:
-        """Replace ``FSDPParamGroup.unshard``. Collective over the ranks.
-
-        A call by the user blocks the current stream.
-        """
+        """Replace ``FSDPParamGroup.unshard``. Collective over the ranks."""
         if group._all_gather_result is not None or group.is_unsharded:
             return
         phase, device = group._training_state.name, group.device_handle
@@ -359,7 +353,8 @@ class CopyEngineGathers:
             for mine, tensor in zip(own, tensors, strict=True)
             if tensor.data_ptr() != mine.data_ptr()
         ]
-        self._stage([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
+        copy_all_([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
+        self.staged += sum(mine.nbytes for mine, _ in pairs)
         gather.seen[:] = [] if pairs else [[(t, t.data_ptr()) for t in tensors] for tensors in sent]
         return gather
 
@@ -380,11 +375,6 @@ class CopyEngineGathers:
             self._gathers.clear()  # plans keep the memory alive
             self._staging = self.make(needed)
         return keys
-
-    def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy shards into shared memory."""
-        copy_all_(targets, sources)
-        self.staged += sum(target.nbytes for target in targets)
 
     def _gather_of(self, records: list[Any], keys: list[tuple[Any, ...]]) -> _Gather:
         """Plan the copies of an all-gather, with small parts separate."""
@@ -416,14 +406,13 @@ class CopyEngineGathers:
         return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
 
     def _copy(self, gather: _Gather, is_first: bool) -> None:
-        """Copy all ranks' parts.
-
-        In a forward's first all-gather, which overlaps with nothing, a kernel copies the own part.
-        """
+        """Copy all ranks' parts."""
         for target, source in gather.copies:
             target.copy_(source)
         copy_all_(*gather.small)
-        if is_first:  # copy engines take five times as long for a copy within one GPU
+        # The first all-gather of a forward overlaps with nothing. There a kernel copies the own part, because copy
+        # engines take five times as long for a copy within one GPU.
+        if is_first:
             copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])
             return
         for target, source in gather.local:

@@ -21,11 +21,9 @@ def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
 
 
 def params_with_unreduced_gradients(unit: nn.Module) -> Iterator[Any]:
-    """Yield each ``FSDPParam`` of a unit whose gradient is not reduced over all axes yet.
-
-    Either its unsharded gradient is not reduce-scattered yet, or HSDP has not all-reduced the gradients of its group
-    (``FSDPParamGroup._partial_reduce_output``).
-    """
+    """Yield each ``FSDPParam`` of a unit whose gradient is not reduced over all axes yet."""
+    # Either its unsharded gradient is not reduce-scattered yet, or HSDP has not all-reduced the gradients of
+    # its group (``FSDPParamGroup._partial_reduce_output``).
     for group in fsdp_parameter_groups(unit):
         yield from group_params_with_unreduced_gradients(group)
 
@@ -77,10 +75,9 @@ def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, t
 
 
 def leaves_of(groups: Iterable[Any]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield each trained sharded parameter with each leaf to which a backward may add its gradient.
-
-    The unsharded parameter comes first: it is the leaf of every forward under FSDP2, also after its unit was resharded.
-    """
+    """Yield each trained sharded parameter with each leaf to which a backward may add its gradient."""
+    # The unsharded parameter comes first: it is the leaf of every forward under FSDP2, also after its unit
+    # was resharded.
     for group in groups:
         for managed in group.fsdp_params:
             sharded = managed.sharded_param

@@ -59,10 +59,7 @@ def _held_by(item: Any) -> list[Any]:
 
 
 def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Let FSDP2 all-gather a unit in the backward of these outputs (``FSDPState._register_pre_backward_hook``).
-
-    Local.
-    """
+    """Let FSDP2 all-gather a unit in the backward of these outputs (``_register_pre_backward_hook``). Local."""
     fsdp_state_of(unit)._register_pre_backward_hook(tensors)
 
 
@@ -87,9 +84,7 @@ def is_bound_to_root(unit: nn.Module) -> bool:
 
 
 def make_root(unit: nn.Module) -> None:
-    """Make a unit the root of all units in it (``FSDPState._lazy_init``). Local operation.
-
-    Call it before a unit inside of it runs forward on its own. FSDP2 would make the inner unit a root and later
-    reject the model.
-    """
+    """Make a unit the root of all units in it (``FSDPState._lazy_init``). Local operation."""
+    # Call it before a unit inside of it runs forward on its own. FSDP2 would make the inner unit a root and
+    # later reject the model.
     fsdp_state_of(unit)._lazy_init()

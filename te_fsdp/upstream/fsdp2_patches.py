@@ -128,12 +128,11 @@ def _parameters_of(group: Any) -> list[torch.nn.Parameter]:
 
 
 def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
-    """Let FSDP2 store a unit's sharded gradients in a different dtype than its sharded parameters. Local operation.
-
-    Until 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which ``_init_mp_dtypes`` sets to the
-    parameters' dtype. Later versions cast to the parameter's public ``grad_dtype``, which autograd requires in any
-    version. Both are set whenever FSDP2 re-reads its parameters, because parameters may have been replaced.
-    """
+    """Let FSDP2 store a unit's sharded gradients in a different dtype than its sharded parameters. Local operation."""
+    # Until 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which ``_init_mp_dtypes``
+    # sets to the parameters' dtype. Later versions cast to the parameter's public ``grad_dtype``, which
+    # autograd requires in any version. Both are set whenever FSDP2 re-reads its parameters, because
+    # parameters may have been replaced.
     for group in fsdp_parameter_groups(unit):
         # FSDP2 runs this method again before the first forward, and would set its own dtype.
         group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
@@ -154,11 +153,10 @@ def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> N
 
 
 def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
-    """Run ``FSDPParam.to_sharded_dtensor`` for gradients of a different dtype than their parameter's.
-
-    FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this dtype. For
-    example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as bf16 and raise.
-    """
+    """Run ``FSDPParam.to_sharded_dtensor`` for gradients of a different dtype than their parameter's."""
+    # FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this
+    # dtype. For example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as
+    # bf16 and raise.
     made = stock(tensor)
     spec = spec_of(made)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
@@ -180,14 +178,15 @@ def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
 
 
 def disable_flat_shard(managed: Any) -> None:
-    """Prevent FSDP2 from storing a flat copy of a shard with all-gather hooks.
+    """Prevent FSDP2 from storing a flat copy of a shard with all-gather hooks. Local operation.
 
-    FSDP2 stores ``FSDPParam._sharded_param_data = local.view(-1)``. It recomputes it in ``reset_sharded_param``: at
-    lazy init, in ``Module._apply`` and after ``load_state_dict``. It never reads it for such a shard. TE's block
-    formats return a dequantized copy for ``view(-1)``, so every shard would also be stored in high precision. The copy
-    is dropped, and the record's ``reset_sharded_param`` is replaced by one without copy and padding (the hooks pad).
-    Plain shards and shards in pinned memory are left to FSDP2. Local operation.
+    The record's ``reset_sharded_param`` is replaced by one without copy and padding (the hooks pad). Plain
+    shards and shards in pinned memory are left to FSDP2.
     """
+    # FSDP2 stores ``FSDPParam._sharded_param_data = local.view(-1)``. It recomputes it in
+    # ``reset_sharded_param``: at lazy init, in ``Module._apply`` and after ``load_state_dict``. It never
+    # reads it for such a shard. TE's block formats return a dequantized copy for ``view(-1)``, so every shard
+    # would also be stored in high precision.
     if "reset_sharded_param" not in managed.__dict__:
         managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
     owner, name = owners_of(managed)[0]
@@ -242,11 +241,10 @@ def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
 
 
 def record_shard_meshes(unit: nn.Module) -> None:
-    """Cache the mesh that FSDP2 passes to the all-gather hooks of a unit's parameters (``FSDPParam.shard_mesh``).
-
-    Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized weight. This
-    takes a tenth of the host time of a step. Later versions cache it themselves and are not changed. Local operation.
-    """
+    """Cache the mesh that FSDP2 passes to all-gather hooks of a unit (``FSDPParam.shard_mesh``). Local operation."""
+    # Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized
+    # weight. This takes a tenth of the host time of a step. Later versions cache it themselves and are not
+    # changed.
     for managed in managed_fsdp_params(unit):
         kind = type(managed)
         if hasattr(managed, "_shard_mesh") or not isinstance(getattr(kind, "shard_mesh", None), property):
@@ -271,18 +269,16 @@ def _with_shard_mesh(kind: type) -> type:
 def alias_single_rank_shards(unit: nn.Module) -> None:
     """Let unsharded parameters use the memory of single-rank shards, and pass gradients on. Local operation.
 
-    Over a shard axis of size 1 FSDP2 copies each shard in every all-gather and stores both copies
-    (``FSDPParamGroup.wait_for_unshard``). Here ``FSDPParam.all_gather_outputs`` is the shard's memory. torch
-    skips the copy of a tensor onto itself. The unsharded parameter remains one object. Values cast to
-    ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. Quantized shards share their
-    buffers through their hooks (``quantized/fsdp_hooks.py``).
-
-    FSDP2 also copies gradients into the input of a reduction and from there to its output (``foreach_reduce``).
-    Here they are passed on first, so FSDP2 finds none. Only gradients that must be cast, divided or accumulated
-    are written. FSDP2 handles all-reduces over ``dp_replicate`` (HSDP), user-defined all-reduce hooks, and
-    parameters on the host. Call this before other listeners of the unit's reductions are added, because it must
-    run right before FSDP2.
+    Values cast to ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. So are all-
+    reduces over ``dp_replicate`` (HSDP), user-defined all-reduce hooks, and parameters on the host. Call this
+    before other listeners of the unit's reductions are added, because it must run right before FSDP2.
     """
+    # Over a shard axis of size 1 FSDP2 copies each shard in every all-gather and stores both copies
+    # (``FSDPParamGroup.wait_for_unshard``). Here ``FSDPParam.all_gather_outputs`` is the shard's memory.
+    # torch skips the copy of a tensor onto itself. Quantized shards share their buffers through their hooks
+    # (``quantized/fsdp_hooks.py``). FSDP2 also copies gradients into the input of a reduction and from there
+    # to its output (``foreach_reduce``). Here they are passed on first, so FSDP2 finds none. Only gradients
+    # that must be cast, divided or accumulated are written.
     for group in fsdp_parameter_groups(unit):
         # Meshes of replicas only have no `shard_mesh_size`: each rank holds whole shards.
         if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
@@ -398,10 +394,7 @@ _GATHERS = "_te_fsdp_copies"
 
 
 def set_gather_methods(group: Any, gathers: Any) -> None:
-    """Replace the all-gather and reshard methods of a parameter group. They get the group and the stock method.
-
-    Local.
-    """
+    """Replace the all-gather and reshard methods of a parameter group. They get it and the stock method. Local."""
     group.__dict__[_GATHERS] = gathers
     group.unshard = functools.partial(gathers.unshard, group, group.unshard)
     group.wait_for_unshard = functools.partial(gathers.wait_for_unshard, group, group.wait_for_unshard)
@@ -423,14 +416,13 @@ def clear_gathers(group: Any) -> None:
 def wrap_pipeline_step(stage: Any, sync: Callable[[bool], None], end: Callable[[], None]) -> None:
     """Forward a pipeline schedule's gradient synchronization to parameters that FSDP2 does not manage.
 
-    Local operation. torch's stages (``_PipelineStageBase``) only control FSDP2's root. They disable reductions
-    before each backward. After the last one they enable and run them, and call the root's
-    ``_root_post_backward_final_callback`` (from torch 2.15 ``finalize_backward``). Then they divide all
-    gradients by the number of microbatches.
-
-    ``sync`` gets whether following backwards reduce. ``end`` is called at the end of each backward and after the stage
-    has reduced.
+    ``sync`` gets whether following backwards reduce. ``end`` is called at the end of each backward and after
+    the stage has reduced. Local operation.
     """
+    # torch's stages (``_PipelineStageBase``) only control FSDP2's root. They disable reductions before each
+    # backward. After the last one they enable and run them, and call the root's
+    # ``_root_post_backward_final_callback`` (from torch 2.15 ``finalize_backward``). Then they divide all
+    # gradients by the number of microbatches.
     stage.set_requires_gradient_sync = functools.partial(_set_sync, stage.set_requires_gradient_sync, sync)
     state = stage._get_fsdp_state()
     stock = state._root_post_backward_final_callback
@@ -463,10 +455,10 @@ def replace_outer_group(
 ) -> None:
     """Let FSDP2 all-reduce a unit's gradients over ``dp_replicate`` with a different process group. Local operation.
 
-    FSDP2 supports a custom reduce-scatter but no custom all-reduce. It calls ``dist.all_reduce`` with
-    ``FSDPParamGroup.mesh_info.replicate_process_group``, which it does not use otherwise. ``make`` maps FSDP2's
-    group to one of the same size.
+    ``make`` maps FSDP2's group to one of the same size.
     """
+    # FSDP2 supports a custom reduce-scatter but no custom all-reduce. It calls ``dist.all_reduce`` with
+    # ``mesh_info.replicate_process_group``, which it does not use otherwise.
     for group in fsdp_parameter_groups(unit):
         info = copy.copy(group.mesh_info)  # other units may share the original
         info.replicate_process_group = make(info.replicate_process_group)

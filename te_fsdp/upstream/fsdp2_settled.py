@@ -159,10 +159,10 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots])
 def shorten_fsdp_calls(group: Any) -> None:
     """Replace per-parameter calls of FSDP2 on a parameter group's records by a single call or none. Local operation.
 
-    For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are not
-    changed. Records get a subclass because properties cannot be replaced on an object. Call this before other
-    replacements of a group's ``unshard`` and ``wait_for_unshard``.
+    Call this before other replacements of a group's ``unshard`` and ``wait_for_unshard``.
     """
+    # For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are
+    # not changed. Records get a subclass because properties cannot be replaced on an object.
     known = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
     if not all(known) or getattr(group.mesh_info, "is_spmd_mesh", False):
         return
@@ -226,10 +226,9 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
 
 
 def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
-    """Replace ``FSDPParamGroup.wait_for_unshard`` for a single rank. Local operation.
-
-    Plain shards that share their memory already are skipped, because there is nothing to copy or to wait for.
-    """
+    """Replace ``FSDPParamGroup.wait_for_unshard`` for a single rank. Local operation."""
+    # Plain shards that share their memory already are skipped, because there is nothing to copy or to wait
+    # for.
     if group._all_gather_result is None:
         return
     if group.comm_ctx.all_gather_state is not None:  # of a unit that is sharded over several ranks
@@ -342,10 +341,8 @@ def _with_shortcuts(kind: Any) -> Any:
 
 
 def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
-    """Call the all-gather hook of an evenly sharded parameter and store its metadata as FSDP2 does.
-
-    ``FSDPParam.all_gather_inputs`` would inspect the hook's signature in each all-gather.
-    """
+    """Call the all-gather hook of an evenly sharded parameter and store its metadata as FSDP2 does."""
+    # ``FSDPParam.all_gather_inputs`` would inspect the hook's signature in each all-gather.
     tensors, metadata = local.fsdp_pre_all_gather(
         managed.shard_mesh_from_root,
         managed._orig_size,
@@ -359,10 +356,9 @@ def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
 
 
 def gather_conditions(group: Any, quantizer: Any) -> tuple[bool, ...]:
-    """Return what TE's all-gather hook of a float8 shard reads besides the shard (``FSDPParamGroup._training_state``).
-
-    These are the pass, whether the unit stays unsharded between forward and backward, and the quantizer's usages.
-    """
+    """Return what TE's all-gather hook of a float8 shard reads besides the shard (``_training_state``)."""
+    # These are the pass, whether the unit stays unsharded between forward and backward, and the quantizer's
+    # usages.
     # the property ``name`` of an enum runs Python code
     before_backward = group._training_state._name_ == "PRE_BACKWARD"
     stays = group.post_forward_mesh_info is None
@@ -380,10 +376,8 @@ def takes_all(cls: Any) -> bool:
 
 
 def replicated_records(group: Any) -> list[Any]:
-    """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation.
-
-    The result changes only with the parameters, which the first all-gather creates.
-    """
+    """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation."""
+    # The result changes only with the parameters, which the first all-gather creates.
     known = group.__dict__.get(_REPLICATED)
     if known is not None and known[0] is group.fsdp_params:
         return known[1]

@@ -37,10 +37,8 @@ if TYPE_CHECKING:
 
 @functools.cache
 def can_copy_gradients_into(dtype: torch.dtype, device: str) -> bool:
-    """Return whether FSDP2 can copy gradients of different dtypes into a buffer of ``dtype`` (``torch._chunk_cat``).
-
-    Until torch 2.13 it always can. Later versions reject casts to a narrower dtype.
-    """
+    """Return whether FSDP2 can copy gradients of different dtypes into a buffer of ``dtype`` (``torch._chunk_cat``)."""
+    # Until torch 2.13 it always can. Later versions reject casts to a narrower dtype.
     out = torch.empty((2, 4), dtype=dtype, device=device)
     try:
         for source in (torch.float32, torch.bfloat16, torch.float16):
@@ -104,10 +102,9 @@ def unsharded_parameters(unit: nn.Module) -> list[tuple[torch.nn.Parameter, Any]
 
 
 def is_assigned_by_user(module: nn.Module, name: str, value: object) -> bool:
-    """Return whether the user has replaced a parameter that FSDP2 had unsharded.
-
-    ``FSDPParam.sharded_param``, ``_unsharded_param`` (set by the first all-gather), ``_sharded_post_forward_param``.
-    """
+    """Return whether the user has replaced a parameter that FSDP2 had unsharded."""
+    # ``FSDPParam.sharded_param``, ``_unsharded_param`` (set by the first all-gather),
+    # ``_sharded_post_forward_param``.
     managed = find_fsdp_param(module, name)
     if managed is None or not hasattr(managed, "_unsharded_param"):
         return False
@@ -131,11 +128,10 @@ def _accumulated_dtype(group: Any) -> torch.dtype | None:
 def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
     """Return the unsharded gradient that FSDP2 keeps until the reduction; uninitialized if there was none.
 
-    ``FSDPParam.unsharded_accumulated_grad``. Before torch 2.15 all gradients of a reduction must have one dtype: the
-    compute dtype of the parameter, unless FSDP2 accumulates in ``reduce_dtype``.
-
     Local operation. The result has the unsharded parameter's shape.
     """
+    # ``FSDPParam.unsharded_accumulated_grad``. Before torch 2.15 all gradients of a reduction must have one
+    # dtype: the compute dtype of the parameter, unless FSDP2 accumulates in ``reduce_dtype``.
     parameter, kept = managed._unsharded_param, unreduced_gradient(managed)
     if kept is None:
         local = local_of(parameter)
@@ -264,11 +260,9 @@ def _clear_reductions(comm: Any) -> None:
 
 
 def clear_events(root: nn.Module) -> None:
-    """Drop the events of a tree on which FSDP2 would wait. Local operation; nothing may be pending.
-
-    A stream under CUDA graph capture must not wait for an event recorded before, and other streams must not wait for
-    an event recorded in a capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
-    """
+    """Drop the events of a tree on which FSDP2 would wait. Local operation; nothing may be pending."""
+    # A stream under CUDA graph capture must not wait for an event recorded before, and other streams must not
+    # wait for an event recorded in a capture (``FSDPParamGroup``, ``FSDPCommContext``, ``FSDPStateContext``).
     comm, groups = _comm(root), _groups(root)
     _clear_events(comm, groups)
     for group in groups:
@@ -309,11 +303,9 @@ def reduce_outside_backward(root: nn.Module) -> None:
 
 
 def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
-    """Return the dtype in which FSDP2 reduces a unit's gradients.
-
-    Without a ``reduce_dtype`` in the policy it is the compute dtype until torch 2.14, later that of the sharded
-    parameters.
-    """
+    """Return the dtype in which FSDP2 reduces a unit's gradients."""
+    # Without a ``reduce_dtype`` in the policy it is the compute dtype until torch 2.14, later that of the
+    # sharded parameters.
     if policy.reduce_dtype is not None:
         return policy.reduce_dtype
     managed = managed_fsdp_params(unit)
@@ -324,11 +316,9 @@ def reduced_dtype(unit: nn.Module, policy: MixedPrecisionPolicy) -> torch.dtype:
 
 
 def wait_for_reductions(root: nn.Module) -> None:
-    """Let the current stream wait for started reductions (``FSDPParamGroup.finalize_backward``).
-
-    A backward does this at its end unless ``set_is_last_backward(False)`` disables it. On torch 2.15
-    ``FSDPState._end_backward_iteration``.
-    """
+    """Let the current stream wait for started reductions (``FSDPParamGroup.finalize_backward``)."""
+    # A backward does this at its end unless ``set_is_last_backward(False)`` disables it. On torch 2.15
+    # ``FSDPState._end_backward_iteration``.
     end = getattr(fsdp_state_of(root), "_end_backward_iteration", None)
     if end is not None:  # torch 2.15: finalize_backward of its groups no longer waits for the reductions
         end()
@@ -355,12 +345,10 @@ def all_gather_ranks(unit: torch.nn.Module) -> torch.distributed.ProcessGroup | 
 
 
 def allow_recompute(unit: nn.Module) -> None:
-    """Let FSDP2 handle a recomputed forward that runs after this unit's own backward. Local operation.
-
-    A reentrant checkpoint runs forward and backward of each use of a unit in turn. FSDP2 leaves the unit's state at
-    ``PRE_BACKWARD`` until the outermost backward ends (``FSDPState._training_state``). It then registers no hooks for
-    the second use, whose gradients stay unreduced without an error.
-    """
+    """Let FSDP2 handle a recomputed forward that runs after this unit's own backward. Local operation."""
+    # A reentrant checkpoint runs forward and backward of each use of a unit in turn. FSDP2 leaves the unit's
+    # state at ``PRE_BACKWARD`` until the outermost backward ends (``FSDPState._training_state``). It then
+    # registers no hooks for the second use, whose gradients stay unreduced without an error.
     if any(group._training_state.name == "POST_BACKWARD" for group in fsdp_parameter_groups(unit)):
         state = fsdp_state_of(unit)
         state._training_state = type(state._training_state).IDLE
@@ -368,10 +356,8 @@ def allow_recompute(unit: nn.Module) -> None:
 
 @contextlib.contextmanager
 def report_as_unsharded(group: Any) -> Iterator[None]:
-    """Return a context in which a parameter group reports that it stays unsharded between forward and backward.
-
-    ``FSDPParamGroup._reshard_after_forward``, which is true if ``post_forward_mesh_info`` is set.
-    """
+    """Return a context in which a parameter group reports that it stays unsharded between forward and backward."""
+    # ``FSDPParamGroup._reshard_after_forward``, which is true if ``post_forward_mesh_info`` is set.
     mesh_info, group.post_forward_mesh_info = group.post_forward_mesh_info, None
     try:
         yield
@@ -382,10 +368,11 @@ def report_as_unsharded(group: Any) -> Iterator[None]:
 def resize_all_gather_outputs(group: Any, shard: torch.Tensor, sizes: list[int]) -> None:
     """Change the all-gather buffers of a shard, so that an all-gather can return different ones. Local operation.
 
-    FSDP2 allocates memory for the result of its first all-gather and reuses it (``FSDPParam.all_gather_outputs``;
-    ``_unsharded_inner_tensors`` are views of it). ``shard`` is a local tensor with all-gather hooks in the sharded
-    state. ``sizes`` are the numbers of elements of the gathered buffers.
+    ``shard`` is a local tensor with all-gather hooks in the sharded state. ``sizes`` are the numbers of
+    elements of the gathered buffers.
     """
+    # FSDP2 allocates memory for the result of its first all-gather and reuses it
+    # (``FSDPParam.all_gather_outputs``; ``_unsharded_inner_tensors`` are views of it).
     for managed in group.fsdp_params:
         have = managed.all_gather_outputs
         if local_of(managed.sharded_param) is shard and have and [t.numel() for t in have] != sizes:
@@ -412,10 +399,7 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
 
 @contextlib.contextmanager
 def chunk_own_rank_only() -> Iterator[None]:
-    """Return a context in which FSDP2 does not create tensors for other ranks' chunks of a parameter.
-
-    Local operation.
-    """
+    """Return a context in which FSDP2 creates no tensors for other ranks' chunks of a parameter. Local operation."""
     module: Any = _fsdp_param  # annotated as lists, but only their length is used
     stock = module._chunk_with_empty
     plain = (torch.Tensor, torch.nn.Parameter)  # subclasses may define their own chunk
@@ -446,10 +430,8 @@ class _OwnChunk:
 
 
 def defers_leaf_gradient(leaf: Any) -> bool:
-    """Return whether the running backward skips a leaf's gradient and keeps its graph for another backward.
-
-    ``torch._C._will_engine_execute_node``, ``torch._C._autograd._get_current_graph_task_keep_graph``.
-    """
+    """Return whether the running backward skips a leaf's gradient and keeps its graph for another backward."""
+    # ``torch._C._will_engine_execute_node``, ``torch._C._autograd._get_current_graph_task_keep_graph``.
     try:
         left_out = not torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # a leaf passed to torch.autograd.grad

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
 
 
 def fill_unused(group: Any) -> None:
-    """Give a parameter group's trained parameters zero gradients before it reduces, if they have none.
-
-    It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
-    """
+    """Give a parameter group's trained parameters zero gradients before it reduces, if they have none."""
+    # It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
     if _fill not in group.__dict__.get(LISTENERS, ((), ()))[0]:
         add_reduction_listener(group, before=_fill)
 
@@ -184,11 +182,9 @@ def _gradient_dtype(managed: Any) -> torch.dtype | None:
 
 
 def zero_gradient(managed: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return zeros as the unsharded gradient of a record's parameter. Local operation.
-
-    Do not use ``torch.zeros_like``: it dequantizes a quantized weight. The weight may be resharded at this point, so
-    that its storage has no bytes.
-    """
+    """Return zeros as the unsharded gradient of a record's parameter. Local operation."""
+    # Do not use ``torch.zeros_like``: it dequantizes a quantized weight. The weight may be resharded at this
+    # point, so that its storage has no bytes.
     parameter = managed._unsharded_param
     local = local_of(parameter)
     dtype = dtype or getattr(parameter, "grad_dtype", None) or parameter.dtype
@@ -227,12 +223,10 @@ def _with_zeros(kind: type) -> type:
 
 
 def unify_gradient_dtypes(group: Any) -> None:
-    """Let a parameter group reduce gradients of which only some have accumulated over several backwards.
-
-    FSDP2 accumulates in the reduction dtype but keeps gradients of a first backward in the unsharded parameters'
-    dtype. It also creates zeros for unused parameters in that dtype. If the two dtypes differ, it cannot reduce the
-    gradients together (torch 2.15 uses one dtype itself).
-    """
+    """Let a parameter group reduce gradients of which only some have accumulated over several backwards."""
+    # FSDP2 accumulates in the reduction dtype but keeps gradients of a first backward in the unsharded
+    # parameters' dtype. It also creates zeros for unused parameters in that dtype. If the two dtypes differ,
+    # it cannot reduce the gradients together (torch 2.15 uses one dtype itself).
     add_reduction_listener(group, before=_in_one_dtype)
 
 

@@ -35,11 +35,9 @@ class _BackwardHooks(OrderedDict[int, Any]):
 
 
 def _undo(frame: FrameType) -> None:
-    """Undo what TE's ``make_graphed_callables`` has changed by now, since it does not in an exception (2.18 to 2.20).
-
-    It has replaced ``__call__`` of the modules' classes. It has also set a flag of the process, with which no backward
-    updates the scales of delayed scaling.
-    """
+    """Undo what TE's ``make_graphed_callables`` has changed by now, which it does not in an exception (2.18-2.20)."""
+    # It has replaced ``__call__`` of the modules' classes. It has also set a flag of the process, with which
+    # no backward updates the scales of delayed scaling.
     module = frame.f_globals
     caller = frame.f_back
     if module.get("__name__") != "transformer_engine.pytorch.graph" or caller is None:
@@ -52,8 +50,6 @@ def _undo(frame: FrameType) -> None:
 
 
 def before_graphed_callables(module: nn.Module, call: Callable[[], None]) -> None:
-    """Call a function in ``make_graphed_callables`` of torch or TransformerEngine for this module.
-
-    Both first check that ``len(module._backward_hooks)`` is 0. Calls of the module use ``bool`` instead.
-    """
+    """Call a function in ``make_graphed_callables`` of torch or TransformerEngine for this module."""
+    # Both first check that ``len(module._backward_hooks)`` is 0. Calls of the module use ``bool`` instead.
     module._backward_hooks = _BackwardHooks(module._backward_hooks, call)

@@ -269,10 +269,8 @@ def _in_order(group: Any) -> list[Any]:
 
 
 def _reason_to_copy(managed: Any, ranks: int) -> str:
-    """Return why a gradient cannot be sent without a copy.
-
-    FSDP2 itself reorders gradients sharded along other dims.
-    """
+    """Return why a gradient cannot be sent without a copy."""
+    # FSDP2 itself reorders gradients sharded along other dims.
     rows = managed._orig_size[0]
     if managed.fsdp_placement.dim == 0 and rows % ranks:
         return f"{rows} rows are not divisible by {ranks} ranks"

@@ -226,10 +226,8 @@ REDUCES_AMAX = "with_amax_reduction"
 
 
 def set_quantizer_amax_group(quantizer: Any, group: Any) -> None:
-    """Set the process group over which a quantizer with one scale reduces the amax; ``None`` for no reduction.
-
-    Other quantizers do not have these attributes and are not changed.
-    """
+    """Set the process group over which a quantizer with one scale reduces the amax; ``None`` for no reduction."""
+    # Other quantizers do not have these attributes and are not changed.
     if hasattr(quantizer, "with_amax_reduction"):
         quantizer.with_amax_reduction, quantizer.amax_reduction_group = group is not None, group
 
@@ -291,11 +289,9 @@ def format_recipe(recipe: Any | None) -> str:
 
 
 def needs_shared_amax(quantizer: Any) -> bool:
-    """Return whether a quantizer computes one scale from the amax of the unsharded tensor.
-
-    This is true for current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling reduces
-    its amax history separately.
-    """
+    """Return whether a quantizer computes one scale from the amax of the unsharded tensor."""
+    # This is true for current scaling, NVFP4's second-level scale, and hybrids of them. Delayed scaling
+    # reduces its amax history separately.
     return SCALE_SOURCES.get(type(quantizer).__name__) in ("amax", "parts")
 
 
@@ -327,21 +323,18 @@ def high_precision_part(part: torch.Tensor) -> torch.Tensor | None:
 
 
 def all_one_scale_quantizers(tensor: torch.Tensor) -> list[Any]:
-    """Return :func:`one_scale_quantizers` of a tensor and of a hybrid's parts.
-
-    Each part has its own copy of the parent's quantizer. The parent's quantizer quantizes but reads the
-    reduction group from the part (TE 2.20.2 ``HybridQuantizer.update_quantized``).
-    """
+    """Return :func:`one_scale_quantizers` of a tensor and of a hybrid's parts."""
+    # Each part has its own copy of the parent's quantizer. The parent's quantizer quantizes but reads the
+    # reduction group from the part (TE 2.20.2 ``HybridQuantizer.update_quantized``).
     owners = {id(t): t for t in (tensor, *storage_parts_of(tensor))}
     return [q for t in owners.values() for q in one_scale_quantizers(quantizer_of(t))]
 
 
 def copy_scale(tensor: torch.Tensor, shard: torch.Tensor) -> None:
-    """Set the scale of an unsharded weight to the current scale of its shard. Local operation.
-
-    TE passes a per-tensor float8 scale in the first all-gather only (``Float8Tensor.fsdp_post_all_gather`` and
-    ``fsdp_assign_gathered``, 2.18 to 2.20.2). Both share one scale tensor until the shard gets a new one.
-    """
+    """Set the scale of an unsharded weight to the current scale of its shard. Local operation."""
+    # TE passes a per-tensor float8 scale in the first all-gather only (``Float8Tensor.fsdp_post_all_gather``
+    # and ``fsdp_assign_gathered``, 2.18 to 2.20.2). Both share one scale tensor until the shard gets a new
+    # one.
     if hasattr(shard, "_rowwise_storage"):
         for part, own in zip(storage_parts_of(tensor), storage_parts_of(shard), strict=True):
             copy_scale(part, own)
@@ -420,10 +413,8 @@ def clone_scales(tensor: torch.Tensor) -> None:
 
 
 def unchanged_hook_attributes(tensor: torch.Tensor) -> tuple[str, ...]:
-    """Return the attributes of a quantized shard that every all-gather sends unchanged, or none.
-
-    Tensors of all experts, and formats that send a different direction in backward, have none.
-    """
+    """Return the attributes of a quantized shard that every all-gather sends unchanged, or none."""
+    # Tensors of all experts, and formats that send a different direction in backward, have none.
     row = None if is_grouped(tensor) else format_of(tensor)
     return tuple([buffer.attribute for buffer in row.dropped]) if row is not None else ()
 
@@ -473,11 +464,9 @@ def delayed_states(module: nn.Module) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def skip_amax_reduction_after_errors() -> Iterator[None]:
-    """Return a context in which an exception in ``te.autocast`` skips delayed scaling's all-reduce.
-
-    TE would issue it even after an error. Ranks without the error, or under a different recipe, would not
-    participate. The next ``te.autocast`` reduces again, because entering it resets the changed state.
-    """
+    """Return a context in which an exception in ``te.autocast`` skips delayed scaling's all-reduce."""
+    # TE would issue it even after an error. Ranks without the error, or under a different recipe, would not
+    # participate. The next ``te.autocast`` reduces again, because entering it resets the changed state.
     try:
         yield
     except Exception:

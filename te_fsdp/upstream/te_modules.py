@@ -99,12 +99,10 @@ def _delayed_quantizers(module: nn.Module, name: str, local: torch.Tensor) -> li
 
 @contextlib.contextmanager
 def amax_reduced_over(group: Any) -> Iterator[None]:
-    """Return a context in which delayed scaling reduces over ``group`` instead of the group of ``te.autocast``.
-
-    A nested ``te.autocast`` would reset the flag of the region's first module. TE would then update the
-    backward's scales twice (2.20.2 ``set_autocast_state``). In older TE versions ``quantization_state`` is the
-    manager's class itself.
-    """
+    """Return a context in which delayed scaling reduces over ``group`` instead of the group of ``te.autocast``."""
+    # A nested ``te.autocast`` would reset the flag of the region's first module. TE would then update the
+    # backward's scales twice (2.20.2 ``set_autocast_state``). In older TE versions ``quantization_state`` is
+    # the manager's class itself.
     manager = importlib.import_module("transformer_engine.pytorch.quantization").FP8GlobalStateManager
     state = getattr(manager, "quantization_state", manager)
     attribute = (
@@ -120,10 +118,8 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
 
 
 def is_graph_consumed(node: Any) -> bool:
-    """Return whether a backward has run through a function of TE in the graph of a node.
-
-    TE then frees what it has saved (``ctx.tensor_objects``).
-    """
+    """Return whether a backward has run through a function of TE in the graph of a node."""
+    # TE then frees what it has saved (``ctx.tensor_objects``).
     waiting, seen = [node], {node}
     while waiting:
         node = waiting.pop()
@@ -153,10 +149,8 @@ def random_generators() -> list[torch.Generator]:
 
 
 def supports_all_gemm_layouts() -> bool:
-    """Return whether float8 GEMMs of the device support all layouts (``is_non_tn_fp8_gemm_supported``).
-
-    On Hopper they do not, so tensors used in forward and backward are stored in two layouts.
-    """
+    """Return whether float8 GEMMs of the device support all layouts (``is_non_tn_fp8_gemm_supported``)."""
+    # On Hopper they do not, so tensors used in forward and backward are stored in two layouts.
     return importlib.import_module("transformer_engine.pytorch.utils").is_non_tn_fp8_gemm_supported()
 
 

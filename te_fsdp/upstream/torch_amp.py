@@ -26,10 +26,7 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 @functools.cache
 def unscale_over_all_meshes() -> None:
-    """Replace DTensor's handler for the scaler's operator (``OpDispatcher._custom_op_handlers``).
-
-    Local, once per process.
-    """
+    """Replace DTensor's handler of the scaler's operator (``_custom_op_handlers``). Local, once per process."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     stock = handlers.get(_UNSCALE)
     if stock is not None:

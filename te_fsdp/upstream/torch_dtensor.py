@@ -42,10 +42,7 @@ root_mesh: Callable[[DeviceMesh], DeviceMesh] = DeviceMesh._get_root_mesh
 def placed(
     local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: torch.Tensor
 ) -> DTensor:
-    """Wrap a local tensor in a DTensor with the global shape and stride of ``like``.
-
-    Local operation without checks.
-    """
+    """Wrap a local tensor in a DTensor with the global shape and stride of ``like``. Local operation without checks."""
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride()
     )
@@ -60,10 +57,9 @@ def placed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor object of a DTensor (``DTensor._local_tensor``), or the tensor itself.
-
-    ``DTensor.to_local`` returns a view without the attributes that TE sets on quantized tensors after each all-gather.
-    """
+    """Return the local tensor object of a DTensor (``DTensor._local_tensor``), or the tensor itself."""
+    # ``DTensor.to_local`` returns a view without the attributes that TE sets on quantized tensors after each
+    # all-gather.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -159,10 +155,8 @@ def dtensors(
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """Return a spec with a different dtype. Local operation.
-
-    DTensor operations use the dtype in the spec. Fused optimizers reject groups with several dtypes.
-    """
+    """Return a spec with a different dtype. Local operation."""
+    # DTensor operations use the dtype in the spec. Fused optimizers reject groups with several dtypes.
     if spec.tensor_meta is None or spec.tensor_meta.dtype == dtype:
         return spec
     return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
@@ -191,10 +185,8 @@ OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
 
 
 def shard_dim_of(placement: Placement) -> int | None:
-    """Return the tensor dim that a placement shards, or ``None``.
-
-    ``_StridedShard`` is not a subclass of ``Shard``.
-    """
+    """Return the tensor dim that a placement shards, or ``None``."""
+    # ``_StridedShard`` is not a subclass of ``Shard``.
     if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
         return int(placement.dim)  # type: ignore[attr-defined]
     return None
@@ -212,10 +204,8 @@ def shifted(placement: Placement, dims: int) -> Placement:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of in-place writes to a tensor (``Tensor._version``), via the DTensor or its local tensor.
-
-    torch counts operations on a DTensor in the DTensor's version only.
-    """
+    """Return the number of in-place writes to a tensor (``Tensor._version``), via the DTensor or its local tensor."""
+    # torch counts operations on a DTensor in the DTensor's version only.
     return versions_of([tensor])[0]
 
 
@@ -245,12 +235,10 @@ def versions_of(tensors: Iterable[torch.Tensor | None]) -> list[int]:
 
 
 def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
-    """Notify the allocator of the end of a capture that ``CUDAGraph.capture_end`` could not end.
-
-    ``capture_end`` may raise before it does so (``CUDAGraph.cpp``, torch 2.11 to 2.15). Frees on other streams would
-    then be deferred forever (``captures_underway``), and the pool would never be released. A repeated call has no
-    effect.
-    """
+    """Notify the allocator of the end of a capture that ``CUDAGraph.capture_end`` could not end."""
+    # ``capture_end`` may raise before it does so (``CUDAGraph.cpp``, torch 2.11 to 2.15). Frees on other
+    # streams would then be deferred forever (``captures_underway``), and the pool would never be released. A
+    # repeated call has no effect.
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
     except RuntimeError:  # no capture is in progress
@@ -259,10 +247,9 @@ def end_failed_capture(device: torch.device, pool: tuple[int, int]) -> None:
 
 
 def is_shard_of_other_rank(value: object, parameter: DTensor) -> bool:
-    """Return whether a tensor is a shard of another rank of a parameter's mesh. Local operation.
-
-    A pickled mesh contains the coordinate of the rank that wrote it (``DeviceMesh.__getstate__``, torch 2.11 to 2.15).
-    """
+    """Return whether a tensor is a shard of another rank of a parameter's mesh. Local operation."""
+    # A pickled mesh contains the coordinate of the rank that wrote it (``DeviceMesh.__getstate__``, torch
+    # 2.11 to 2.15).
     if not isinstance(value, DTensor) or value.device_mesh != parameter.device_mesh:
         return False
     return value.device_mesh.get_coordinate() != parameter.device_mesh.get_coordinate()
@@ -409,18 +396,15 @@ def dtensor_supports(operator: str) -> bool:
 
 
 def is_copied_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer was copied or unpickled, without a call of its constructor.
-
-    Only the constructor sets ``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__`` omits.
-    """
+    """Return whether an optimizer was copied or unpickled, without a call of its constructor."""
+    # Only the constructor sets ``_warned_capturable_if_run_uncaptured``, which ``Optimizer.__getstate__``
+    # omits.
     return "_warned_capturable_if_run_uncaptured" not in optimizer.__dict__
 
 
 def muon_arithmetic() -> tuple[Callable[..., torch.Tensor], Callable[..., float]]:
-    """Return Muon's functions: orthogonalize a matrix, adjust the learning rate to a shape.
-
-    ``torch.optim._muon``, torch 2.11. ``torch.optim.Muon`` applies them to complete parameters only.
-    """
+    """Return Muon's functions: orthogonalize a matrix, adjust the learning rate to a shape."""
+    # ``torch.optim._muon``, torch 2.11. ``torch.optim.Muon`` applies them to complete parameters only.
     from torch.optim import _muon
 
     return _muon._zeropower_via_newtonschulz, _muon._adjust_lr

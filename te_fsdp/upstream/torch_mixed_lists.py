@@ -20,10 +20,7 @@ _OPERATORS = (
 
 @functools.cache
 def before_mixed_lists(call: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """Call a function with the tensors before torch refuses them (``OpDispatcher._custom_op_handlers``).
-
-    Local, once per process.
-    """
+    """Call a function with the tensors before torch refuses them (``_custom_op_handlers``). Local, once per process."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
     for operator in _OPERATORS:
         handlers.setdefault(operator, functools.partial(_handle, call))

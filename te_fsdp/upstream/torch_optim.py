@@ -12,11 +12,9 @@ from torch.utils import _foreach_utils
 
 
 def support_foreach(cls: type[torch.Tensor]) -> None:
-    """Let torch's optimizers use foreach kernels for a subclass of DTensor, as torch does for DTensor itself.
-
-    Optimizers compare exact classes (``_foreach_supported_types``). One parameter of an unknown subclass would
-    make them update its group parameter by parameter.
-    """
+    """Let torch's optimizers use foreach kernels for a subclass of DTensor, as torch does for DTensor itself."""
+    # Optimizers compare exact classes (``_foreach_supported_types``). One parameter of an unknown subclass
+    # would make them update its group parameter by parameter.
     for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
         if cls not in types:
             types.append(cls)  # type: ignore[arg-type]
@@ -24,10 +22,8 @@ def support_foreach(cls: type[torch.Tensor]) -> None:
 
 @functools.cache
 def after_failed_load(call: Callable[[Any], None]) -> None:
-    """Call a function with the optimizer of torch whose ``load_state_dict`` misses a state. Local, once per process.
-
-    ``__setstate__`` then raises KeyError, which follows unless the function raises (torch 2.11 to 2.15).
-    """
+    """Call a function with the optimizer of torch whose ``load_state_dict`` misses a state. Local, once per process."""
+    # ``__setstate__`` then raises KeyError, which follows unless the function raises (torch 2.11 to 2.15).
     for cls in {value for value in vars(torch.optim).values() if isinstance(value, type)}:
         if "__setstate__" in vars(cls) and cls is not torch.optim.Optimizer:
             cls.__setstate__ = _explain(cls.__setstate__, call)  # type: ignore[attr-defined]
