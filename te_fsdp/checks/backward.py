@@ -80,11 +80,11 @@ def _check_start(
         return
     if earlier:
         _refuse_second_backward(state)
-    earlier.append(_torch_autograd.backward_id())
+    earlier.append(_torch.backward_id())
     own: Any = state.components.by_class[UnreducedGradients]
-    if own.checked == _torch_autograd.backward_id():
+    if own.checked == _torch.backward_id():
         return  # checked for another output; an optimizer may have stepped in backward since
-    own.checked = _torch_autograd.backward_id()
+    own.checked = _torch.backward_id()
     _check_adds_gradients(state)
     now = _versions(state)
     if now != versions and not is_capturing():

@@ -123,6 +123,8 @@ def refuse_function_transforms(state: ShardedModel) -> None:
 
 def refuse_second_derivatives(unit: str) -> None:
     """Raise in a backward with ``create_graph=True`` that reaches a sharded unit. Local, before it is gathered."""
+    if torch.compiler.is_compiling():
+        return  # a compiler traces this hook, too
     if torch.is_grad_enabled() and _torch.in_backward():
         raise OrderError(
             f"{unit or 'the root unit'}: backward with create_graph=True through sharded weights",

@@ -26,12 +26,12 @@ from te_fsdp.initialize import check_initialised, checksum
 from te_fsdp.records import get_record, iter_param_owners
 from te_fsdp.sharded_model import is_assigned, record_unsharded_params, refuse_assigned, refuse_hooks
 from te_fsdp.upstream import (
-    fsdp2_outputs as _fsdp2_outputs,
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
     te as _te,
     torch_dtensor as _torch,
 )
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
 from te_fsdp.upstream.graphed_callables import before_graphed_callables
 from te_fsdp.upstream.torch_reparametrization import before_reparametrization
 
@@ -177,7 +177,8 @@ def watch_model(state: ShardedModel) -> None:
         _refuse_copies(unit, label)
         before_graphed_callables(unit, functools.partial(_refuse_graphs, label))
     for name, unit in state.modules.items():
-        _fsdp2_outputs.before_backward(unit, functools.partial(refuse_second_derivatives, name))
+        for group in fsdp_parameter_groups(unit):
+            _fsdp2_patches.before_backward(group, functools.partial(refuse_second_derivatives, name))
     before_reparametrization(_refuse_reparametrization)
 
 

@@ -306,6 +306,6 @@ def watch_unreduced_gradients(setup: Setup) -> None:
 def _start_backward(own: weakref.ref[UnreducedGradients], gradient: torch.Tensor) -> None:
     """Drop cleared gradients at the start of a backward."""
     component = own()
-    if component is not None and component.backward != _torch_autograd.backward_id():
-        component.backward = _torch_autograd.backward_id()
+    if component is not None and component.backward != _torch.backward_id():
+        component.backward = _torch.backward_id()
         component.drop_cleared()

@@ -6,13 +6,12 @@ FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.upstream.fsdp2_units import FSDP_STATE, fsdp_parameter_groups, fsdp_state_of
+from te_fsdp.upstream.fsdp2_units import FSDP_STATE, fsdp_state_of
 from te_fsdp.upstream.torch_dtensor import flatten
 
 if TYPE_CHECKING:
@@ -61,21 +60,6 @@ def _held_by(item: Any) -> list[Any]:
 def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
     """Let FSDP2 all-gather a unit in the backward of these outputs (``_register_pre_backward_hook``). Local."""
     fsdp_state_of(unit)._register_pre_backward_hook(tensors)
-
-
-def before_backward(unit: nn.Module, call: Callable[[], None]) -> None:
-    """Call ``call`` before FSDP2 all-gathers a unit for backward (``FSDPParamGroup.pre_backward``).
-
-    Local operation.
-    """
-    for group in fsdp_parameter_groups(unit):
-        group.pre_backward = functools.partial(_call_first, call, group.pre_backward)
-
-
-def _call_first(call: Callable[[], None], stock: Callable[..., Any], *args: Any, **named: Any) -> Any:
-    if not torch.compiler.is_compiling():
-        call()
-    return stock(*args, **named)
 
 
 def is_bound_to_root(unit: nn.Module) -> bool:

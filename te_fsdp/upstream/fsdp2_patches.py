@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_units import (
-    find_fsdp_param,
     fsdp_parameter_groups,
     managed_fsdp_params,
     owners_of,
+    record_of,
+    replace_property,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
 
@@ -103,8 +105,8 @@ def wrap_reductions(
     for number, group in enumerate(fsdp_parameter_groups(unit)):
         add_reduction_listener(
             group,
-            before=lambda group: before(_parameters_of(group)),
-            after=lambda group, number=number: after(_parameters_of(group), number, group._post_reduce_event),
+            before=lambda group: before(sharded_params(group)),
+            after=lambda group, number=number: after(sharded_params(group), number, group._post_reduce_event),
         )
 
 
@@ -118,10 +120,6 @@ def wrap_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
         return stock(*args, **kwargs)
 
     unit.unshard = unshard  # type: ignore[assignment]
-
-
-def _parameters_of(group: Any) -> list[torch.nn.Parameter]:
-    return [managed.sharded_param for managed in group.fsdp_params]
 
 
 # --- dtypes of gradients
@@ -169,7 +167,7 @@ def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: 
 
 
 def _set_gradient_dtype(group: Any, dtype: torch.dtype) -> None:
-    for parameter in _parameters_of(group):
+    for parameter in sharded_params(group):
         if parameter.requires_grad:
             parameter.grad_dtype = dtype
 
@@ -195,15 +193,9 @@ def disable_flat_shard(managed: Any) -> None:
 
 
 def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
-    """Run :func:`disable_flat_shard` for a module's quantized shard.
-
-    Local operation that does nothing without FSDP2.
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is None or local_of(parameter) is not local:
-            continue
-        if (managed := find_fsdp_param(module, name)) is not None:
-            disable_flat_shard(managed)
+    """Run :func:`disable_flat_shard` for a module's quantized shard. Local operation, none without FSDP2."""
+    if (managed := record_of(module, local)) is not None:
+        disable_flat_shard(managed)
 
 
 def has_all_gather_hooks(parameter: torch.Tensor) -> bool:
@@ -219,25 +211,18 @@ def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
         stock()
         return
     if hasattr(managed, "_capture_grad_dtype_policy"):
-        _keep_gradient_dtype(managed, parameter)
+        # As torch 2.15 does: it casts reduced gradients to the record's dtype and assigns them to the parameter,
+        # which only accepts its own ``grad_dtype``. A value set on the previous parameter applies to the new one.
+        managed._capture_grad_dtype_policy(managed.sharded_param)
+        managed._capture_grad_dtype_policy(parameter)
+        if not managed._has_sharded_grad_dtype_override:
+            managed.sharded_grad_dtype = parameter.dtype
+        elif not parameter._has_grad_dtype_override:  # type: ignore[missing-attribute]
+            parameter.grad_dtype = managed.sharded_grad_dtype
+        managed._sharding_spec_by_dtype.clear()  # gradient specs derived from the previous parameter's spec
     managed.sharded_param = parameter
     managed._sharding_spec = parameter._spec
     managed._sharded_param_data = torch.empty(0)
-
-
-def _keep_gradient_dtype(managed: Any, parameter: torch.Tensor) -> None:
-    """Set the dtype of the shard's gradient, as ``reset_sharded_param`` of torch 2.15 does.
-
-    FSDP2 casts reduced gradients to the record's dtype and assigns them to the parameter, which only accepts its own
-    ``grad_dtype``. Both must be equal. A value set on the previous parameter applies to the new one.
-    """
-    managed._capture_grad_dtype_policy(managed.sharded_param)
-    managed._capture_grad_dtype_policy(parameter)
-    if not managed._has_sharded_grad_dtype_override:
-        managed.sharded_grad_dtype = parameter.dtype
-    elif not parameter._has_grad_dtype_override:  # type: ignore[attr-defined]
-        parameter.grad_dtype = managed.sharded_grad_dtype
-    managed._sharding_spec_by_dtype.clear()  # gradient specs derived from the previous parameter's spec
 
 
 def record_shard_meshes(unit: nn.Module) -> None:
@@ -246,21 +231,15 @@ def record_shard_meshes(unit: nn.Module) -> None:
     # weight. This takes a tenth of the host time of a step. Later versions cache it themselves and are not
     # changed.
     for managed in managed_fsdp_params(unit):
-        kind = type(managed)
-        if hasattr(managed, "_shard_mesh") or not isinstance(getattr(kind, "shard_mesh", None), property):
+        is_property = isinstance(getattr(type(managed), "shard_mesh", None), property)
+        if hasattr(managed, "_shard_mesh") or not is_property:
             continue
-        slicing = kind.shard_mesh.fget
-        assert slicing is not None
-        # Use a subclass: an instance attribute cannot override a property.
-        managed.__class__ = _with_shard_mesh(kind)
-        managed._te_fsdp_shard_mesh = slicing(managed)
+        managed._te_fsdp_shard_mesh = managed.shard_mesh
+        replace_property(managed, "shard_mesh", _kept_shard_mesh)
 
 
-@functools.cache
-def _with_shard_mesh(kind: type) -> type:
-    """Return a subclass of a record's class with the cached ``shard_mesh``."""
-    kept = property(operator.attrgetter("_te_fsdp_shard_mesh"))  # avoids a Python call
-    return type(kind.__name__, (kind,), {"shard_mesh": kept})
+#: Reads the cached mesh without a Python call.
+_kept_shard_mesh = operator.attrgetter("_te_fsdp_shard_mesh")
 
 
 # --- shards that are whole
@@ -269,9 +248,9 @@ def _with_shard_mesh(kind: type) -> type:
 def alias_single_rank_shards(unit: nn.Module) -> None:
     """Let unsharded parameters use the memory of single-rank shards, and pass gradients on. Local operation.
 
-    Values cast to ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. So are all-
-    reduces over ``dp_replicate`` (HSDP), user-defined all-reduce hooks, and parameters on the host. Call this
-    before other listeners of the unit's reductions are added, because it must run right before FSDP2.
+    Values cast to ``param_dtype``, on the host, or in a part of a storage are left to FSDP2. So are
+    all-reduces over ``dp_replicate`` (HSDP), user-defined all-reduce hooks, and parameters on the host. Call
+    this before other listeners of the unit's reductions are added, because it must run right before FSDP2.
     """
     # Over a shard axis of size 1 FSDP2 copies each shard in every all-gather and stores both copies
     # (``FSDPParamGroup.wait_for_unshard``). Here ``FSDPParam.all_gather_outputs`` is the shard's memory.
@@ -304,8 +283,15 @@ def _init_outputs(
     own = all_gather_input_numels == [data.numel()] and all_gather_input_dtypes == [data.dtype]
     if own and outputs and outputs[0] is data:
         return  # as in the previous all-gather
-    # Whether this all-gather uses the memory of the shard, and whether the previous one did.
-    lends, lent = own and _can_alias(managed), "free_unsharded_param" in managed.__dict__
+    # Whether this all-gather uses the memory of the shard, and whether the previous one did. The unsharded parameter
+    # can share the memory of a shard that uses its full storage on the device.
+    lends = (
+        own
+        and data.untyped_storage().nbytes() == data.numel() * data.itemsize
+        and data.device == managed.device
+        and not has_all_gather_hooks(managed.sharded_param)
+    )
+    lent = "free_unsharded_param" in managed.__dict__
     if lends:
         managed.all_gather_outputs = [data]
         managed.free_unsharded_param = _keep
@@ -318,13 +304,6 @@ def _init_outputs(
         output, size = managed.all_gather_outputs[0], managed._orig_size
         # The object stays: autograd and TE refer to it.
         local_of(managed._unsharded_param).data = output.as_strided(size, managed._contiguous_orig_stride, 0)
-
-
-def _can_alias(managed: Any) -> bool:
-    """Return whether a shard uses its full storage on the device, so that the unsharded parameter can share it."""
-    data = managed._sharded_param_data
-    whole = data.untyped_storage().nbytes() == data.numel() * data.itemsize
-    return whole and data.device == managed.device and not has_all_gather_hooks(managed.sharded_param)
 
 
 #: Replaces ``FSDPParam.free_unsharded_param``, which runs after every forward and backward. Does nothing.

@@ -12,6 +12,7 @@ Private names of FSDP2 (``FSDPParamGroup._to_unsharded``, ``_to_sharded``), chec
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import operator
@@ -73,19 +74,6 @@ def swap_in_one_loop(group: Any, pair_of: PairOf, record: str) -> None:
     group._to_sharded = functools.partial(_to_sharded, group, group._to_sharded, known)
 
 
-def _find_slots(group: Any, pair_of: PairOf) -> list[_ParamSlots]:
-    """Return one entry once every module has recorded both forms of its parameters, else none."""
-    try:
-        slots = [
-            _ParamSlot(managed, owner, owner._parameters, name, pair_of(owner, name))
-            for managed in group.fsdp_params
-            for owner, name in owners_of(managed)
-        ]
-    except KeyError:
-        return []
-    return [_ParamSlots(group.fsdp_params, slots)]
-
-
 def _to_unsharded(
     group: Any, stock: Callable[[], None], known: list[_ParamSlots], pair_of: PairOf, record: str
 ) -> None:
@@ -94,7 +82,13 @@ def _to_unsharded(
     if not known or known[0].records is not group.fsdp_params or group._sharded_state is not _SHARDED:
         stock()
         if not known:
-            known[:] = _find_slots(group, pair_of)
+            with contextlib.suppress(KeyError):  # a module has not recorded both forms of its parameters yet
+                slots = [
+                    _ParamSlot(managed, owner, owner._parameters, name, pair_of(owner, name))
+                    for managed in group.fsdp_params
+                    for owner, name in owners_of(managed)
+                ]
+                known.append(_ParamSlots(group.fsdp_params, slots))
         return
     # avoids __torch_function__ of DTensor subclasses for each attribute
     with torch._C.DisableTorchFunctionSubclass():

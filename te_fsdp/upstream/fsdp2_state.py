@@ -19,6 +19,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_patches import clear_gathers
 from te_fsdp.upstream.fsdp2_units import (
     FSDP_STATE,
@@ -56,13 +57,8 @@ def is_unit_unsharded(unit: nn.Module) -> bool:
     return any(map(operator.attrgetter("is_unsharded"), groups))
 
 
-def is_root(unit: nn.Module) -> bool:
-    """Return whether a unit was the first of its tree to run forward (``FSDPState._is_root``, ``None`` before)."""
-    return bool((unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root)
-
-
 def roots_among(units: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the units for which :func:`is_root` is true."""
+    """Return the units that were the first of their tree to run forward (``FSDPState._is_root``, ``None`` before)."""
     return [unit for unit in units if (unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root]
 
 
@@ -81,8 +77,7 @@ def sharded_parameters(unit: nn.Module) -> list[torch.nn.Parameter]:
 
 def sharded_by_group(unit: nn.Module) -> list[list[torch.nn.Parameter]]:
     """Return :func:`sharded_parameters` of each parameter group."""
-    groups = fsdp_parameter_groups(unit)
-    return [[managed.sharded_param for managed in group.fsdp_params] for group in groups]
+    return list(map(sharded_params, fsdp_parameter_groups(unit)))
 
 
 def sharded_param_of(managed: Any) -> torch.nn.Parameter:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 
+from te_fsdp.upstream.torch_dtensor import local_of
+
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 #: Attribute of a unit that caches :func:`fsdp_state_of`. Functions that run in each step read it themselves.
@@ -16,7 +20,7 @@ FSDP_STATE = "_te_fsdp_fsdp_state"
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
-    """Whether FSDP2's ``fully_shard`` was applied to this very module."""
+    """Return whether FSDP2's ``fully_shard`` was applied to this very module."""
     return isinstance(module, FSDPModule)
 
 
@@ -44,12 +48,12 @@ def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
 
 
 def managed_fsdp_params(unit: nn.Module) -> list[Any]:
-    """FSDP2's records (``FSDPParam``) of the parameters that an FSDP module gathers."""
+    """Return FSDP2's records (``FSDPParam``) of the parameters that an FSDP module gathers."""
     return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]
 
 
 def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
-    """Modules that a record's parameter is registered at, each with its name there (``FSDPParam._module_info``)."""
+    """Return the modules at which a record's parameter is registered, with its name (``FSDPParam._module_info``)."""
     info = managed._module_info
     shared = zip(info.shared_modules, info.shared_param_names, strict=True)
     return [(info.module, info.param_name), *shared]
@@ -66,11 +70,28 @@ def divide_factor(module: nn.Module) -> tuple[bool, float | None]:
 
 
 def find_fsdp_param(module: nn.Module, name: str) -> Any | None:
-    """FSDP2's record of a parameter, ``None`` if it manages none of that name."""
+    """Return FSDP2's record of a parameter; ``None`` if FSDP2 does not manage it."""
     for _, managed in _iter_fsdp_params():
         if any(owner is module and own == name for owner, own in owners_of(managed)):
             return managed
     return None
+
+
+def record_of(module: nn.Module, local: torch.Tensor) -> Any | None:
+    """Return FSDP2's record of a module's parameter by its local tensor; ``None`` without FSDP2."""
+    names = (name for name, p in module._parameters.items() if p is not None and local_of(p) is local)
+    return next((find_fsdp_param(module, name) for name in names), None)
+
+
+def replace_property(managed: Any, name: str, get: Callable[[Any], Any]) -> None:
+    """Replace a property of one record (``FSDPParam``). Local operation."""
+    # An attribute of an object cannot override a property, so the object gets a subclass.
+    managed.__class__ = _with_property(type(managed), name, get)
+
+
+@functools.cache
+def _with_property(kind: type, name: str, get: Callable[[Any], Any]) -> type:
+    return type(kind.__name__, (kind,), {name: property(get)})
 
 
 def retie_parameters(module: nn.Module, before: dict[str, nn.Parameter | None]) -> None:
@@ -84,7 +105,7 @@ def retie_parameters(module: nn.Module, before: dict[str, nn.Parameter | None]) 
 
 
 def _iter_fsdp_params() -> Iterator[tuple[Any, Any]]:
-    """Parameter group and record of each parameter that FSDP2 manages: torch lists all units in this table."""
+    """Yield parameter group and record of each parameter that FSDP2 manages in this process."""
     for unit in list(_module_state_mapping):
         for group in fsdp_parameter_groups(unit) if is_fsdp_module(unit) else ():
             for managed in group.fsdp_params:
@@ -92,12 +113,8 @@ def _iter_fsdp_params() -> Iterator[tuple[Any, Any]]:
 
 
 def reduction_of(unit: nn.Module) -> tuple[int, int, bool]:
-    """How FSDP2 reduces a unit's gradients now (``FSDPParamGroup.mesh_info`` and ``all_reduce_grads``).
-
-    Ranks that they are cut over, ranks that they are replicated over, and whether the backward that runs all-reduces
-    over the latter.
-    """
-    group = fsdp_parameter_groups(unit)[0]
+    """Return the numbers of shards and replicas of a unit's gradients, and whether backward all-reduces the latter."""
+    (group, *_) = fsdp_parameter_groups(unit)
     info = group.mesh_info
     shards, replicas = getattr(info, "shard_mesh_size", 1), getattr(info, "replicate_mesh_size", 1)
     return shards, replicas, group.all_reduce_grads

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.upstream.fsdp2_patches import FLAGS, LISTENERS, add_reduction_listener
-from te_fsdp.upstream.fsdp2_units import find_fsdp_param
+from te_fsdp.upstream.fsdp2_units import record_of, replace_property
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
 
 if TYPE_CHECKING:
@@ -193,33 +193,16 @@ def zero_gradient(managed: Any, dtype: torch.dtype | None = None) -> torch.Tenso
 
 
 def keep_zeros_unquantized(module: nn.Module, shard: torch.Tensor) -> None:
-    """Let FSDP2's ``set_reduce_scatter_unused_params`` create zeros for a quantized weight without reading it.
-
-    ``FSDPParam.unsharded_zero_grad_data`` calls ``torch.zeros_like`` (torch 2.13 and later). ``shard`` is the
-    local tensor. Local operation.
-    """
-    for name, parameter in module._parameters.items():
-        if parameter is None or local_of(parameter) is not shard:
-            continue
-        managed = find_fsdp_param(module, name)
-        kind = type(managed)
-        if isinstance(getattr(kind, _ZERO_GRADIENT, None), property) and not issubclass(kind, _Zeros):
-            managed.__class__ = _with_zeros(kind)
+    """Let FSDP2 create zeros for an unused quantized weight without reading it (``shard``, a local tensor). Local."""
+    # ``set_reduce_scatter_unused_params`` of torch 2.13 and later: the property calls ``torch.zeros_like``.
+    managed, name = record_of(module, shard), "unsharded_zero_grad_data"
+    stock = getattr(type(managed), name, None)
+    if isinstance(stock, property) and stock.fget is not _unquantized_zeros:
+        replace_property(managed, name, _unquantized_zeros)
 
 
-#: FSDP2's property that creates the zeros of an unused parameter.
-_ZERO_GRADIENT = "unsharded_zero_grad_data"
-
-
-class _Zeros:
-    """Marker of record classes that use :func:`zero_gradient`."""
-
-
-@functools.cache
-def _with_zeros(kind: type) -> type:
-    """Return a subclass of a record's class with that property replaced."""
-    zeros = property(lambda managed: managed._get_grad_inner_tensor(zero_gradient(managed)))
-    return type(kind.__name__, (_Zeros, kind), {_ZERO_GRADIENT: zeros})
+def _unquantized_zeros(managed: Any) -> torch.Tensor:
+    return managed._get_grad_inner_tensor(zero_gradient(managed))
 
 
 def unify_gradient_dtypes(group: Any) -> None:

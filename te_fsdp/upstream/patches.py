@@ -404,11 +404,6 @@ def gathering_tensors() -> list[type[torch.Tensor]]:
     return [cls for cls in _tensors() if hasattr(cls, "fsdp_pre_all_gather")]
 
 
-def _cloning_tensors() -> list[type[torch.Tensor]]:
-    """Return the quantized tensor classes that define their own ``clone``."""
-    return [cls for cls in _tensors() if "clone" in cls.__dict__]
-
-
 def _amax_tensors() -> list[type]:
     """Return the classes whose ``amax_reduction_group`` a quantizer reads when it writes to a tensor."""
     rows = [row for row in FORMATS.values() if "amax" in row.quantizers.values()]
@@ -445,7 +440,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
     "pickle": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
-    "clone": _cloning_tensors,
+    "clone": lambda: [cls for cls in _tensors() if "clone" in cls.__dict__],
     "count": _tensors,
     # Delayed quantizers refer to tensors of the module, which pickle and deepcopy would copy.
     "delayed": functools.partial(_te.quantizer_classes, "history"),

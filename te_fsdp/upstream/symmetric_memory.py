@@ -227,20 +227,18 @@ def zero_copy_input_of(
     """
     if not group.__dict__.get(_KEY, False):
         return None
-    how = _parts_of(group, packs_small)
-    if how.numel != numel or not any(part.is_alone and part.numel >= LARGE for part in how.parts):
-        return None
-    return ZeroCopyInput.make(how, dtype, group.device)
-
-
-def _parts_of(group: Any, packs_small: bool) -> ReduceScatterParts:
-    """Return the parts of the gradients of a parameter group's trained parameters. Identical on all ranks."""
-    trained = [managed for managed in _in_order(group) if managed.sharded_param.requires_grad]
+    # torch 2.15 reduces the records in the order of their dtypes.
+    order = getattr(group, "_reduce_scatter_param_indices", None)
+    records = [group.fsdp_params[at] for at in order] if order else group.fsdp_params
+    trained = [managed for managed in records if managed.sharded_param.requires_grad]
     key, known = (trained, packs_small), group.__dict__.get(_PARTS)
     if known is None or known[0] != key:
         parts = _find_parts(trained, group.mesh_info.shard_mesh_size, packs_small or len(trained) > FEW)
         known = group.__dict__[_PARTS] = key, parts
-    return known[1]
+    how = known[1]
+    if how.numel != numel or not any(part.is_alone and part.numel >= LARGE for part in how.parts):
+        return None
+    return ZeroCopyInput.make(how, dtype, group.device)
 
 
 # The parts depend on shapes only, so all ranks agree. A gradient with a different dtype, or one that is not
@@ -260,12 +258,6 @@ def _find_parts(trained: list[Any], ranks: int, packs_small: bool) -> ReduceScat
         else:
             parts.append(ReduceScatterPart(numel, 1, is_alone=False))
     return ReduceScatterParts(ranks, tuple(parts))
-
-
-def _in_order(group: Any) -> list[Any]:
-    """Return FSDP2's records in reduction order. torch 2.15 sorts them by dtype."""
-    order = getattr(group, "_reduce_scatter_param_indices", None)
-    return [group.fsdp_params[at] for at in order] if order else group.fsdp_params
 
 
 def _reason_to_copy(managed: Any, ranks: int) -> str:

@@ -61,11 +61,5 @@ def function_transform() -> str:
     return "torch.autograd.forward_ad" if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
-def backward_id() -> int:
-    """Return the id of the backward that runs on this thread, or -1."""
-    return torch._C._current_graph_task_id()
-
-
-def current_node() -> Any:
-    """Return the node of the graph for whose output a hook runs (``torch._C._current_autograd_node``)."""
-    return torch._C._current_autograd_node()
+#: Node of the graph for whose output a hook runs (``torch._C._current_autograd_node``).
+current_node: Callable[[], Any] = torch._C._current_autograd_node

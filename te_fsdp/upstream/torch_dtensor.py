@@ -261,7 +261,7 @@ backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 def in_backward() -> bool:
     """Return whether autograd is running a backward on this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 #: Flatten nested tuples, lists and dicts to leaves and a structure, and rebuild them (``torch.utils._pytree``).

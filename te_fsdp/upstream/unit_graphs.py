@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as _modules
 
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, managed_fsdp_params
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch import nn
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -52,7 +50,7 @@ def reduces_gradients(unit: nn.Module) -> bool:
 
 def has_gathered(unit: nn.Module) -> bool:
     """Return whether FSDP2 has all-gathered a unit before, and so chosen the memory for it."""
-    return any(m.all_gather_outputs for group in fsdp_parameter_groups(unit) for m in group.fsdp_params)
+    return any(managed.all_gather_outputs for managed in managed_fsdp_params(unit))
 
 
 def wait_for_reductions(unit: nn.Module) -> None:
@@ -72,18 +70,14 @@ def input_buffers(unit: nn.Module) -> int:
     return max(most, default=1)
 
 
-def managed_parameters(unit: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the unsharded parameters of a unit, while it is unsharded."""
-    for group in fsdp_parameter_groups(unit):
-        for managed in group.fsdp_params:
-            yield managed._unsharded_param
+def managed_parameters(unit: nn.Module) -> list[torch.Tensor]:
+    """Return the unsharded parameters of a unit, while it is unsharded."""
+    return [managed._unsharded_param for managed in managed_fsdp_params(unit)]
 
 
-def shards_of(unit: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the local shards of a unit."""
-    for group in fsdp_parameter_groups(unit):
-        for managed in group.fsdp_params:
-            yield managed.sharded_param._local_tensor
+def shards_of(unit: nn.Module) -> list[torch.Tensor]:
+    """Return the local shards of a unit."""
+    return [managed.sharded_param._local_tensor for managed in managed_fsdp_params(unit)]
 
 
 def hooked_module(unit: nn.Module) -> str:
