@@ -33,20 +33,6 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
             tensor.register_hook(functools.partial(_check_start, of, versions, []))
 
 
-def _refuse_second_backward(state: ShardedModel) -> None:
-    """Raise :class:`OrderError` in a second backward of an output through a module of TransformerEngine."""
-    if not _te_modules.is_graph_consumed(_torch_autograd.current_node()):
-        return
-    name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
-    raise OrderError(
-        f"{name or type(state.model).__name__}: second backward through one forward",
-        expected="one backward for each forward through modules of TransformerEngine",
-        got="another one, as by retain_graph=True or torch.autograd.functional.jacobian",
-        why="TransformerEngine frees in the first one what its forward has saved",
-        fix="add the losses and call backward() once, or run the forward again",
-    )
-
-
 def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained parameter with its unsharded parameter, or with ``None`` if the unit is not unsharded."""
     own: Any = state.components.by_class[UnreducedGradients]
@@ -78,8 +64,15 @@ def _check_start(
     state = of()
     if state is None:
         return
-    if earlier:
-        _refuse_second_backward(state)
+    if earlier and _te_modules.is_graph_consumed(_torch_autograd.current_node()):
+        name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
+        raise OrderError(
+            f"{name or type(state.model).__name__}: second backward through one forward",
+            expected="one backward for each forward through modules of TransformerEngine",
+            got="another one, as by retain_graph=True or torch.autograd.functional.jacobian",
+            why="TransformerEngine frees in the first one what its forward has saved",
+            fix="add the losses and call backward() once, or run the forward again",
+        )
     earlier.append(_torch.backward_id())
     own: Any = state.components.by_class[UnreducedGradients]
     if own.checked == _torch.backward_id():

@@ -97,10 +97,8 @@ def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
 
 
 def refuse_function_transforms(state: ShardedModel) -> None:
-    """Raise in a forward under a transform that custom autograd functions do not support. Local operation.
-
-    ``torch.func`` transforms torch's own layers, also sharded ones.
-    """
+    """Raise in a forward under a transform that custom autograd functions do not support. Local operation."""
+    # ``torch.func`` transforms torch's own layers, also sharded ones.
     transform = _torch_autograd.function_transform()
     if not transform:
         return

@@ -60,7 +60,13 @@ def watch_head_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) 
 def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGradientCheck:
     """Register the hooks of a check on a model's outermost TE modules, if a head is among them."""
     check, outermost = _HeadGradientCheck(tp, every), dict(_outermost_te_modules(model))
-    heads = {name for name, module in outermost.items() if _is_column_parallel(module)}
+    heads = {
+        name
+        for name, module in outermost.items()
+        if binding_of(module) is not None
+        and _te.kind_of(module) in ("Linear", "LayerNormLinear")
+        and getattr(module, "parallel_mode", None) == "column"
+    }
     if heads and not is_simulated():
         for name, module in outermost.items():
             check.handles.append(module.register_forward_hook(check.hook(name, name in heads)))
@@ -74,15 +80,6 @@ def _outermost_te_modules(module: nn.Module, name: str = "") -> Iterator[tuple[s
         return
     for child, inner in module.named_children():
         yield from _outermost_te_modules(inner, f"{name}.{child}".lstrip("."))
-
-
-def _is_column_parallel(module: nn.Module) -> bool:
-    kinds = ("Linear", "LayerNormLinear")
-    return (
-        binding_of(module) is not None
-        and _te.kind_of(module) in kinds
-        and getattr(module, "parallel_mode", None) == "column"
-    )
 
 
 class _HeadGradientCheck:

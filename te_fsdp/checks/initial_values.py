@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 
 def compare_random_states(mesh: DeviceMesh, label: str, device: torch.device) -> None:
-    """Check that all ranks of ``mesh`` have the same random state on ``device``; raise InitError otherwise.
-
-    Collective over ``mesh`` (one max all-reduce of two integers per axis). All ranks raise.
-    """
+    """Raise InitError on all ranks of ``mesh`` unless they have the same random state on ``device``. Collective."""
     # Weights on a device are drawn from the generator of that device.
     on_cpu = device.type == "cpu"
     state = torch.get_rng_state() if on_cpu else torch.get_device_module(device.type).get_rng_state(device)
+    # One max all-reduce of two integers per axis.
     with collective_call(f"reset_parameters ({label})", mesh):
         same = are_equal([digest(state.cpu().numpy().tobytes())], mesh, device=device)
     if not same:
@@ -45,11 +43,8 @@ def compare_random_states(mesh: DeviceMesh, label: str, device: torch.device) ->
 def compare_shards(
     planned: Collection[ModulePlan], tp_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
 ) -> None:
-    """Raise InitError if shards are equal on ranks where they must differ.
-
-    Collective over both meshes if a parameter is on the device.
-    """
-    if has_device_parameters(planned):
+    """Raise InitError if shards are equal on ranks where they must differ. Collective over both meshes."""
+    if has_device_parameters(planned):  # parameters on meta have no values to compare
         with raised_on_all_ranks(ep_mesh, "set_device_mesh"), raised_on_all_ranks(tp_mesh, "set_device_mesh"):
             refuse_equal_shards(find_equal_shards(planned, tp_mesh, ep_mesh))
 

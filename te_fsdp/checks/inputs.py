@@ -104,7 +104,11 @@ def watch_inputs(
     ``None``: nothing is compared over that axis. Local operation. A forward with inputs of new shapes becomes
     collective over the meshes, as the forward itself is.
     """
-    stop_watching(model)
+    for module in model.modules():
+        if module.__dict__.get(KEY) is not None:
+            module.__dict__[KEY] = None
+        if (looks := module.__dict__.pop(_LOOKS, None)) is not None:
+            looks.hook.remove()
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     if (tp_mesh is None and cp_mesh is None) or is_simulated():
         return
@@ -122,21 +126,13 @@ def watch_bound_inputs(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
         watch_inputs(model, tp_mesh)
 
 
-def stop_watching(model: nn.Module) -> None:
-    """Remove the checks of inputs of a model and of all modules in it. Local operation."""
-    for module in model.modules():
-        if module.__dict__.get(KEY) is not None:
-            module.__dict__[KEY] = None
-        if (looks := module.__dict__.pop(_LOOKS, None)) is not None:
-            looks.hook.remove()
-
-
 def watch_for_copies(state: ShardedModel) -> None:
     """Log a warning if the first training batch is the same on all ranks of ``dp_shard``: data are not sharded.
 
-    Not an error, because one batch for all is a common way to try a model. Local operation. The first forward in
-    training becomes collective over ``dp_shard``, as it is anyway: one max all-reduce of two integers.
+    Local operation. The first forward in training becomes collective over ``dp_shard``, as it is anyway: one
+    max all-reduce of two integers.
     """
+    # Not an error, because one batch for all is a common way to try a model.
     meshes, model = state.meshes, state.model
     shards = meshes.device_mesh["dp_shard"]
     if (
@@ -276,10 +272,8 @@ def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first.
-
-    The module all-gathers over tp anyway, so all its ranks arrive.
-    """
+    """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first."""
+    # The module all-gathers over tp anyway, so all its ranks arrive.
     looks, binding = module.__dict__.get(_LOOKS), binding_of(module)
     given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
     if looks is None or binding is None or binding.tp_mesh is None or given is None:
@@ -357,10 +351,8 @@ def _tensors(value: Any, path: Path) -> Iterator[tuple[Path, torch.Tensor]]:
 
 
 def _names(call: Any, paths: list[Path]) -> list[str]:
-    """Return names of a call's inputs for messages, from its signature: ``tokens``, ``batch['mask']``.
-
-    Different paths have different names.
-    """
+    """Return names of a call's inputs for messages, from its signature: ``tokens``, ``batch['mask']``."""
+    # Different paths have different names.
     inner, known, names = inspect.unwrap(call), [], []
     # For a wrapped method ``inspect`` would omit more than ``self``.
     with contextlib.suppress(TypeError, ValueError):
@@ -373,10 +365,8 @@ def _names(call: Any, paths: list[Path]) -> list[str]:
 
 
 def _dropout_rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """Yield the modules whose dropout affects values that tp replicates, each with the name of its rate.
-
-    Attention's own masks belong to each rank's heads.
-    """
+    """Yield the modules whose dropout affects values that tp replicates, each with the name of its rate."""
+    # Attention's own masks belong to each rank's heads.
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
     for module in model.modules():
         if isinstance(module, kinds):
@@ -444,9 +434,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) -> list[str]:
     """Return the texts of tensors that differ from the first rank's by more than rounding, on any rank.
 
-    Inputs that each rank computes, for example with an encoder before the model, may differ in the last bits.
     Collective over ``mesh``: a broadcast of each tensor, and a gather.
     """
+    # Inputs that each rank computes, for example with an encoder before the model, may differ in the last
+    # bits.
     if not tensors:
         return []
     mine = []

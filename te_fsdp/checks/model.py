@@ -23,8 +23,14 @@ from te_fsdp.checks.initial_values import find_equal_shards, has_device_paramete
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised, checksum
-from te_fsdp.records import get_record, iter_param_owners
-from te_fsdp.sharded_model import is_assigned, record_unsharded_params, refuse_assigned, refuse_hooks
+from te_fsdp.records import iter_param_owners
+from te_fsdp.sharded_model import (
+    is_assigned,
+    record_unsharded_params,
+    refuse_assigned,
+    refuse_hooks,
+    sharded_model_of,
+)
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
@@ -52,10 +58,11 @@ if TYPE_CHECKING:
 def compare_models(plan: ModelPlan) -> None:
     """Raise on all ranks unless all have built the same model: names, tp-local shapes, dtypes, devices.
 
-    Ranks with different models, or with different units, would wait for each other in collectives that never match.
-    Expert modules are compared over the ranks that hold the same experts. Collective over the world: three max
-    all-reduces of a few integers per axis.
+    Expert modules are compared over the ranks that hold the same experts. Collective over the world: three
+    max all-reduces of a few integers per axis.
     """
+    # Ranks with different models, or with different units, would wait for each other in collectives that
+    # never match.
     model, meshes, settings = plan.model, plan.meshes, plan.settings()
     described: dict[bool, list[tuple[object, ...]]] = {False: [], True: []}
     for label, module, name, p in iter_param_owners(model):
@@ -174,18 +181,14 @@ def watch_model(state: ShardedModel) -> None:
         )
     for name, unit in {"": model, **state.modules}.items():
         label = name or type(model).__name__.removeprefix("FSDP")
-        _refuse_copies(unit, label)
+        # ``copy.deepcopy`` and pickle look these methods up on the object itself.
+        unit.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, label, "deepcopy")
+        unit.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, label, "pickle")
         before_graphed_callables(unit, functools.partial(_refuse_graphs, label))
     for name, unit in state.modules.items():
         for group in fsdp_parameter_groups(unit):
             _fsdp2_patches.before_backward(group, functools.partial(refuse_second_derivatives, name))
     before_reparametrization(_refuse_reparametrization)
-
-
-def _refuse_copies(module: nn.Module, label: str) -> None:
-    """Raise in ``copy.deepcopy`` and pickles of a module. Both look these methods up on the object itself."""
-    module.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, label, "deepcopy")
-    module.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, label, "pickle")
 
 
 def _refuse_copy(label: str, how: str, *_: Any) -> Any:
@@ -235,8 +238,7 @@ def refuse_removed_parameters(state: ShardedModel) -> None:
 
 def _refuse_reparametrization(tensor: torch.Tensor) -> None:
     """Raise if torch is about to compute a sharded parameter from others. Local operation."""
-    record = get_record(tensor)
-    state = record.state() if record is not None and record.state is not None else None
+    state = sharded_model_of(tensor)
     if state is not None and refuse_removed_parameters in state.checks.forward:
         raise _removed([state.names().get(id(tensor), "a parameter")])
 

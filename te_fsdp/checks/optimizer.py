@@ -35,11 +35,13 @@ from te_fsdp.initialize import checksum
 from te_fsdp.lifecycle import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, check_optimizer_of_quantized, quantized_among
 from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
-from te_fsdp.sharded_model import shard_of
+from te_fsdp.sharded_model import shard_of, sharded_model_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_optim import after_failed_load
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
@@ -88,7 +90,10 @@ def refuse_replaced(step: Step) -> None:
         unmarked.pop(key, None)
         if key in marked:
             get_or_create_record(marked.pop(key)).replaced_by = None
-    marked |= _copies_of_sharded(unmarked)
+    # Copies of a sharded model's parameters were pickled, or are of the kind of one of its parameters.
+    kinds = _sharded_kinds() if unmarked else {}
+    if all(KEY in parameter.__dict__ or _kind(parameter) in kinds for parameter in unmarked.values()):
+        marked |= unmarked
     if not marked:
         if is_copy:
             _valid_copies().add(step.optimizer)
@@ -111,12 +116,6 @@ def refuse_replaced(step: Step) -> None:
     )
 
 
-def _copies_of_sharded(unmarked: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Return all given parameters if each is a copy of a sharded model's: pickled, or of the kind of one of these."""
-    ours = _sharded_kinds() if unmarked else {}
-    return unmarked if all(KEY in p.__dict__ or _kind(p) in ours for p in unmarked.values()) else {}
-
-
 def _kind(parameter: torch.Tensor) -> tuple[Any, ...]:
     return isinstance(parameter, DTensor), tuple(parameter.shape), parameter.dtype
 
@@ -126,8 +125,7 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
     states: dict[int, Any] = {}
     for module in modules_of_process():
         for parameter in module.__dict__.get("_parameters", {}).values():
-            record = None if parameter is None else get_record(parameter)
-            state = record.state() if record is not None and record.state is not None else None
+            state = None if parameter is None else sharded_model_of(parameter)
             if state is not None:
                 states[id(state)] = state
     found: dict[tuple[Any, ...], str] = {}
@@ -250,9 +248,10 @@ def _format_option(value: Any) -> str:
 def _refuse_unmanaged_parameters(state: ShardedModel, step: Step) -> None:
     """Raise for plain parameters of no sharded model if their gradients differ over data parallel.
 
-    te_fsdp does not average these. Those of other wrappers (DistributedDataParallel), and those that the user averages,
-    are equal by now. Collective over data parallel if the optimizer contains such parameters.
+    Collective over data parallel if the optimizer contains such parameters.
     """
+    # te_fsdp does not average these. Those of other wrappers (DistributedDataParallel), and those that the
+    # user averages, are equal by now.
     mesh = state.meshes.fsdp
     others = [
         p
@@ -275,7 +274,7 @@ def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> 
     """Raise for a loaded state that TE's ``FusedAdam`` does not have. Local operation."""
     raise _another_class(
         f"{type(optimizer).__name__}.load_state_dict: {name} of {label_of(parameter)}",
-        ", ".join(optimizer.name_to_dtype_map),
+        optimizer.name_to_dtype_map,
         "a state of another class, such as torch.optim.AdamW",
     )
 
@@ -288,13 +287,11 @@ def explain_failed_loads(state: ShardedModel) -> None:
 def _refuse_failed_load(optimizer: Optimizer) -> None:
     needed = _states_of(optimizer)
     for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
-        record = get_record(parameter)
-        state = record.state() if record is not None and record.state is not None else None
-        held = optimizer.state.get(parameter)
+        state, held = sharded_model_of(parameter), optimizer.state.get(parameter)
         if state is not None and explain_failed_loads in state.checks.sharded and held:
             raise _another_class(
                 f"{type(optimizer).__name__}.load_state_dict: states of {state.names().get(id(parameter))}",
-                ", ".join(needed),
+                needed,
                 f"{', '.join(sorted(held))}, as of an optimizer of another class",
             )
 
@@ -311,15 +308,15 @@ def _refuse_states_of_another_class(step: Step, parameters: list[torch.Tensor]) 
         if held and not held.issuperset(needed):
             raise _another_class(
                 f"{step.where}: states of {step.names[id(parameter)]}",
-                ", ".join(needed),
+                needed,
                 f"{', '.join(sorted(held))}, as of an optimizer of another class",
             )
 
 
-def _another_class(what: str, expected: str, got: str) -> CheckpointError:
+def _another_class(what: str, needed: Iterable[str], got: str) -> CheckpointError:
     return CheckpointError(
         what,
-        expected=f"the states of this class: {expected}",
+        expected=f"the states of this class: {', '.join(needed)}",
         got=got,
         fix="load the state into an optimizer of the class that saved it, or begin with new state",
     )
@@ -328,6 +325,7 @@ def _another_class(what: str, expected: str, got: str) -> CheckpointError:
 def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> None:
     """Raise for state that another rank has pickled, and for main weights that the optimizer does not update."""
     follows = hasattr(step.optimizer, KEEPS_MAIN_WEIGHTS) or _te.is_fused_adam(step.optimizer)
+    of_torch = type(step.optimizer).__module__.startswith("torch.optim.")
     for parameter in parameters:
         held = step.optimizer.state.get(parameter, {})
         for name, value in held.items():
@@ -339,16 +337,16 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
                     why="torch.save writes the shard of the rank that calls it",
                     fix="use te_fsdp.checkpoint.save and load, on all ranks",
                 )
-            shape = getattr(value, "shape", ())
-            if (
-                isinstance(parameter, DTensor)
-                and not isinstance(value, DTensor)
-                and _is_unsharded(shape, parameter, step.optimizer)
-            ):
+            shape = tuple(getattr(value, "shape", ()))
+            if not isinstance(parameter, DTensor) or isinstance(value, DTensor) or not shape:
+                continue
+            # Other optimizers may store plain shards. On one rank these have the shape of the unsharded parameter.
+            is_shard = not of_torch and shape == tuple(_torch.local_of(parameter).shape)
+            if shape == tuple(parameter.shape) and not is_shard:
                 raise CheckpointError(
                     f"{step.where}: {name} of {step.names[id(parameter)]}",
                     expected="this rank's shard, a DTensor",
-                    got=f"a tensor of the unsharded parameter's shape {tuple(shape)}, as in a full state dict",
+                    got=f"a tensor of the unsharded parameter's shape {shape}, as in a full state dict",
                     why="optimizer.load_state_dict does not shard the state",
                     fix="use te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict."
                     "set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True)) "
@@ -362,13 +360,3 @@ def _refuse_state_of_other_ranks(step: Step, parameters: list[torch.Tensor]) -> 
                 why="It would update the low-precision weight, and not the main weight",
                 fix="call step() of the optimizer that was passed to te_fsdp.main_weights",
             )
-
-
-def _is_unsharded(shape: Any, parameter: DTensor, optimizer: Optimizer) -> bool:
-    """Return whether a plain state tensor is that of the unsharded parameter.
-
-    Other optimizers may store plain shards. These have the shape of the unsharded parameter on one rank.
-    """
-    of_torch = type(optimizer).__module__.startswith("torch.optim.")
-    is_shard = tuple(shape) == tuple(_torch.local_of(parameter).shape) and not of_torch
-    return bool(shape) and tuple(shape) == tuple(parameter.shape) and not is_shard

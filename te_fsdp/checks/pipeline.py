@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp.errors import OrderError
 from te_fsdp.upstream import fsdp2_state as _fsdp2, te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.torch_autograd import graph_nodes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,35 +18,25 @@ if TYPE_CHECKING:
 
 
 def refuse_split_backward(state: ShardedModel) -> None:
-    """Refuse, at the first backward of a pipeline's stage, a schedule that splits backward. Local operation.
-
-    Zero-bubble schedules compute gradients of a stage's inputs first, and those of its weights in a second backward
-    through the same graph. Modules of TransformerEngine compute both at once and free the saved tensors.
-    """
+    """Refuse, at the first backward of a pipeline's stage, a schedule that splits backward. Local operation."""
+    # Zero-bubble schedules compute gradients of a stage's inputs first, and those of its weights in a second
+    # backward through the same graph. Modules of TransformerEngine compute both at once and free the saved
+    # tensors.
     if state.meshes.pp is None or not any(_te.kind_of(module) for module in state.model.modules()):
         return
     handles: list[Any] = []
 
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _torch.flatten(output)[0]:
-            leaf = _parameter_leaf(tensor.grad_fn) if isinstance(tensor, torch.Tensor) else None
+            nodes = graph_nodes(tensor.grad_fn) if isinstance(tensor, torch.Tensor) else ()
+            # The nearest parameter is enough: a split backward leaves out all of them.
+            leaf = next(
+                (n for n in nodes if isinstance(getattr(n, "variable", None), torch.nn.Parameter)), None
+            )
             if leaf is not None:
                 tensor.register_hook(functools.partial(_refuse_split, handles, leaf))
 
     handles.append(state.model.register_forward_hook(_torch.disable_compile(watch)))
-
-
-def _parameter_leaf(node: Any) -> Any:
-    """Return the node of a graph that is nearest to its end and takes a parameter's gradient, or ``None``."""
-    waiting, seen = deque([node]), {node}
-    while waiting:
-        node = waiting.popleft()
-        if isinstance(getattr(node, "variable", None), torch.nn.Parameter):
-            return node
-        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
-        waiting.extend(more)
-        seen |= more
-    return None
 
 
 def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None:

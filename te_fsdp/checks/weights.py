@@ -72,9 +72,10 @@ def compare_copies(state: ShardedModel, where: str) -> None:
 def refuse_equal_parts(state: ShardedModel, where: str) -> None:
     """Raise on all ranks if all ranks of an axis have the same shard of a parameter, and its values vary.
 
-    ``parameter.to_local().normal_()`` with equal seeds does that. Experts, which may start as copies of one, are left
-    out. Collective over every axis that shards a parameter: two integers for each.
+    Collective over every axis that shards a parameter: two integers for each.
     """
+    # ``parameter.to_local().normal_()`` with equal seeds does that. Experts, which may start as copies of
+    # one, are left out.
     with raised_on_all_ranks(state.meshes.device_mesh, where):
         refuse_equal_shards(_equal_shards(state))
 
@@ -130,10 +131,10 @@ def refuse_closure(step: Step) -> None:
 def check_closure(step: Step, loss: Any) -> None:
     """Check the gradients that a closure has left, and the loss that steers ``LBFGS``.
 
-    ``LBFGS`` decides by the loss when to stop, and how far a line search goes. Ranks with different losses would take
-    different decisions, and wait for each other. Collective over the mesh for ``LBFGS``: one max all-reduce of two
-    integers.
+    Collective over the mesh for ``LBFGS``: one max all-reduce of two integers.
     """
+    # ``LBFGS`` decides by the loss when to stop, and how far a line search goes. Ranks with different losses
+    # would take different decisions, and wait for each other.
     for state, parameters in step.models:
         require_reduced(state, f"{step.where}(closure)", parameters)
     mesh = step.models[0][0].meshes.device_mesh

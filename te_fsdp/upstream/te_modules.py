@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.torch_autograd import graph_nodes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,15 +121,7 @@ def amax_reduced_over(group: Any) -> Iterator[None]:
 def is_graph_consumed(node: Any) -> bool:
     """Return whether a backward has run through a function of TE in the graph of a node."""
     # TE then frees what it has saved (``ctx.tensor_objects``).
-    waiting, seen = [node], {node}
-    while waiting:
-        node = waiting.pop()
-        if getattr(node, "tensor_objects", node) is None:
-            return True
-        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
-        waiting += more
-        seen |= more
-    return False
+    return any(getattr(inner, "tensor_objects", inner) is None for inner in graph_nodes(node))
 
 
 def rename_parameters(module: nn.Module, names: dict[str, str]) -> None:

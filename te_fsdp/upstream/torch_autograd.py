@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -59,6 +60,17 @@ def function_transform() -> str:
     if torch._C._functorch.maybe_current_level() is not None:
         return "torch.func"
     return "torch.autograd.forward_ad" if torch.autograd.forward_ad._current_level >= 0 else ""
+
+
+def graph_nodes(node: Any) -> Iterator[Any]:
+    """Yield a node of an autograd graph and all nodes that its backward reaches, the nearest ones first."""
+    waiting, seen = deque([node]), {node}
+    while waiting:
+        node = waiting.popleft()
+        yield node
+        more = {inner for inner, _ in getattr(node, "next_functions", ()) if inner is not None} - seen
+        waiting.extend(more)
+        seen |= more
 
 
 #: Node of the graph for whose output a hook runs (``torch._C._current_autograd_node``).
