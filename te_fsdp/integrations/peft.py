@@ -22,6 +22,7 @@ adapter of a ``LayerNormLinear``. It fails if a layer returns its bias, as in ``
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -139,11 +140,6 @@ class _Zeros(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
-def _uniform(weight: torch.Tensor) -> None:
-    """Initialize as ``nn.Linear`` does. LoRA initializes A the same way."""
-    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-
-
 def _base_property(name: str) -> property:
     """Return a property that forwards an attribute to the base layer."""
 
@@ -199,7 +195,8 @@ class LoraLinear(nn.Module, _LoraLayer):
             cut |= {"tp_group": base.tp_group, "tp_size": base.tp_size}
             linear: Any = _te.module_class("Linear")
             # TE divides the given size by tp, so pass the global one.
-            a = a or linear(base.in_features * base.tp_size, r, init_method=_uniform, **cut)
+            uniform = functools.partial(nn.init.kaiming_uniform_, a=math.sqrt(5))  # as nn.Linear and LoRA do
+            a = a or linear(base.in_features * base.tp_size, r, init_method=uniform, **cut)
             b = b or linear(r, base.out_features * base.tp_size, init_method=nn.init.zeros_, **cut)
         self.lora_A[adapter_name], self.lora_B[adapter_name] = a, b
         self.r[adapter_name], self.lora_alpha[adapter_name] = r, lora_alpha

@@ -115,10 +115,8 @@ def _wrap_model_state(stock: Any) -> Any:
 
 
 def _in_own_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation.
-
-    torch would keep the model's own values for names that it does not find.
-    """
+    """Return a state dict of unsharded tensors whose experts are in the form of the model. Local operation."""
+    # torch would keep the model's own values for names that it does not find.
     found = dict(state_dict)
     for path, module in model.named_modules():
         prefix = f"{_torch.without_wrappers(path)}." if path else ""
@@ -261,11 +259,15 @@ class _Fit:
                 if mark.index is not None:
                     shape = (mark.total, *value.shape)
                     target = found.setdefault(keys[0], ExpertTarget(shape, value))
-                    target.pieces[(mark.index, *at)] = _unsqueeze(piece)
+                    target.pieces[(mark.index, *at)] = (
+                        piece.stacked() if isinstance(piece, QuantizedSlice) else piece.unsqueeze(0)
+                    )
                     continue
                 for index in range(piece.shape[0]):
                     target = found.setdefault(keys[at[0] + index], ExpertTarget(value.shape[1:], value))
-                    target.pieces[at[1:]] = _select(piece, index)
+                    target.pieces[at[1:]] = (
+                        piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]
+                    )
             for one in keys if mark.index is None else ():
                 found.setdefault(one, ExpertTarget(value.shape[1:], value))
         for key, keys in self.others.items():
@@ -323,11 +325,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tenso
     for chunk in entry.__create_chunk_list__():
         if 0 not in chunk.sizes:
             yield tuple(chunk.offsets), entry.__get_tensor_shard__(MetadataIndex("", chunk.offsets))
-
-
-def _unsqueeze(piece: torch.Tensor) -> torch.Tensor:
-    return piece.stacked() if isinstance(piece, QuantizedSlice) else piece.unsqueeze(0)
-
-
-def _select(piece: torch.Tensor, index: int) -> torch.Tensor:
-    return piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]

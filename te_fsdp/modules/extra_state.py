@@ -66,10 +66,10 @@ def describe_load_condition(marks: tuple[int, ...]) -> str:
 def pack(marks: tuple[int, ...], state: dict[str, Any] | None) -> torch.Tensor:
     """Return a module's entry: uint8 on the CPU, shape ``(n, *marks)``. Local operation.
 
-    States of equal shapes under equal recipes have equal lengths. ``marks`` is empty, or the tp size of stacked rows,
-    or the tp size and the number of FSDP shards of quantized weights. ``state`` contains ``recipe``, plain values, and
-    fp32 tensors by name.
+    ``marks`` is empty, or the tp size of stacked rows, or the tp size and the number of FSDP shards of
+    quantized weights. ``state`` contains ``recipe``, plain values, and fp32 tensors by name.
     """
+    # States of equal shapes under equal recipes have equal lengths.
     data = b"" if state is None and max(marks, default=1) == 1 else _text(marks)
     if state is not None:
         tensors = {k: v.detach().float().cpu().contiguous() for k, v in state.items() if k != "recipe"}
@@ -301,10 +301,14 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
     # Bytes without states are the pickle of a custom recipe. TE ignores it when it loads the entry.
     states = _te.delayed_states(module) if stock.numel() else None
     experts = _experts_of(module)
-    if states is None:
-        found = stock.new_empty(0).as_subclass(_Entry if experts is None else ExpertEntry)
-    else:
-        found = _pack_states(module, states, experts)
+    cls, found = _Entry if experts is None else ExpertEntry, stock.new_empty(0)
+    if states is not None:
+        # Its tensors, and the recipe needed to create the state again.
+        described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
+        for key, state in states.items():
+            described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
+        found = pack((), described) if experts is None else pack_experts(described, experts[0])
+    found = found.as_subclass(cls)
     if isinstance(found, ExpertEntry):
         found.experts = experts
     return found
@@ -317,18 +321,6 @@ def _experts_of(module: nn.Module) -> tuple[int, int, int] | None:
     binding, count = binding_of(module), int(module.num_gemms)  # type: ignore[arg-type]
     own = binding.experts if binding is not None else None
     return (0, count, count) if own is None else (own.first, own.count, own.total)
-
-
-def _pack_states(
-    module: nn.Module, states: dict[str, Any], experts: tuple[int, int, int] | None
-) -> torch.Tensor:
-    # Its tensors, and the recipe needed to create the state again.
-    described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
-    for key, state in states.items():
-        described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
-    if experts is None:
-        return pack((), described).as_subclass(_Entry)
-    return pack_experts(described, experts[0]).as_subclass(ExpertEntry)
 
 
 def decode_extra_state(module: nn.Module, state: Any) -> Any:

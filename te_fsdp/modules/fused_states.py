@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -40,16 +40,12 @@ def _wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict
     @functools.wraps(stock)
     def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = stock(self, *args, **kwargs)
-        for key, parameter in _numbered(self, found):
+        # The keys of a state dict number the parameters in the order of the groups.
+        keys = chain.from_iterable(group["params"] for group in found["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for key, parameter in zip(keys, parameters, strict=False):
             for value in found["state"].get(key, {}).values():
                 boxed_like(value, parameter)
         return found
 
     return state_dict
-
-
-def _numbered(optimizer: Any, found: dict[str, Any]) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Pair the keys of a state dict with the optimizer's parameters."""
-    keys = chain.from_iterable(group["params"] for group in found["param_groups"])
-    parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
-    return zip(keys, parameters, strict=False)

@@ -51,7 +51,11 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
     """
     names = dict(model.named_modules())
     grouped = [name for name, module in names.items() if _te.kind_of(module) == "GroupedLinear"]
-    owners = {name for name in grouped if any(map(_is_plain, names[name]._parameters.values()))}
+    owners = {
+        name
+        for name in grouped
+        if any(p is not None and not isinstance(p, DTensor) for p in names[name]._parameters.values())
+    }
     if selection is None:
         return owners
     chosen: set[str] = set()
@@ -69,10 +73,6 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
             )
         chosen.update(found)
     return chosen & owners
-
-
-def _is_plain(parameter: torch.Tensor | None) -> bool:
-    return parameter is not None and not isinstance(parameter, DTensor)
 
 
 def experts_over(modules: Mapping[str, Any], ep_mesh: DeviceMesh, where: str) -> dict[str, ExpertRange]:
@@ -172,10 +172,7 @@ def check_switch(options: dict[str, Any]) -> None:
 
 
 def check_single_recipe(module: Any, label: str) -> None:
-    """Raise PrecisionError if TE has no grouped kernels for the recipe of the current ``te.autocast``.
-
-    Local operation.
-    """
+    """Raise PrecisionError if TE has no grouped kernels for the recipe of the current ``te.autocast``. Local."""
     recipe = _te.active_recipe()
     if recipe is None or not single_names(module):
         return
@@ -281,20 +278,29 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
     def _on_replace(self, binding: ModuleBinding, name: str, old: torch.Tensor | None, value: Any) -> None:
         """Check the mesh of an expert's parameter as well, once per tensor."""
         if binding.experts is not None and expert_index(name) is not None and isinstance(value, DTensor):
-            _check_expert_shards(binding, name, value)
+            assert binding.ep.mesh is not None
+            meshes = value.device_mesh.mesh, binding.ep.mesh.mesh
+            both = set.intersection(*(set(mesh.flatten().tolist()) for mesh in meshes))
+            if len(both) > 1:  # FSDP2 got the dense mesh, or none
+                raise PlacementError(
+                    f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
+                    expected="ranks with the same experts",
+                    got="ranks along ep, which have different experts",
+                    why="Shards of different experts would be gathered as one weight",
+                    fix="use te_fsdp.fully_shard, or call torch's fully_shard on each expert module first, with mesh="
+                    "meshes.expert_fsdp_with_size_one",
+                )
         super()._on_replace(binding, name, old, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run TE's forward after checking that it has grouped kernels for the recipe.
-
-        Delayed scaling reduces the amax of experts over the ranks with the same experts.
-        """
+        """Run TE's forward after checking that it has grouped kernels for the recipe."""
+        # Delayed scaling reduces the amax of experts over the ranks with the same experts.
         binding = binding_of(self)
         if binding is not None:
             if binding.experts is not None:
                 if binding.fsdp.is_managed and not binding.ep.divided and torch.is_grad_enabled():
                     _check_divided(self, binding)
-                _amax_group(binding)
+                _set_amax_group(binding)
             check_recipe(self, binding)
             check_single_recipe(self, name_of(self))
         return super().forward(*args, **kwargs)
@@ -323,23 +329,8 @@ def _experts_of(module: GroupedModule) -> ExpertRange | None:
     return None if binding is None else binding.experts
 
 
-def _check_expert_shards(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
-    """Raise ``PlacementError`` if FSDP2 cuts an expert over ranks that hold others: given the dense mesh, or none."""
-    assert binding.ep.mesh is not None
-    both = set(parameter.device_mesh.mesh.flatten().tolist()) & set(binding.ep.mesh.mesh.flatten().tolist())
-    if len(both) > 1:
-        raise PlacementError(
-            f"{binding.label(name)}: fully_shard of an expert over ranks {sorted(both)}",
-            expected="ranks with the same experts",
-            got="ranks along ep, which have different experts",
-            why="Shards of different experts would be gathered as one weight",
-            fix="use te_fsdp.fully_shard, or call torch's fully_shard on each expert module first, with mesh="
-            "meshes.expert_fsdp_with_size_one",
-        )
-
-
-def _amax_group(binding: ModuleBinding) -> None:
-    """Return the group over which delayed scaling reduces in this forward: ranks with the same experts."""
+def _set_amax_group(binding: ModuleBinding) -> None:
+    """Set the group over which delayed scaling reduces in this forward: ranks with the same experts."""
     recipe = _te.active_recipe()
     if binding.amax.group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
         return
@@ -350,11 +341,9 @@ def _amax_group(binding: ModuleBinding) -> None:
 
 
 def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:
-    """Check that FSDP2 has a gradient divide factor; raise OrderError otherwise.
-
-    By default FSDP2 would divide by the number of ranks that share the expert. The loss of each rank is a mean
-    over its own tokens, but the gradient of an expert sums over the tokens of all ``ep`` ranks.
-    """
+    """Check that FSDP2 has a gradient divide factor; raise OrderError otherwise."""
+    # By default FSDP2 would divide by the number of ranks that share the expert. The loss of each rank is a
+    # mean over its own tokens, but the gradient of an expert sums over the tokens of all ``ep`` ranks.
     managed, factor = fsdp2_units.divide_factor(module)
     if managed and factor is None:
         assert binding.ep.mesh is not None

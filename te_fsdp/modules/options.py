@@ -17,10 +17,8 @@ HEADS = ("num_attention_heads", "num_gqa_groups")
 
 
 def check_tp_size(module: Any, kind: str, label: str, tp_size: int) -> None:
-    """Check that the module was built for this tp size; raise MeshError otherwise.
-
-    Unsharded linears may be replicated.
-    """
+    """Check that the module was built for this tp size; raise MeshError otherwise."""
+    # Unsharded linears may be replicated.
     built_for = int(module.tp_size)
     unsplit = kind in _LINEARS and module.parallel_mode is None
     if built_for == tp_size or (unsplit and built_for == 1):

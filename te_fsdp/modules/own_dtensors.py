@@ -56,7 +56,20 @@ def place_own(
     placements = placements or [Replicate()] * mesh.ndim
     tp_dim = _torch.shard_dim_of(found["tp"]) if "tp" in found else None
     own = OwnDTensor(mesh, tuple(placements), "ep" in found, tp_dim)
-    _check_local_shape(label, parameter, own)
+    # The rows of a local tensor have a known position only if torch.chunk would make it.
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    dims = enumerate(map(_torch.shard_dim_of, placements))
+    cuts = [(dim, mesh.size(axis), coordinate[axis]) for axis, dim in dims if dim is not None]
+    expected, _ = chunk_boxes(parameter.shape, cuts)
+    got = tuple(_torch.local_of(parameter).shape)
+    if got != expected:
+        raise PlacementError(
+            f"{label}: local shape of a DTensor parameter",
+            expected=f"{expected} of {tuple(parameter.shape)}, as torch.chunk shards it",
+            got=got,
+            why="The rows' positions in the unsharded tensor would be wrong",
+            fix="DTensor.from_local(..., shape=, stride=) with the unsharded shape, or distribute_tensor",
+        )
     return own
 
 
@@ -74,77 +87,41 @@ def _by_axis(label: str, parameter: DTensor, known: Mapping[str, DeviceMesh | No
             (n for n, m in known.items() if m is not None and m.mesh.flatten().tolist() == ranks), None
         )
         if name is None:
-            raise _on_other_axes(label, parameter)
+            raise OrderError(
+                f"{label}: a parameter that is a DTensor already, on mesh axes {mesh.mesh_dim_names}",
+                expected="a plain tensor, or a DTensor over ep, tp, or both",
+                got=f"DTensor with placements {tuple(parameter.placements)} on {mesh}",
+                why="FSDP2 shards over all other axes, and must be the first to do so",
+                fix="call set_device_mesh before torch's fully_shard, with ep_mesh= for parameters over ep. Distribute "
+                "the parameter over meshes.ep or meshes.tp alone, or register a plain tensor",
+            )
         found[name] = placement
     return found
-
-
-def _on_other_axes(label: str, parameter: DTensor) -> OrderError:
-    """Return the error for a parameter that the user or FSDP2 has distributed over other axes."""
-    return OrderError(
-        f"{label}: a parameter that is a DTensor already, on mesh axes {parameter.device_mesh.mesh_dim_names}",
-        expected="a plain tensor, or a DTensor over ep, tp, or both",
-        got=f"DTensor with placements {tuple(parameter.placements)} on {parameter.device_mesh}",
-        why="FSDP2 shards over all other axes, and must be the first to do so",
-        fix="call set_device_mesh before torch's fully_shard, with ep_mesh= for parameters over ep. Distribute the "
-        "parameter over meshes.ep or meshes.tp alone, or register a plain tensor",
-    )
 
 
 def _check_placements(
     label: str, parameter: DTensor, found: Mapping[str, Placement], tp_mesh: DeviceMesh | None
 ) -> None:
-    placements = tuple(parameter.placements)
+    placements, is_marked = tuple(parameter.placements), bool(getattr(parameter, "sequence_parallel", False))
     problem = why = fix = ""
     if not all(type(placement) in (Shard, Replicate) for placement in found.values()):
-        problem, why = (
-            "a parameter that is neither sharded nor replicated",
-            "Its shards have no defined position",
-        )
+        problem = "a parameter that is neither sharded nor replicated"
+        why = "Its shards have no defined position"
         fix = "Shard(dim) or Replicate() on each axis"
     elif "ep" in found and found["ep"].is_replicate():
-        problem, why = (
-            "a parameter that is replicated over ep",
-            "ep is part of data parallelism for such a parameter",
-        )
+        problem = "a parameter that is replicated over ep"
+        why = "ep is part of data parallelism for such a parameter"
         fix = "register a plain tensor, or a DTensor over meshes.tp alone: FSDP2 then shards it over ep too"
     elif list(found) == ["tp", "ep"] and found["tp"] == found["ep"]:
-        problem, why = (
-            "a dim that tp shards before ep",
-            "Parameters of experts are on (ep, tp), in this order",
-        )
+        problem = "a dim that tp shards before ep"
+        why = "Parameters of experts are on (ep, tp), in this order"
         fix = "distribute it over (ep, tp)"
-    elif tp_mesh is not None and _is_marked(parameter) and not found.get("tp", Replicate()).is_shard():
-        problem, why = (
-            "sequence_parallel=True on a DTensor",
-            "te_fsdp does not change this DTensor's gradient",
-        )
+    elif tp_mesh is not None and is_marked and not found.get("tp", Replicate()).is_shard():
+        problem = "sequence_parallel=True on a DTensor"
+        why = "te_fsdp does not change this DTensor's gradient"
         fix = "parameter.to_local(grad_placements=[Partial()]) in forward, without the mark"
     if problem:
         raise PlacementError(f"{label}: {problem}", got=f"placements {placements}", why=why, fix=fix)
-
-
-def _is_marked(parameter: DTensor) -> bool:
-    return bool(getattr(parameter, "sequence_parallel", False))
-
-
-def _check_local_shape(label: str, parameter: DTensor, own: OwnDTensor) -> None:
-    expected, _ = chunk_boxes(parameter.shape, _cuts(parameter, own))
-    got = tuple(_torch.local_of(parameter).shape)
-    if got != expected:
-        raise PlacementError(
-            f"{label}: local shape of a DTensor parameter",
-            expected=f"{expected} of {tuple(parameter.shape)}, as torch.chunk shards it",
-            got=got,
-            why="The rows' positions in the unsharded tensor would be wrong",
-            fix="DTensor.from_local(..., shape=, stride=) with the unsharded shape, or distribute_tensor",
-        )
-
-
-def _cuts(parameter: DTensor, own: OwnDTensor) -> list[tuple[int, int, int]]:
-    coordinate = own.mesh.get_coordinate() or [0] * own.mesh.ndim
-    dims = [_torch.shard_dim_of(placement) for placement in own.placements]
-    return [(dim, own.mesh.size(i), coordinate[i]) for i, dim in enumerate(dims) if dim is not None]
 
 
 def dim_to_shard(parameter: DTensor, own: OwnDTensor, ranks: int) -> int:

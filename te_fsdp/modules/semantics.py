@@ -145,17 +145,18 @@ class Semantics:
 
 
 def semantics_of(model: nn.Module) -> dict[str, Semantics]:
-    """Return the semantics of TE's and torch's modules, including subclasses, by FQN without wrappers.
-
-    Local operation.
-    """
+    """Return the semantics of TE's and torch's modules, with subclasses, by FQN without wrappers. Local operation."""
     found: dict[str, Semantics] = {}
     inside: str | None = None
     for prefix, module in model.named_modules():
         if inside is not None and prefix.startswith(inside):
             continue
         known = _known_kind(type(module))
-        if _is_ordered(module) and _own_class(type(module)) is None:
+        # The names of modules in other containers are numbers, which show the order.
+        is_ordered = isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(
+            map(str.isdigit, module._modules)
+        )
+        if is_ordered and _own_class(type(module)) is None:
             kind = "Sequential" if isinstance(module, nn.Sequential) else "ModuleDict"
             found[_torch.without_wrappers(prefix)] = Semantics(kind, "torch", {})
         if known is None:
@@ -231,11 +232,6 @@ def _known_kind(cls: type) -> tuple[str, str, tuple[str, ...]] | None:
     return None
 
 
-def _is_ordered(module: nn.Module) -> bool:
-    """Return whether it is a container whose module names are not numbers that show the order."""
-    return isinstance(module, (nn.Sequential, nn.ModuleDict)) and not all(map(str.isdigit, module._modules))
-
-
 def _own_class(cls: type) -> type | None:
     """Return the first user-defined class in a module's method resolution order."""
     return next((base for base in cls.__mro__ if not base.__module__.startswith(_LIBRARIES)), None)
@@ -259,10 +255,8 @@ def _attention(module: Any, settings: dict[str, Any]) -> None:
 
 
 def _mask(settings: dict[str, Any], prefix: str = "", mask: str = "attn_mask_type") -> None:
-    """Set window and diagonal to those in effect.
-
-    TE infers them from the mask if they are missing or contradict it.
-    """
+    """Set window and diagonal to those in effect."""
+    # TE infers them from the mask if they are missing or contradict it.
     causal = "causal" in settings[mask]
     left, right = settings.get(f"{prefix}window_size") or (-1, -1)
     right = 0 if causal else -1 if (left, right) == (-1, 0) else right
