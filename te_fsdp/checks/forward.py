@@ -1,13 +1,13 @@
-"""Checks of a sharded model's forwards and backwards.
+"""Checks of a sharded model's forwards and backwards."""
 
-All ranks of a model must run the same computation: training or evaluation, recipe, trained parameters.
-
-    a new mode     ranks that all-gather weights or split layers together enter the same mode: not
-                   ``if rank == 0: model.eval(); model(x)``
-    in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
-                   same on all ranks, because reductions must match
-    in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
-"""
+# [Note: same computation] All ranks of a model must run the same computation: training or evaluation, recipe,
+# trained parameters.
+#
+#     a new mode     ranks that all-gather weights or split layers together enter the same mode: not
+#                    ``if rank == 0: model.eval(); model(x)``
+#     in training    the recipe of ``te.autocast``, the dtype of ``torch.autocast`` and the trained parameters are the
+#                    same on all ranks, because reductions must match
+#     in a unit      its recipe, if ``te.autocast`` is entered within the model's forward
 
 from __future__ import annotations
 

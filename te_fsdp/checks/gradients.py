@@ -1,11 +1,11 @@
-"""Checks of gradients: complete before a step, and right over tp in the first steps.
+"""Checks of gradients: complete before a step, and right over tp in the first steps."""
 
-Parameters that every tensor-parallel rank replicates have one gradient. With ``sequence_parallel = True`` each rank
-computes a part of it, and the parts are summed. A layer that sees a part of the tokens without the mark would learn
-from the tokens of the first rank only. A marked layer that sees all tokens would learn from ``tp`` times its gradient.
-So gradients are compared over ``tp``: replicated ones before a parameter's first two steps, partial ones in a first
-backward. Two, because layers that start at zero have some zero gradients at first. At level "full" every step compares.
-"""
+# [Note: gradients over tp] Parameters that every tensor-parallel rank replicates have one gradient. With
+# ``sequence_parallel = True`` each rank computes a part of it, and the parts are summed. A layer that sees a
+# part of the tokens without the mark would learn from the tokens of the first rank only. A marked layer that
+# sees all tokens would learn from ``tp`` times its gradient. So gradients are compared over ``tp``:
+# replicated ones before a parameter's first two steps, partial ones in a first backward. Two, because layers
+# that start at zero have some zero gradients at first. At level "full" every step compares.
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Check of the loss over a column-parallel head: it must not normalize over one rank's part of the outputs.
+"""Check of the loss over a column-parallel head: it must not normalize over one rank's part of the outputs."""
 
-Each rank of tp has the logits of its part of the classes. A plain ``cross_entropy`` of them is a softmax over these
-classes only: a different loss, without an error while all labels are small.
-
-[Note: gradients of a softmax] The gradient of a softmax sums to zero over the classes that it normalizes. So a plain
-loss gives every token, on every rank, a gradient of the rank's logits that sums to zero. A vocabulary-parallel loss
-gives that on no rank without the token's label: there all elements have one sign. The ratio of the sum to the sum of
-magnitudes separates the two cases, 0 from 1.
-"""
+# [Note: losses of a part of the logits] Each rank of tp has the logits of its part of the classes. A plain
+# ``cross_entropy`` of them is a softmax over these classes only: a different loss, without an error while all
+# labels are small.
+#
+# [Note: gradients of a softmax] The gradient of a softmax sums to zero over the classes that it normalizes.
+# So a plain loss gives every token, on every rank, a gradient of the rank's logits that sums to zero. A
+# vocabulary-parallel loss gives that on no rank without the token's label: there all elements have one sign.
+# The ratio of the sum to the sum of magnitudes separates the two cases, 0 from 1.
 
 from __future__ import annotations
 

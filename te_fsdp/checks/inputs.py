@@ -1,21 +1,22 @@
-"""Checks of a model's inputs: equal on the ranks of ``tp``, parts of the same sequences on those of ``cp``.
+"""Checks of a model's inputs: equal on the ranks of ``tp``, parts of the same sequences on those of ``cp``."""
 
-All ranks of ``tp`` compute one forward together. Ranks with different batches would train without an error, each on a
-mixture of activations that no model computes. So inputs in new shapes are compared over ``tp``: one checksum per
-tensor. A later forward with known shapes only reads its arguments. At level "full" every forward compares.
-
-    integers (token ids, positions, masks)   compared, unless parameters of the model's own modules are marked
-                                             ``sequence_parallel``: then each rank may have its part of the sequence
-    floating                                 compared, unless any module is sequence-parallel, or all start with a part
-                                             of the features: only row-parallel layers, or core attention
-    inputs of sequence-parallel modules      must differ: each rank has its part of the tokens. Compared at the first
-                                             call of each with tokens that differ from each other
-    DTensors, other wrappers, meta, sparse   not compared
-    random numbers of dropout                compared in the way of floating inputs, in training: dropout masks that
-                                             differ over tp are inputs that differ
-
-Ranks of ``cp`` compute parts of the same sequences: their inputs must have the same shapes and different values.
-"""
+# [Note: compared inputs] All ranks of ``tp`` compute one forward together. Ranks with different batches would
+# train without an error, each on a mixture of activations that no model computes. So inputs in new shapes are
+# compared over ``tp``: one checksum per tensor. A later forward with known shapes only reads its arguments.
+# At level "full" every forward compares.
+#
+#   integers (token ids, positions, masks)   compared, unless parameters of the model's own modules are marked
+#                                            ``sequence_parallel``: then each rank may have its part of the sequence
+#   floating                                 compared, unless any module is sequence-parallel, or all start with a part
+#                                            of the features: only row-parallel layers, or core attention
+#   inputs of sequence-parallel modules      must differ: each rank has its part of the tokens. Compared at the first
+#                                            call of each with tokens that differ from each other
+#   DTensors, other wrappers, meta, sparse   not compared
+#   random numbers of dropout                compared in the way of floating inputs, in training: dropout masks that
+#                                            differ over tp are inputs that differ
+#
+# Ranks of ``cp`` compute parts of the same sequences: their inputs must have the same shapes and different
+# values.
 
 from __future__ import annotations
 

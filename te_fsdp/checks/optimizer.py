@@ -1,18 +1,18 @@
-"""Checks of an optimizer: parameters that the model has now, the same on all ranks, state of this rank.
+"""Checks of an optimizer: parameters that the model has now, the same on all ranks, state of this rank."""
 
-**Replaced parameters.** Binding, sharding and materializing replace parameters. A step on the old ones would be lost:
-
-    optimizer built before    contains                       the model has, and gradients go to
-    set_device_mesh           plain parameters               DTensors on tp
-    fully_shard               plain ones, or DTensors on tp  FSDP2's shards
-    materialize               shards on meta                 shards on the device
-
-Each replacement marks the old object, which exists as long as something refers to it.
-
-**Copied optimizers.** An optimizer that was copied or pickled without its model contains copies. Copies of DTensors are
-marked, pickles leave an empty mark, copies of plain parameters none. Those are recognized by the optimizer, whose
-constructor did not run, and by a model that has parameters of the same kind.
-"""
+# [Note: replaced and copied parameters] **Replaced parameters.** Binding, sharding and materializing replace
+# parameters. A step on the old ones would be lost:
+#
+#     optimizer built before    contains                       the model has, and gradients go to
+#     set_device_mesh           plain parameters               DTensors on tp
+#     fully_shard               plain ones, or DTensors on tp  FSDP2's shards
+#     materialize               shards on meta                 shards on the device
+#
+# Each replacement marks the old object, which exists as long as something refers to it.
+#
+# **Copied optimizers.** An optimizer that was copied or pickled without its model contains copies. Copies of
+# DTensors are marked, pickles leave an empty mark, copies of plain parameters none. Those are recognized by
+# the optimizer, whose constructor did not run, and by a model that has parameters of the same kind.
 
 from __future__ import annotations
 

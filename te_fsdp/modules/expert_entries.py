@@ -1,10 +1,10 @@
-"""Load experts through plain DCP from either form of a ``GroupedLinear``: a tensor for each expert, or one for all.
+"""Load experts through plain DCP from either form of a ``GroupedLinear``: a tensor for each expert, or one for all."""
 
-The two forms have different names in state dicts, and DCP loads by name. A bound module therefore marks its entries
-with an :class:`ExpertMark`. If a checkpoint has only the different form, the load plan reads that form into views of
-the entries: 2-D views of the tensor of all experts, or 3-D views of each expert's tensor. Names alone decide nothing.
-An entry without a mark is loaded as torch loads it.
-"""
+# [Note: two forms of experts] The two forms have different names in state dicts, and DCP loads by name. A
+# bound module therefore marks its entries with an :class:`ExpertMark`. If a checkpoint has only the different
+# form, the load plan reads that form into views of the entries: 2-D views of the tensor of all experts, or
+# 3-D views of each expert's tensor. Names alone decide nothing. An entry without a mark is loaded as torch
+# loads it.
 
 from __future__ import annotations
 

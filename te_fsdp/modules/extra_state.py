@@ -1,20 +1,19 @@
-"""Entries ``_extra_state`` of bound modules in plain state dicts.
+"""Entries ``_extra_state`` of bound modules in plain state dicts."""
 
-TE's entry is a tensor. It is empty for stateless recipes and contains a pickle under delayed scaling.
-``torch.load`` with ``weights_only=True`` reads the pickle, but TE's modules only load it with
-``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. te_fsdp's entry is a tensor that every te_fsdp module loads. Until
-version 0.1 it was a dict, which is still supported.
-
-High-precision values can always be loaded into quantized weights. They are quantized once with the scale of the
-unsharded weight. Contents and shapes of entries:
-
-    state of the module             entry (uint8)             shape
-    none                            TE's own, empty           (0,)
-    rows stacked for tp=2           text                      (n, 2)
-    quantized, tp=2 and 4 shards    text                      (n, 2, 4)
-    delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
-    delayed scaling, experts        the same for each expert  (experts, n)
-"""
+# [Note: entries] TE's entry is a tensor. It is empty for stateless recipes and contains a pickle under
+# delayed scaling. ``torch.load`` with ``weights_only=True`` reads the pickle, but TE's modules only load it
+# with ``NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE=1``. te_fsdp's entry is a tensor that every te_fsdp module
+# loads. Until version 0.1 it was a dict, which is still supported.
+#
+# High-precision values can always be loaded into quantized weights. They are quantized once with the scale of
+# the unsharded weight. Contents and shapes of entries:
+#
+#     state of the module             entry (uint8)             shape
+#     none                            TE's own, empty           (0,)
+#     rows stacked for tp=2           text                      (n, 2)
+#     quantized, tp=2 and 4 shards    text                      (n, 2, 4)
+#     delayed scaling                 text, JSON, fp32 values   (n,), or one of the above
+#     delayed scaling, experts        the same for each expert  (experts, n)
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Optimizer states of TE's ``FusedAdam`` in the class of their parameters.
+"""Optimizer states of TE's ``FusedAdam`` in the class of their parameters."""
 
-``torch.optim`` creates states with ``zeros_like``, which keeps the class (:mod:`te_fsdp.boxed_dtensor`).
-``FusedAdam`` wraps local tensors with ``DTensor.from_local``, for its states and again for its state dicts.
-"""
+# [Note: states of FusedAdam] ``torch.optim`` creates states with ``zeros_like``, which keeps the class
+# (:mod:`te_fsdp.boxed_dtensor`). ``FusedAdam`` wraps local tensors with ``DTensor.from_local``, for its
+# states and again for its state dicts.
 
 from __future__ import annotations
 

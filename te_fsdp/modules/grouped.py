@@ -1,13 +1,13 @@
-"""Bound ``GroupedLinear``: global names of experts, and single parameters for all experts.
+"""Bound ``GroupedLinear``: global names of experts, and single parameters for all experts."""
 
-Experts have global names for callers and local names for TE. The single parameters are a 3-D weight (experts, out, in)
-and a 2-D bias (experts, out). TE stores them as a ``GroupedTensor``, which does not support sharding operations, and
-creates them again in ``reset_parameters``. A bound module stores the same memory as an ordinary tensor, which FSDP2,
-DCP and optimizers support. TE gets a ``GroupedTensor`` over the same memory when it reads its weights:
-
-    registered:     weight      plain (experts, out, in), or a DTensor of this shape
-    TE reads:       GroupedTensor over the unsharded local tensor, for one forward and its backward
-"""
+# [Note: experts in one parameter] Experts have global names for callers and local names for TE. The single
+# parameters are a 3-D weight (experts, out, in) and a 2-D bias (experts, out). TE stores them as a
+# ``GroupedTensor``, which does not support sharding operations, and creates them again in
+# ``reset_parameters``. A bound module stores the same memory as an ordinary tensor, which FSDP2, DCP and
+# optimizers support. TE gets a ``GroupedTensor`` over the same memory when it reads its weights:
+#
+#     registered:     weight      plain (experts, out, in), or a DTensor of this shape
+#     TE reads:       GroupedTensor over the unsharded local tensor, for one forward and its backward
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Parameters that the user registered as DTensors over ``ep``, ``tp``, or both, before ``set_device_mesh``.
+"""Parameters that the user registered as DTensors over ``ep``, ``tp``, or both, before ``set_device_mesh``."""
 
-Such a parameter stays a DTensor in forward, as with plain FSDP2: the user's code calls ``to_local()`` or DTensor
-operations. Its placements replace the table of :mod:`te_fsdp.layout`. FSDP2 shards it over the remaining axes:
-
-    parameter sharded over ``ep``     FSDP2 shards over ``expert_fsdp``, in a unit without dense parameters
-    any other                         FSDP2 shards over ``fsdp``, in the unit around it
-"""
+# [Note: user's DTensors] Such a parameter stays a DTensor in forward, as with plain FSDP2: the user's code
+# calls ``to_local()`` or DTensor operations. Its placements replace the table of :mod:`te_fsdp.layout`. FSDP2
+# shards it over the remaining axes:
+#
+#     parameter sharded over ``ep``     FSDP2 shards over ``expert_fsdp``, in a unit without dense parameters
+#     any other                         FSDP2 shards over ``fsdp``, in the unit around it
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
-"""Settings that determine what a model computes beyond its weights: epsilons, activations, heads, windows.
+"""Settings that determine what a model computes beyond its weights: epsilons, activations, heads, windows."""
 
-Two models whose tensors have the same names and shapes may still compute different functions. A checkpoint
-records the settings that distinguish them, under the names of the constructors' arguments. :data:`SETTINGS`
-defines the effect of a difference. Sources: TransformerEngine 2.18 to 2.20.2
-(``pytorch/{transformer,module,attention,ops}``) and ``torch.nn``. Settings that do not change the function of
-unsharded weights are not recorded. These are sizes (shapes show them), parallelism, dtypes, memory, speed,
-``layer_number`` (TE divides scores by it and multiplies them again), and additional return values.
-"""
+# [Note: settings] Two models whose tensors have the same names and shapes may still compute different
+# functions. A checkpoint records the settings that distinguish them, under the names of the constructors'
+# arguments. :data:`SETTINGS` defines the effect of a difference. Sources: TransformerEngine 2.18 to 2.20.2
+# (``pytorch/{transformer,module,attention,ops}``) and ``torch.nn``. Settings that do not change the function
+# of unsharded weights are not recorded. These are sizes (shapes show them), parallelism, dtypes, memory,
+# speed, ``layer_number`` (TE divides scores by it and multiplies them again), and additional return values.
 
 from __future__ import annotations
 

@@ -1,19 +1,19 @@
-"""Simulation of one step on one rank: peak memory, communication, duration.
+"""Simulation of one step on one rank: peak memory, communication, duration."""
 
-Memory: forward and backward are simulated module by module, in the order in which FSDP2 runs them.
-
-  tensor                              allocated at                      freed at
-  weights, optimizer state            always                            never
-  unsharded weights of a unit         start of its forward (backward)   its end; end of the last backward with
-                                                                        optim or optim_grads
-  all-gather buffer                   all-gather of the unit            in forward, end of the next unit's
-                                                                        all-gather; else end of its own
-  all-gather buffer of the next unit  start of a unit's backward        end of the prefetched all-gather
-  activations                         forward of a module               backward of the module
-  unreduced gradients                 backward of a module              end of the unit's backward
-  reduce-scatter buffer               end of a unit's backward          end of the next unit's backward
-  reduced gradients                   end of a unit's backward          optimizer step
-"""
+# [Note: simulated step] Memory: forward and backward are simulated module by module, in the order in which
+# FSDP2 runs them.
+#
+#   tensor                              allocated at                      freed at
+#   weights, optimizer state            always                            never
+#   unsharded weights of a unit         start of its forward (backward)   its end; end of the last backward with
+#                                                                         optim or optim_grads
+#   all-gather buffer                   all-gather of the unit            in forward, end of the next unit's
+#                                                                         all-gather; else end of its own
+#   all-gather buffer of the next unit  start of a unit's backward        end of the prefetched all-gather
+#   activations                         forward of a module               backward of the module
+#   unreduced gradients                 backward of a module              end of the unit's backward
+#   reduce-scatter buffer               end of a unit's backward          end of the next unit's backward
+#   reduced gradients                   end of a unit's backward          optimizer step
 
 from __future__ import annotations
 

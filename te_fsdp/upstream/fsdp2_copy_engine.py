@@ -1,23 +1,26 @@
-"""Copy engine all-gathers of FSDP2 units: each rank copies the other ranks' shards into its unsharded weights.
+"""Copy engine all-gathers of FSDP2 units: each rank copies the other ranks' shards into its unsharded weights."""
 
-This replaces an all-gather into a buffer and the copy out of it (``FSDPParamGroup.unshard``, ``wait_for_unshard``):
-
-    every rank   copies shards into shared memory unless they are stored there already     (on the all-gather
-    stream)
-    all ranks    barrier
-    every rank   copies each rank's part of each tensor into the memory that kernels read; one kernel copies all
-                 small parts
-    all ranks    barrier: no rank reads any more, so shards may be written again
-
-The weights of a forward's last units are still unsharded when their backward starts, unless an optimizer has stepped.
-
-FSDP2 keeps managing the memory of unsharded weights. It resizes storages before an all-gather and after the unit is
-released, and tensors saved by autograd refer to these storages. The memory belongs to the all-gather stream, so that
-an all-gather need not wait for concurrent computation. It is released once this stream waits for all readers. After a
-forward this is one unit later, because the next all-gather would otherwise wait for this unit's forward.
-
-Private names of FSDP2, checked with torch 2.11 to 2.15. ``upstream/fsdp2_patches.py`` installs the replacements.
-"""
+# [Note: all-gathers by copies] This replaces an all-gather into a buffer and the copy out of it
+# (``FSDPParamGroup.unshard``, ``wait_for_unshard``):
+#
+#     every rank   copies shards into shared memory unless they are stored there already     (on the all-gather
+#     stream)
+#     all ranks    barrier
+#     every rank   copies each rank's part of each tensor into the memory that kernels read; one kernel copies all
+#                  small parts
+#     all ranks    barrier: no rank reads any more, so shards may be written again
+#
+# The weights of a forward's last units are still unsharded when their backward starts, unless an optimizer
+# has stepped.
+#
+# FSDP2 keeps managing the memory of unsharded weights. It resizes storages before an all-gather and after the
+# unit is released, and tensors saved by autograd refer to these storages. The memory belongs to the
+# all-gather stream, so that an all-gather need not wait for concurrent computation. It is released once this
+# stream waits for all readers. After a forward this is one unit later, because the next all-gather would
+# otherwise wait for this unit's forward.
+#
+# Private names of FSDP2, checked with torch 2.11 to 2.15. ``upstream/fsdp2_patches.py`` installs the
+# replacements.
 
 from __future__ import annotations
 

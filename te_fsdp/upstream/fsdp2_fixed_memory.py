@@ -1,15 +1,16 @@
-"""Memory at fixed addresses for unsharded weights, which units of the same shapes use in turn.
+"""Memory at fixed addresses for unsharded weights, which units of the same shapes use in turn."""
 
-FSDP2 frees unsharded weights after each pass, and the allocator may return different memory for the next all-gather.
-A CUDA graph contains addresses, so units with graphs use memory that stays allocated:
-
-    unit            0    1    2    3    backward:    3    2    1    0
-    memory          a    b    a    b                 b    a    b    a
-
-One unit is all-gathered while the previous one computes, so that two places are enough, as many as FSDP2 allocates.
-
-Private names of FSDP2 (``FSDPParam.all_gather_outputs``), checked with torch 2.11 to 2.15.
-"""
+# [Note: fixed addresses] FSDP2 frees unsharded weights after each pass, and the allocator may return
+# different memory for the next all-gather. A CUDA graph contains addresses, so units with graphs use memory
+# that stays allocated:
+#
+#     unit            0    1    2    3    backward:    3    2    1    0
+#     memory          a    b    a    b                 b    a    b    a
+#
+# One unit is all-gathered while the previous one computes, so that two places are enough, as many as FSDP2
+# allocates.
+#
+# Private names of FSDP2 (``FSDPParam.all_gather_outputs``), checked with torch 2.11 to 2.15.
 
 from __future__ import annotations
 

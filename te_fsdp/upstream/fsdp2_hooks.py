@@ -1,14 +1,15 @@
-"""FSDP2's hooks of a unit, with less Python around the same code. Checked with torch 2.11 to 2.15.
+"""FSDP2's hooks of a unit, with less Python around the same code. Checked with torch 2.11 to 2.15."""
 
-Three things around a hook cost more than the hook itself. They are replaced on the unit's own objects:
-
-    ``torch.profiler.record_function``     created only while a profiler runs; otherwise a context manager in C
-    ``torch._dynamo.disable(hook)(...)``   created once per hook instead of once per call
-    ``_register_post_backward_hook``       one loop over flat arguments; nested arguments are left to FSDP2
-
-Private names: ``FSDPState._pre_forward``, ``_post_forward``, ``_pre_backward``; ``FSDPParamGroup.pre_forward``,
-``post_forward``, ``pre_backward``, ``post_backward``, ``_register_post_backward_hook``.
-"""
+# [Note: cost of hooks] Three things around a hook cost more than the hook itself. They are replaced on the
+# unit's own objects:
+#
+#     ``torch.profiler.record_function``     created only while a profiler runs; otherwise a context manager in C
+#     ``torch._dynamo.disable(hook)(...)``   created once per hook instead of once per call
+#     ``_register_post_backward_hook``       one loop over flat arguments; nested arguments are left to FSDP2
+#
+# Private names: ``FSDPState._pre_forward``, ``_post_forward``, ``_pre_backward``;
+# ``FSDPParamGroup.pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward``,
+# ``_register_post_backward_hook``.
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Hooks around the forward and backward of an FSDP2 unit, beyond FSDP2's public hooks; torch 2.11 to 2.15.
+"""Hooks around the forward and backward of an FSDP2 unit, beyond FSDP2's public hooks; torch 2.11 to 2.15."""
 
-FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It finds them with
-``torch.utils._pytree``. The first module that runs forward becomes the root of all modules in it.
-"""
+# [Note: hooks of outputs] FSDP2 all-gathers a unit for backward in hooks on the tensors of its output. It
+# finds them with ``torch.utils._pytree``. The first module that runs forward becomes the root of all modules
+# in it.
 
 from __future__ import annotations
 

@@ -1,14 +1,13 @@
-"""Fast paths of FSDP2's per-parameter work in the steady state: one loop per unit.
+"""Fast paths of FSDP2's per-parameter work in the steady state: one loop per unit."""
 
-FSDP2 calls ten functions for each parameter to install the unsharded parameter and to restore the shard.
-te_fsdp's modules check each assignment. In the steady state both are the same objects in every pass. One loop
-over the unit compares them with those of the previous pass, then assigns:
-
-    same shard, same unsharded parameter, no new attribute     module._parameters[name] = ...
-    otherwise                                                  setattr, as FSDP2 does
-
-Private names of FSDP2 (``FSDPParamGroup._to_unsharded``, ``_to_sharded``), checked with torch 2.11 to 2.15.
-"""
+# [Note: steady state] FSDP2 calls ten functions for each parameter to install the unsharded parameter and to
+# restore the shard. te_fsdp's modules check each assignment. In the steady state both are the same objects in
+# every pass. One loop over the unit compares them with those of the previous pass, then assigns:
+#
+#     same shard, same unsharded parameter, no new attribute     module._parameters[name] = ...
+#     otherwise                                                  setattr, as FSDP2 does
+#
+# Private names of FSDP2 (``FSDPParamGroup._to_unsharded``, ``_to_sharded``), checked with torch 2.11 to 2.15.
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""Private names of FSDP2's runtime state; torch 2.11 to 2.15.
+"""Private names of FSDP2's runtime state; torch 2.11 to 2.15."""
 
-FSDP2's public all-gather hooks determine the data of an all-gather, but not its time, and always use the same
-buffers. FSDP2 has no public function that returns whether a unit is unsharded or which gradients await their
-reduction. It can recover from an exception only from 2.13, and reduce outside of a backward only from 2.15. See
-also ``torch_dtensor.py``.
-"""
+# [Note: runtime state] FSDP2's public all-gather hooks determine the data of an all-gather, but not its time,
+# and always use the same buffers. FSDP2 has no public function that returns whether a unit is unsharded or
+# which gradients await their reduction. It can recover from an exception only from 2.13, and reduce outside
+# of a backward only from 2.15. See also ``torch_dtensor.py``.
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Gradients of parameters that a rank did not use in a backward, under FSDP2; torch 2.11 to 2.15.
+"""Gradients of parameters that a rank did not use in a backward, under FSDP2; torch 2.11 to 2.15."""
 
-FSDP2 reduces the gradients that exist. Ranks with different sets of gradients would run different collectives.
-So a parameter without a gradient participates with zeros. Flags that are reduced with the gradients record
-whether any rank used it.
-"""
+# [Note: unused parameters] FSDP2 reduces the gradients that exist. Ranks with different sets of gradients
+# would run different collectives. So a parameter without a gradient participates with zeros. Flags that are
+# reduced with the gradients record whether any rank used it.
 
 from __future__ import annotations
 

@@ -1,16 +1,15 @@
-"""Private names of torch for transports (docs/transport.md), checked with torch 2.11 to 2.15.
+"""Private names of torch for transports (docs/transport.md), checked with torch 2.11 to 2.15."""
 
-Copy engine all-gathers use memory of a GPU that its peers read: torch's symmetric memory
-(``torch.distributed._symmetric_memory``).
-
-``zero_copy_gradients``: FSDP2 copies all gradients of a unit into the input of one reduce-scatter, ordered by rank. A
-gradient sharded evenly along its first dim can be sent without a copy. Here each large gradient is a part of its own,
-and small ones are copied together. NCCL runs the reduce-scatters of all parts as one operation. The output is the
-same:
-
-    FSDP2   a0 b0 c0 a1 b1 c1    one reduce-scatter        rank r: ar br cr
-    here    a0 a1 | b0 c0 b1 c1  one for "a", for "b c"    rank r: ar br cr
-"""
+# [Note: peer memory and zero-copy gradients] Copy engine all-gathers use memory of a GPU that its peers read:
+# torch's symmetric memory (``torch.distributed._symmetric_memory``).
+#
+# ``zero_copy_gradients``: FSDP2 copies all gradients of a unit into the input of one reduce-scatter, ordered
+# by rank. A gradient sharded evenly along its first dim can be sent without a copy. Here each large gradient
+# is a part of its own, and small ones are copied together. NCCL runs the reduce-scatters of all parts as one
+# operation. The output is the same:
+#
+#     FSDP2   a0 b0 c0 a1 b1 c1    one reduce-scatter        rank r: ar br cr
+#     here    a0 a1 | b0 c0 b1 c1  one for "a", for "b c"    rank r: ar br cr
 
 from __future__ import annotations
 

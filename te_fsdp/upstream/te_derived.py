@@ -1,13 +1,11 @@
-"""Buffers that a quantized tensor derives from its other ones: transposes, padded scales, shared columnwise data.
+"""Buffers that a quantized tensor derives from its other ones: transposes, padded scales, shared columnwise data."""
 
-[Note: 2-D MXFP8]
-With ``MXFP8BlockScaling(enable_2d_quantization=True)`` (TE 2.19 and later) all values of a 32 x 32 block of a weight
-have one scale. TE does not transpose MXFP8 data, so the rowwise and the columnwise data are the same bytes. The
-columnwise scales repeat the scale of each block along its columns, as the rowwise scales do along its rows. te_fsdp
-stores and all-gathers the rowwise data only. After an all-gather the columnwise data is the same tensor, and its
-scales are copied from the rowwise ones. TE's hooks do not use this (2.20.2): they send both directions, or one in
-forward and the other in backward.
-"""
+# [Note: 2-D MXFP8] With ``MXFP8BlockScaling(enable_2d_quantization=True)`` (TE 2.19 and later) all values of
+# a 32 x 32 block of a weight have one scale. TE does not transpose MXFP8 data, so the rowwise and the
+# columnwise data are the same bytes. The columnwise scales repeat the scale of each block along its columns,
+# as the rowwise scales do along its rows. te_fsdp stores and all-gathers the rowwise data only. After an
+# all-gather the columnwise data is the same tensor, and its scales are copied from the rowwise ones. TE's
+# hooks do not use this (2.20.2): they send both directions, or one in forward and the other in backward.
 
 from __future__ import annotations
 

@@ -1,22 +1,23 @@
-"""Table of TE's quantized formats, and their pickles.
+"""Table of TE's quantized formats, and their pickles."""
 
-Class names, buffers, options, reconstructors and the entries of delayed scaling's ``_extra_state`` are TE's,
-checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can be read without it.
-
-    weight (M, K)   buffer                 one element covers (rows, columns)
-    float8          data                   1 x 1          scale: one per weight
-    mxfp8           rowwise data, scale    1 x 1, 1 x 32
-                    columnwise data, scale 1 x 1, 32 x 1  (quantized independently of rowwise data)
-    mxfp8-2d        the same, with one scale for each 32 x 32 block, so that both directions have equal data
-    float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
-    nvfp4           data, scale            1 x 2 (two values per byte), 1 x 16, and transposed; amax of the
-                                           unsharded weight
-
-Delayed and current scaling use one format, float8. Their data is the same, but the scale is computed differently.
-
-Pickles of delayed scaling's state are read with a table of names (:mod:`te_fsdp.unpickling`). Each name has a
-substitute.
-"""
+# [Note: formats] Class names, buffers, options, reconstructors and the entries of delayed scaling's
+# ``_extra_state`` are TE's, checked with TE 2.18 to 2.20.2. This file does not import TE, so checkpoints can
+# be read without it.
+#
+#     weight (M, K)   buffer                 one element covers (rows, columns)
+#     float8          data                   1 x 1          scale: one per weight
+#     mxfp8           rowwise data, scale    1 x 1, 1 x 32
+#                     columnwise data, scale 1 x 1, 32 x 1  (quantized independently of rowwise data)
+#     mxfp8-2d        the same, with one scale for each 32 x 32 block, so that both directions have equal data
+#     float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
+#     nvfp4           data, scale            1 x 2 (two values per byte), 1 x 16, and transposed; amax of the
+#                                            unsharded weight
+#
+# Delayed and current scaling use one format, float8. Their data is the same, but the scale is computed
+# differently.
+#
+# Pickles of delayed scaling's state are read with a table of names (:mod:`te_fsdp.unpickling`). Each name has
+# a substitute.
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""``torch.amp.GradScaler`` for parameters on several meshes, sharded and replicated; torch 2.11 to 2.15.
+"""``torch.amp.GradScaler`` for parameters on several meshes, sharded and replicated; torch 2.11 to 2.15."""
 
-The scaler passes all gradients of a dtype to one operator, which divides them by the scale and reports infinities. For
-DTensors torch has a handler (``found_inf_reduce_handler``). It rejects plain tensors in such a list. It all-reduces
-the report over the mesh of the first gradient only, so with tensor parallelism only some ranks would skip a step.
-"""
+# [Note: GradScaler over several meshes] The scaler passes all gradients of a dtype to one operator, which
+# divides them by the scale and reports infinities. For DTensors torch has a handler
+# (``found_inf_reduce_handler``). It rejects plain tensors in such a list. It all-reduces the report over the
+# mesh of the first gradient only, so with tensor parallelism only some ranks would skip a step.
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
-"""Megatron-FSDP's ``fully_shard``, ``fully_shard_model``, ``fully_shard_optimizer`` and ``MegatronFSDP``.
+"""Megatron-FSDP's ``fully_shard``, ``fully_shard_model``, ``fully_shard_optimizer`` and ``MegatronFSDP``."""
 
-Scripts of Megatron-FSDP load into ``optimizer.state_dict()`` before the first step. DCP fills the entries of the given
-state dict. Before the first step an optimizer has no state, so DCP would silently load nothing. Megatron-FSDP takes a
-step first, which counts as a step (in 0.6.1 it also changes the weights). te_fsdp allocates the initial state of every
-parameter when ``state_dict()`` is called:
-
-    torch's optimizers     an optimizer of the same class steps on zeros; then its step count is reset to 0
-    TE's FusedAdam         ``initialize_state``, and ``step`` of each group, which is not part of the state
-"""
+# [Note: initial optimizer state] Scripts of Megatron-FSDP load into ``optimizer.state_dict()`` before the
+# first step. DCP fills the entries of the given state dict. Before the first step an optimizer has no state,
+# so DCP would silently load nothing. Megatron-FSDP takes a step first, which counts as a step (in 0.6.1 it
+# also changes the weights). te_fsdp allocates the initial state of every parameter when ``state_dict()`` is
+# called:
+#
+#     torch's optimizers     an optimizer of the same class steps on zeros; then its step count is reset to 0
+#     TE's FusedAdam         ``initialize_state``, and ``step`` of each group, which is not part of the state
 
 from __future__ import annotations
 
