@@ -2,9 +2,9 @@
 
 # :mod:`te_fsdp.upstream.fsdp2_patches` and the files next to it apply the patches of FSDP2 and torch.
 #
-# [Note: patched classes] Patched classes belong to the whole process. Each replacement checks its object for a te_fsdp attribute (a
-# module's binding, the group name of a quantizer) and otherwise runs TE's code. Models without te_fsdp are
-# therefore not affected. Nothing is patched before :func:`apply_patch` is called.
+# [Note: patched classes] Patched classes belong to the whole process. Each replacement checks its object for
+# a te_fsdp attribute (a module's binding, the group name of a quantizer) and otherwise runs TE's code. Models
+# without te_fsdp are therefore not affected. Nothing is patched before :func:`apply_patch` is called.
 
 from __future__ import annotations
 
