@@ -77,27 +77,23 @@ def refuse_equal_parts(state: ShardedModel, where: str) -> None:
     # ``parameter.to_local().normal_()`` with equal seeds does that. Experts, which may start as copies of
     # one, are left out.
     with raised_on_all_ranks(state.meshes.device_mesh, where):
-        refuse_equal_shards(_equal_shards(state))
-
-
-def _equal_shards(state: ShardedModel) -> list[str]:
-    cut: dict[dist.ProcessGroup, list[tuple[tuple[str, str, torch.Tensor], torch.Tensor]]] = {}
-    for name, p in state.parameters().items():
-        local = _torch.local_of(p)
-        if not isinstance(p, DTensor) or p.ndim > 2 or state.is_expert(name) or _te.is_quantized(local):
-            continue
-        if p.numel() < _ENOUGH * p.device_mesh.size() or getattr(p, MEANT, False):
-            continue
-        names = p.device_mesh.mesh_dim_names or ()
-        for axis, placement in enumerate(p.placements):
-            if _torch.shard_dim_of(placement) is not None and p.device_mesh.size(axis) > 1:
-                part = (name, names[axis], local), checksum(local)
-                cut.setdefault(p.device_mesh.get_group(axis), []).append(part)
-    found: dict[str, str] = {}
-    for (name, axis, local), is_same in _compare_sums(cut):
-        if is_same and not bool(is_constant(local)):
-            found.setdefault(name, f"{name} (all ranks of {axis})")
-    return list(found.values())
+        cut: dict[dist.ProcessGroup, list[tuple[tuple[str, str, torch.Tensor], torch.Tensor]]] = {}
+        for name, p in state.parameters().items():
+            local = _torch.local_of(p)
+            if not isinstance(p, DTensor) or p.ndim > 2 or state.is_expert(name) or _te.is_quantized(local):
+                continue
+            if p.numel() < _ENOUGH * p.device_mesh.size() or getattr(p, MEANT, False):
+                continue
+            names = p.device_mesh.mesh_dim_names or ()
+            for axis, placement in enumerate(p.placements):
+                if _torch.shard_dim_of(placement) is not None and p.device_mesh.size(axis) > 1:
+                    part = (name, names[axis], local), checksum(local)
+                    cut.setdefault(p.device_mesh.get_group(axis), []).append(part)
+        found: dict[str, str] = {}
+        for (name, axis, local), is_same in _compare_sums(cut):
+            if is_same and not bool(is_constant(local)):
+                found.setdefault(name, f"{name} (all ranks of {axis})")
+        refuse_equal_shards(list(found.values()))
 
 
 def _compare_sums(held: Mapping[dist.ProcessGroup, list[tuple[T, torch.Tensor]]]) -> Iterator[tuple[T, bool]]:

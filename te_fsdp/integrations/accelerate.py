@@ -150,10 +150,8 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """Prepare a data loader with different data on each data-parallel rank.
-
-        Ranks of ``tp`` and ``cp`` share data.
-        """
+        """Prepare a data loader with different data on each data-parallel rank."""
+        # Ranks of ``tp`` and ``cp`` share data.
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader)
         shared = self.meshes.data_size != self.num_processes
@@ -181,10 +179,8 @@ class TeFsdpAccelerator(_Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler.
-
-        Raise OrderError if several processes share data, because it would step once per process.
-        """
+        """Prepare a scheduler; raise OrderError if several processes share data."""
+        # It would step once per process.
         if self.step_scheduler_with_optimizer and not self.split_batches:
             fix = "step_scheduler_with_optimizer=False, or leave the scheduler out of prepare"
             self._require_unshared_data("Accelerator.prepare(scheduler)", fix)
@@ -232,10 +228,8 @@ class TeFsdpAccelerator(_Accelerator):
     )
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather metrics.
-
-        Raise OrderError if several processes share data, because it would be counted repeatedly.
-        """
+        """Gather metrics; raise OrderError if several processes share data."""
+        # The data would be counted repeatedly.
         self._require_unshared_data("Accelerator.gather_for_metrics", "gather over meshes.fsdp")
         return super().gather_for_metrics(input_data, use_gather_object)
 

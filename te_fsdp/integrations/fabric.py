@@ -38,10 +38,8 @@ __all__ = ["TeFsdpStrategy"]
 
 
 def _fabric(part: str) -> Any:
-    """Import a module of Fabric from ``lightning`` or ``lightning_fabric``.
-
-    The two packages have separate classes.
-    """
+    """Import a module of Fabric from ``lightning`` or ``lightning_fabric``."""
+    # The two packages have separate classes.
     names = ("lightning.fabric", "lightning_fabric")
     loaded = [name for name in names if name in sys.modules]
     installed = [name for name in names if importlib.util.find_spec(name.partition(".")[0])]
@@ -142,10 +140,8 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         return {"num_replicas": self.meshes.data_size, "rank": self.meshes.data_rank}
 
     def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[None]:
-        """Return Fabric's context.
-
-        ``empty_init`` does not affect TransformerEngine's modules, which set their own device.
-        """
+        """Return Fabric's context. ``empty_init`` does not affect TransformerEngine's modules."""
+        # They set their own device.
         self._on_meta = bool(empty_init)
         return super().module_init_context(empty_init)
 

@@ -139,12 +139,13 @@ def parallelize(
 def keep_main_weights(optimizers: Any, model_parts: list[nn.Module], parallel_dims: Any) -> None:
     """Add main weights with :func:`te_fsdp.main_weights` (``post_optimizer_build_fn`` of every ``ModelSpec``).
 
-    torchtitan's container of optimizers is itself an optimizer over the same parameters. Its groups are emptied
-    so that its step is not mistaken for theirs. Local operation.
+    Local operation.
     """
+    # torchtitan's container of optimizers is itself an optimizer over the same parameters. Its groups are
+    # emptied so that its step is not mistaken for theirs: te_fsdp runs around every optimizer step, so the
+    # parameters would count twice.
     for optimizer in optimizers:
         te_fsdp.main_weights(model_parts[0], optimizer)
-    # te_fsdp runs around every optimizer step, so the parameters would count twice.
     optimizers.param_groups.clear()
 
 

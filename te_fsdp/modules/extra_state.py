@@ -379,16 +379,25 @@ def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
 
 
 def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
-    condition = _condition(module)
-    # written by versions until 0.1 for modules that are not sharded
-    if saved is not None and set(saved) == {1}:
-        saved = None
-    if saved in (condition, None):  # quantized weights can load high-precision values
+    """Raise CheckpointError unless plain DCP can load weights with this load condition into a module."""
+    # Versions until 0.1 wrote a condition of ones for modules that are not sharded. Without a condition the values
+    # are in high precision, which quantized weights can load.
+    if saved is None or set(saved) == {1}:
+        return
+    binding, condition = binding_of(module), None
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
+    if binding is not None and quantized:
+        tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
+        at = shard_info(module, quantized[0], own[quantized[0]], label=name_of(module)).at
+        pieces = (tp_size, at.fsdp_size)
+        condition = pieces if max(pieces) > 1 else None
+    if saved == condition:
         return
     raise CheckpointError(
         f"{name_of(module)}: weights of a plain state dict",
         expected=describe_load_condition(condition) if condition else "no condition",
-        got=describe_load_condition(saved) if saved else "no condition (an unsharded module)",
+        got=describe_load_condition(saved),
         why="The rows or blocks are stored in a different order and would be permuted",
         fix="save and load with te_fsdp.checkpoint, which supports any mesh",
     )
@@ -409,18 +418,3 @@ def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
     for key, state in _te_modules.make_delayed_states(module, saved["recipe"]).items():
         state.scale.copy_(saved[f"{key}.scale"])
         state.amax_history.copy_(saved[f"{key}.amax_history"])
-
-
-def _condition(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the marks of the condition on which plain DCP can load this module's quantized weights."""
-    binding = binding_of(module)
-    own = {n: p for n, p in module._parameters.items() if p is not None}
-    if binding is None or not own:
-        return None
-    tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-    quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
-    if not quantized:
-        return None
-    at = shard_info(module, quantized[0], own[quantized[0]], label=name_of(module)).at
-    pieces = (tp_size, at.fsdp_size)
-    return pieces if max(pieces) > 1 else None

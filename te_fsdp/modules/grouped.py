@@ -189,10 +189,11 @@ def check_single_recipe(module: Any, label: str) -> None:
 def adopt_single(module: Any, adopted: dict[int, tuple[Any, Any]]) -> None:
     """Replace a module's ``GroupedTensor`` parameters by ordinary ones over the same memory. Local operation.
 
-    ``adopted`` maps the id of each parameter to it and its replacement, so that modules keep sharing parameters.
-
-    On the meta device TE has separate parameters until ``reset_parameters``. They are replaced by one parameter.
+    ``adopted`` maps the id of each parameter to it and its replacement, so that modules keep sharing
+    parameters.
     """
+    # On the meta device TE has separate parameters until ``reset_parameters``. They are replaced by one
+    # parameter.
     for name in single_names(module):
         parameter = module._parameters.get(name)
         parts = [f"{name}{index}" for index in range(module.num_gemms)]
@@ -294,13 +295,18 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run TE's forward after checking that it has grouped kernels for the recipe."""
-        # Delayed scaling reduces the amax of experts over the ranks with the same experts.
         binding = binding_of(self)
         if binding is not None:
             if binding.experts is not None:
                 if binding.fsdp.is_managed and not binding.ep.divided and torch.is_grad_enabled():
                     _check_divided(self, binding)
-                _set_amax_group(binding)
+                recipe, mesh = _te.active_recipe(), binding.weight_mesh
+                has_history = recipe is not None and (recipe.delayed() or recipe.custom())
+                if has_history and binding.amax.group is None:
+                    # Delayed scaling reduces the amax of experts over the ranks with the same experts. Without a
+                    # mesh this rank alone has them. For TE a group of None means all ranks.
+                    alone = group_of_ranks([dist.get_rank()], "amax of experts") if mesh is None else None
+                    binding.amax.group = alone if mesh is None else mesh.get_group()
             check_recipe(self, binding)
             check_single_recipe(self, name_of(self))
         return super().forward(*args, **kwargs)
@@ -327,17 +333,6 @@ class GroupedModule(GroupedWeightAccess, ResettableModule):
 def _experts_of(module: GroupedModule) -> ExpertRange | None:
     binding = binding_of(module)
     return None if binding is None else binding.experts
-
-
-def _set_amax_group(binding: ModuleBinding) -> None:
-    """Set the group over which delayed scaling reduces in this forward: ranks with the same experts."""
-    recipe = _te.active_recipe()
-    if binding.amax.group is not None or recipe is None or not (recipe.delayed() or recipe.custom()):
-        return
-    if binding.weight_mesh is not None:
-        binding.amax.group = binding.weight_mesh.get_group()
-    else:  # this rank alone holds them; for TE None means all ranks
-        binding.amax.group = group_of_ranks([dist.get_rank()], "amax of experts")
 
 
 def _check_divided(module: torch.nn.Module, binding: ModuleBinding) -> None:

@@ -26,17 +26,13 @@ def plain_value(value: Any) -> Any:
         return UNKNOWN if UNKNOWN in items else items
     if isinstance(value, enum.Enum):
         return f"{type(value).__name__}.{value.name}"
-    return _function_name(value)
-
-
-def _function_name(function: Any) -> Any:
-    """Return the name of a function, method or class; unknown for lambdas, closures, partials and other objects."""
-    owner = getattr(function, "__self__", None)
-    if inspect.ismethod(function) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
-        return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{function.__name__}"
-    if not (inspect.isroutine(function) or isinstance(function, type)):
+    # The name of a function, method or class. Lambdas, closures and partials have none that identifies them.
+    owner = getattr(value, "__self__", None)
+    if inspect.ismethod(value) or (isinstance(owner, type) and issubclass(owner, torch.autograd.Function)):
+        return f"{(owner if isinstance(owner, type) else type(owner)).__name__}.{value.__name__}"
+    if not (inspect.isroutine(value) or isinstance(value, type)):
         return UNKNOWN
     # The defaults of a local function are captured values too, as in ``def act(x, k=k)``.
-    is_local = "<locals>" in getattr(function, "__qualname__", "")
-    values = getattr(function, "__closure__", None) or (is_local and getattr(function, "__defaults__", None))
-    return UNKNOWN if values or function.__name__ == "<lambda>" else function.__name__
+    is_local = "<locals>" in getattr(value, "__qualname__", "")
+    values = getattr(value, "__closure__", None) or (is_local and getattr(value, "__defaults__", None))
+    return UNKNOWN if values or value.__name__ == "<lambda>" else value.__name__

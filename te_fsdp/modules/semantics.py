@@ -177,10 +177,8 @@ def semantics_of(model: nn.Module) -> dict[str, Semantics]:
 # confirmation, as does a different class of a module without attributes. A different value is only reported.
 # Values may differ between ranks (a rank number, for example); the file contains those of rank 0.
 def own_settings(model: nn.Module) -> dict[str, Semantics]:
-    """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation.
-
-    Fields of a configuration shared by many modules are recorded once, as ``config.<field>``.
-    """
+    """Return classes and public attributes of user-defined modules by FQN. Functions are described. Local operation."""
+    # Fields of a configuration shared by many modules are recorded once, as ``config.<field>``.
     found, seen = {}, set[int]()
     for prefix, module in model.named_modules():
         cls, own = type(module), _own_class(type(module))
@@ -396,10 +394,8 @@ def own_differences(saved: Mapping[str, Semantics], here: Mapping[str, Semantics
 
 
 def format_differences(found: Iterable[Difference], words: str = "saved {}, model has {}") -> list[str]:
-    """Format one text per setting and pair of values with its modules.
-
-    Settings recorded on one side only share one text.
-    """
+    """Format one text per setting and pair of values with its modules."""
+    # Settings recorded on one side only share one text.
     groups: dict[str, list[str]] = {}
     one_sided: dict[str, list[str]] = {}
     for one in found:

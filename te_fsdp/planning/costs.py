@@ -225,10 +225,8 @@ def _stored(weight: Weight) -> int:
 
 
 def temporary_in_step(weights: Iterable[Weight], job: Job) -> int:
-    """Return the bytes of temporary tensors in an optimizer step: fp32 copies of low-precision gradients.
-
-    FusedAdam reads gradients in their own dtype and needs no copies.
-    """
+    """Return the bytes of temporary tensors in an optimizer step: fp32 copies of low-precision gradients."""
+    # FusedAdam reads gradients in their own dtype and needs no copies.
     low = (w for w in weights if w.gradient and w.is_low and w.gradient < 4 * w.elements)
     return 0 if job.optimizer == "fused-adam" else sum(4 * weight.elements for weight in low)
 

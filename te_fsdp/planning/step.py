@@ -80,10 +80,8 @@ class _Unit:
         return any(not weight.is_alone and weight.gathered for weight in self.weights)
 
     def buffer(self, gathered: str) -> int:
-        """Return the bytes of its all-gather buffer for ``"gathered"`` or ``"gathered_again"``.
-
-        Weights that are on one rank only need no buffer.
-        """
+        """Return the bytes of its all-gather buffer for ``"gathered"`` or ``"gathered_again"``."""
+        # Weights that are on one rank only need no buffer.
         return sum_of((weight for weight in self.weights if not weight.is_alone), gathered)
 
     @property
@@ -182,10 +180,8 @@ class _Memory:
         return weight.gradient * weight.whole // max(weight.elements, 1) if adds else 0
 
     def unreduced_bytes(self, weights: Iterable[Weight]) -> int:
-        """Return the bytes of the gradients that a backward leaves until the end of its unit.
-
-        Autograd accumulates in place into a gradient of the same dtype.
-        """
+        """Return the bytes of the gradients that a backward leaves until the end of its unit."""
+        # Autograd accumulates in place into a gradient of the same dtype.
         return sum(w.unreduced for w in weights if w.unreduced != self.accumulated_bytes(w))
 
     def forward(self, runs: Iterable[_Run], root: _Unit) -> None:

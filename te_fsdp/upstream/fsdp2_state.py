@@ -113,12 +113,6 @@ def unreduced_gradient(managed: Any) -> torch.Tensor | None:
     return managed._unsharded_param.grad
 
 
-def _accumulated_dtype(group: Any) -> torch.dtype | None:
-    """Return the dtype of a group's accumulated gradients. Before torch 2.15 all must have one dtype."""
-    kept = (vars(managed).get("unsharded_accumulated_grad") for managed in group.fsdp_params)
-    return next((gradient.dtype for gradient in kept if gradient is not None), None)
-
-
 def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
     """Return the unsharded gradient that FSDP2 keeps until the reduction; uninitialized if there was none.
 
@@ -129,8 +123,11 @@ def find_unreduced_gradient(managed: Any, group: Any) -> torch.Tensor:
     parameter, kept = managed._unsharded_param, unreduced_gradient(managed)
     if kept is None:
         local = local_of(parameter)
-        accumulates = _accumulated_dtype(group) if group.reduce_grads else managed.reduce_dtype
-        dtype = accumulates or getattr(parameter, "grad_dtype", None) or parameter.dtype
+        dtype = managed.reduce_dtype
+        if group.reduce_grads:  # that of the gradients which the other parameters have accumulated
+            others = (vars(each).get("unsharded_accumulated_grad") for each in group.fsdp_params)
+            dtype = next((gradient.dtype for gradient in others if gradient is not None), None)
+        dtype = dtype or getattr(parameter, "grad_dtype", None) or parameter.dtype
         kept = torch.empty(local.shape, dtype=dtype, device=local.device)
         if isinstance(parameter, DTensor):
             kept = dtensor(kept, spec_of(parameter))
