@@ -123,10 +123,8 @@ class TeFsdpStrategy(_ModelParallelStrategy):
                 expected="32-true, bf16-true, 16-true or TransformerEnginePrecision(...)",
                 got=type(self.precision).__name__,
                 why="Its autocast and loss scaling do not support weights that FSDP2 casts and shards",
-                fix=(
-                    "TeFsdpStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), with "
-                    "the policy class of FSDP2"
-                ),
+                fix="TeFsdpStrategy(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), with the policy class "
+                "of FSDP2",
             )
         # As in ModelParallelStrategy, but without its mesh.
         super(_ModelParallelStrategy, self).setup_environment()

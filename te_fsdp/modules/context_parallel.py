@@ -130,9 +130,8 @@ def set_attention_cp_group(model: nn.Module, meshes: Meshes) -> None:
     _hook_attention_calls(model)
     if not ranks and rank() == 0:
         _log.warning(
-            "fully_shard: cp=%d, but the model has no TransformerEngine attention. Your own attention "
-            "sees only its "
-            "rank's part of each sequence",
+            "fully_shard: cp=%d, but the model has no TransformerEngine attention. Your own attention sees only "
+            "its rank's part of each sequence",
             meshes.size("cp"),
         )
 
@@ -188,15 +187,12 @@ def _check_attention(name: str, module: Any, comm_type: str, cut: int | None) ->
         # cuDNN needs even numbers of heads (get_attention_backend of TE 2.18 to 2.20).
         if heads % cut or heads % 2:
             raise PlacementError(
-                f"{name}: {what}={getattr(module, what)} over tp={module.tp_size} and {cut} ranks of "
-                f"{comm_type}",
+                f"{name}: {what}={getattr(module, what)} over tp={module.tp_size} and {cut} ranks of {comm_type}",
                 expected=f"a multiple of {math.lcm(cut, 2)} on each rank of tp",
                 got=heads,
                 why="a2a assigns complete heads to each of these ranks",
-                fix=(
-                    "set_context_parallel(model, meshes, comm_type='p2p'), or a cp size that divides the "
-                    "number of heads"
-                ),
+                fix="set_context_parallel(model, meshes, comm_type='p2p'), or a cp size that divides the number of "
+                "heads",
             )
     if module.softmax_type != "vanilla" and comm_type != "a2a":
         raise PlacementError(

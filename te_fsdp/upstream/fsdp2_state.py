@@ -27,6 +27,7 @@ from te_fsdp.upstream.fsdp2_units import (
     fsdp_state_of,
     managed_fsdp_params,
     owners_of,
+    reductions_of,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, without_modes
 
@@ -317,10 +318,8 @@ def wait_for_reductions(root: nn.Module) -> None:
     comm = _comm(root)
     for group in _groups(root):
         group.finalize_backward()
-    kept = getattr(comm, "reduce_scatter_states", None)
-    for reduction in kept if kept is not None else [comm.reduce_scatter_state]:
-        if reduction is not None and reduction.event is not None:
-            torch.accelerator.current_stream().wait_event(reduction.event)
+    for reduction in reductions_of(comm):
+        torch.accelerator.current_stream().wait_event(reduction.event)
     _clear_reductions(comm)
 
 

@@ -52,6 +52,14 @@ def managed_fsdp_params(unit: nn.Module) -> list[Any]:
     return [managed for group in fsdp_parameter_groups(unit) for managed in group.fsdp_params]
 
 
+def reductions_of(comm: Any) -> list[Any]:
+    """Return the reductions whose inputs FSDP2 keeps until they end (``FSDPCommContext``)."""
+    # One object on torch 2.11, a list on later versions.
+    states = getattr(comm, "reduce_scatter_states", None)
+    kept = states if states is not None else [getattr(comm, "reduce_scatter_state", None)]
+    return [state for state in kept if state is not None and state.event is not None]
+
+
 def owners_of(managed: Any) -> list[tuple[nn.Module, str]]:
     """Return the modules at which a record's parameter is registered, with its name (``FSDPParam._module_info``)."""
     info = managed._module_info

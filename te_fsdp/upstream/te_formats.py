@@ -359,12 +359,12 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
             return None
         return _describe(state), {ours: state[theirs] for ours, theirs in _STATE.items()}
     except Exception as error:
-        expected = "the delayed-scaling state of TransformerEngine 2, or an empty entry"
-        got, why = (
+        raise unreadable_state(
+            key,
+            "the delayed-scaling state of TransformerEngine 2, or an empty entry",
             f"{type(error).__name__}: {error}",
-            ("It is a pickle, and te_fsdp does not execute its contents"),
-        )
-        raise unreadable_state(key, expected, got, why=why) from error
+            why="It is a pickle, and te_fsdp does not execute its contents",
+        ) from error
 
 
 def unreadable_state(key: str, expected: str, got: str, *, why: str = "") -> CheckpointError:

@@ -202,9 +202,8 @@ def grouped_path_problem(recipe: Any | None) -> str:
         key = f"{key} {kind}".strip()
     if version < _NEEDED[key]:
         return (
-            f"TransformerEngine needs cuBLASLt {_readable(_NEEDED[key])} or later for its grouped "
-            f"kernels on {where}, "
-            f"found {_readable(version)}"
+            f"TransformerEngine needs cuBLASLt {_readable(_NEEDED[key])} or later for its grouped kernels on "
+            f"{where}, found {_readable(version)}"
         )
     return f"TransformerEngine has no grouped kernels for {type(recipe).__name__} on {where}"
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules import module as _modules
 
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, managed_fsdp_params
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, managed_fsdp_params, reductions_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,12 +56,8 @@ def has_gathered(unit: nn.Module) -> bool:
 def wait_for_reductions(unit: nn.Module) -> None:
     """Let the current stream wait until no reduction of the model reads gradients any more. Local operation."""
     for group in fsdp_parameter_groups(unit):
-        states = getattr(group.comm_ctx, "reduce_scatter_states", None)
-        if states is None:  # before torch 2.14
-            states = filter(None, [getattr(group.comm_ctx, "reduce_scatter_state", None)])
-        for state in states:
-            if state.event is not None:
-                group.device_handle.current_stream().wait_event(state.event)
+        for reduction in reductions_of(group.comm_ctx):
+            group.device_handle.current_stream().wait_event(reduction.event)
 
 
 def input_buffers(unit: nn.Module) -> int:
