@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 def check_backward_start(state: ShardedModel, output: Any) -> None:
     """Check gradients and weights at the start of each backward of this output. Local operation."""
+    # A weak reference, because the hooks of an output that the user keeps must not keep the model alive.
     of, versions = weakref.ref(state), _versions(state)
     for tensor in tensors_in(output):
         if tensor.requires_grad:
@@ -87,9 +88,11 @@ def _check_start(
 def _check_adds_gradients(state: ShardedModel) -> None:
     """Raise :class:`OrderError` if ``torch.autograd.grad`` runs for parameters, since its results are not reduced."""
     own: Any = state.components.by_class[UnreducedGradients]
+    # The leaf that the previous backward added to usually answers for all.
     if own.added is not None and _fsdp2_gradients.leaf_in_backward(own.added) == "adds":
         return
     own.added = None
+    # Without data parallelism the gradient of this rank is the complete one.
     if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
         return
     replicated = [(p, p) for trained in state.components.trained_parameters for p in trained()]

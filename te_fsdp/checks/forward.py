@@ -46,6 +46,7 @@ _UNKNOWN = object()
 def refuse_inference_mode(state: ShardedModel) -> None:
     """Raise if weights that were first gathered under ``torch.inference_mode`` are to be trained. Local."""
     if torch.is_inference_mode_enabled():
+        # FSDP2 chooses its roots in the first forward, so no root means that this one is the first.
         state.checked.inferred = state.checked.inferred or (bool(state.modules) and not state.roots())
     elif state.checked.inferred:
         raise OrderError(
@@ -199,6 +200,7 @@ def compare_computation(state: ShardedModel) -> None:
         trained = _trained(state)
     if under != known.under or trained != known.trained or every:
         _compare(state, under, trained)
+        # Units whose recipe changes with that of the model are covered by this comparison.
         known.pairs.append((_UNKNOWN if known.under is None else known.under[0], under[0]))
         known.under, known.trained = under, trained
 
@@ -339,6 +341,7 @@ def _what_changed(state: ShardedModel, mine: str, trained: list[bool] | None, un
         return f"forward with other trained parameters than before: {shorten(changed, 3)}"
     if unit is not None or known.under is None:
         return f"forward under another recipe than before: {mine}"
+    # If the class of the recipe differs, its options say nothing more.
     words = mine.split(", "), _format_recipe(*known.under).split(", ")
     now, before = (own[:1] if words[0][0] != words[1][0] else own for own in words)
     return f"forward under another recipe than before: {', '.join(now)} in place of {', '.join(before)}"

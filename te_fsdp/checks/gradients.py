@@ -155,6 +155,8 @@ def compare_replicated_gradients(step: Step) -> None:
             found.setdefault(parameter.device_mesh, []).append((parameter, _torch.local_of(gradient)))
     recipes = [recipe for state, _ in step.models for recipe in _te.recipes_in_use(state.model)]
     in_4_bits = any("NVFP4" in recipe or "Custom" in recipe for recipe in recipes)
+    # Ranks of one tp group see a deviation. All ranks of the model must raise, or the others would wait in the
+    # step.
     with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
         apart = [entry for mesh, held in found.items() for entry in _tp_gradient_deviation(mesh, held)]
         limit = _APART_IN_4_BITS if in_4_bits else _APART
@@ -179,6 +181,7 @@ def _tp_gradient_deviation(
     for row, (_, gradient) in zip(sums, held, strict=True):
         first = gradient.clone(memory_format=torch.contiguous_format)
         dist.broadcast(first, group=group, group_src=0)
+        # In fp64, so that squares of small values do not underflow and sums over many ranks do not round.
         row[0] = torch.linalg.vector_norm(gradient - first, dtype=torch.float64).square()
         row[1] = torch.linalg.vector_norm(first, dtype=torch.float64).square()
     for axis in range(mesh.ndim):
@@ -194,6 +197,7 @@ def _refuse_tp_deviation(step: Step, apart: list[tuple[torch.Tensor, float]]) ->
     names = step.names
     for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
         binding = binding_of(owner)
+        # A bound model without fully_shard has no names of its own.
         names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
     shown = [
         f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm" for parameter, ratio in apart

@@ -108,6 +108,7 @@ class _HeadGradientCheck:
             if not is_head:
                 self._others += 1
                 return
+            # TE returns (output, bias) with return_bias.
             logits = output[0] if isinstance(output, tuple) else output
             if isinstance(logits, torch.Tensor) and logits.requires_grad and not is_capturing():
                 logits.register_hook(functools.partial(self._check, name, self._others))
@@ -120,6 +121,7 @@ class _HeadGradientCheck:
         if self._left == 0 or others != self._others or gradient.numel() == 0 or is_capturing():
             return
         rows = gradient.flatten(0, -2)
+        # Evenly spread rows: the labels of the first ones may all be ignored.
         rows = rows[:: max(len(rows) // _ROWS, 1)].float()
         magnitudes = rows.abs().sum(-1)
         has_gradient = magnitudes > 0

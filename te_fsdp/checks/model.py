@@ -222,9 +222,11 @@ def _refuse_graphs(label: str) -> None:
 
 def refuse_removed_parameters(state: ShardedModel) -> None:
     """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
+    # Every forward runs this, so the comparison of all entries is one call in C.
     columns = list(zip(*state.checked.places.values(), strict=True))
     if not columns or all(map(operator.is_not, map(dict.get, columns[0], columns[1]), repeat(None))):
         return
+    # A module that was removed with its parameters is not a removed parameter.
     owners = {id(module._parameters) for module in state.model.modules()}
     gone = [
         label
@@ -288,6 +290,7 @@ def refuse_uninitialized(state: ShardedModel) -> None:
     """Raise for tensors that ``to_empty`` has allocated and nothing has written to. Local operation."""
     if not state.checked.released:
         return
+    # Once after each to_empty, because isnan waits for the device.
     state.checked.released = False
     unset = [
         name

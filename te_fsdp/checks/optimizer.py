@@ -217,6 +217,7 @@ def _compare_options(state: ShardedModel, step: Step) -> None:
     ordered = state.meshes.size("tp") > 1 or state.outer == "optim"
     names = state.names()
     held = [p for group in step.optimizer.param_groups for p in group["params"] if id(p) in names]
+    # Quantization reduces the amaxes of weights in the order of the groups.
     ordered = ordered or any(_te.is_quantized(_torch.local_of(p)) for p in held)
     groups, options = [], []
     for group in step.optimizer.param_groups:

@@ -136,6 +136,7 @@ def check_closure(step: Step, loss: Any) -> None:
     mesh = step.models[0][0].meshes.device_mesh
     if not isinstance(step.optimizer, torch.optim.LBFGS) or mesh.size() == 1:
         return
+    # Bits, because ranks must have equal losses exactly, NaN included.
     (bits,) = struct.unpack("q", struct.pack("d", float(loss)))
     halves = [bits >> 32, bits & 0xFFFFFFFF]
     if not bool(are_equal(halves, mesh).all()):

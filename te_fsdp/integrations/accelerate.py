@@ -100,6 +100,7 @@ class TeFsdpAccelerator(_Accelerator):
         # Check this first. accelerate stores the precision for all later accelerators of the process.
         precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         _check_precision(options.get("mixed_precision") or precision)
+        # accelerate would choose a GPU if the machine has one.
         options.setdefault("cpu", self.meshes.device_type == "cpu")
         super().__init__(**options)
         _check_precision(self.mixed_precision)
@@ -142,6 +143,7 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Prepare an optimizer over prepared models. Raise OrderError if it has other parameters."""
         if not getattr(optimizer, "_is_accelerate_prepared", False):
+            # The models are those of the parameters, because accelerate does not pass them.
             states = [sharded_model_of(p) for group in optimizer.param_groups for p in group["params"]]
             models = {id(state): state.model for state in states if state is not None}
             te_fsdp.check_optimizer(nn.ModuleList(models.values()), optimizer)
@@ -274,6 +276,7 @@ class TeFsdpAccelerator(_Accelerator):
 
         ``load_model_func_kwargs`` are keywords of :func:`te_fsdp.checkpoint.load`. If it raises, nothing was changed.
         """
+        # The hook of load_state has no other way to get them.
         self._loading = load_model_func_kwargs
         with self._hide_from_accelerate():
             super().load_state(input_dir, load_kwargs)

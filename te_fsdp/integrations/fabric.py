@@ -130,6 +130,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         super(_ModelParallelStrategy, self).setup_environment()
         self._setup_distributed()
         self.meshes = Meshes.build(**self._axes, device_type=self.root_device.type)
+        # ``device_mesh`` of Fabric's strategy returns it.
         self._device_mesh = self.meshes.device_mesh
 
     @property

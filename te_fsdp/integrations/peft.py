@@ -215,6 +215,7 @@ class LoraLinear(nn.Module, _LoraLayer):
             result = result[0] if len(result) == 1 else tuple(result)
         output, *rest = result if isinstance(result, tuple) else (result,)
         if not self.disable_adapters:
+            # Adapters stay in fp32 under the recipe of the model.
             with _te.te().autocast(enabled=False):
                 for name in (name for name in self.active_adapters if name in self.lora_A):
                     hidden = self.lora_A[name](self.lora_dropout[name](x.float()))
@@ -300,6 +301,7 @@ def merge(model: nn.Module) -> None:
             why="An optimizer's main weight of this layer would overwrite the result",
             fix="use add_adapters(model, config), which freezes the layers",
         )
+    # The shards are changed, so kept unsharded weights would be stale.
     for _, unit in state.gathered():
         unit.reshard()  # type: ignore[operator]
     for _, layer in layers:

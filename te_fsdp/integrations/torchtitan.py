@@ -260,6 +260,7 @@ class CheckpointManager(_Manager):
         """Do nothing. An asynchronous save has copied its data when it returns."""
 
     def _wait_for_saving(self) -> None:
+        # Cleared first, so that an error is raised once only.
         future, self.save_future = self.save_future, None
         future.result()
 

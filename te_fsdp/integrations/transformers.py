@@ -88,6 +88,7 @@ class TeFsdpTrainer(_Trainer):
         super().create_accelerator_and_postprocess()
         options: Any = {"seed": self._init_seed, "sharding": self._sharding, **self._accelerator_options}
         self.accelerator = TeFsdpAccelerator(self.meshes, **options)
+        # The trainer has bound this function to the accelerator that was replaced.
         gather, objects = self.accelerator.gather_for_metrics, self.args.eval_use_gather_object
         self.gather_function = functools.partial(gather, use_gather_object=objects)
 

@@ -125,6 +125,7 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
 def set_attention_cp_group(model: nn.Module, meshes: Meshes) -> None:
     """Set the cp group with "p2p" unless the user has set one, after :func:`check_attention`. Local operation."""
     ranks = [_ranks_of(module) for module in _attentions(model).values()]
+    # The user may have set the group with TE's own method, or with a different pattern.
     if None in ranks:
         set_context_parallel(model, meshes)
     _hook_attention_calls(model)
@@ -341,6 +342,7 @@ def _cut(
     ends = [0, tensor.shape[dim]] if ends is None else ends
     parts = []
     for start, end in itertools.pairwise(ends):
+        # Two chunks of each rank: one of the first half and its mirror image (DualChunkSwap).
         chunk, left = divmod(end - start, 2 * size)
         if left or ends[-1] != tensor.shape[dim]:
             raise InputError(

@@ -290,6 +290,7 @@ class _Fit:
         """Copy a number to every own entry that it belongs to; CheckpointError if experts have different ones."""
         stock(item, tensor)
         for key in self._targets(item.dest_index.fqn):
+            # Numbers such as "step" exist once per parameter, here once per expert.
             first = self.first.setdefault(key, tensor)
             if not torch.equal(first, tensor):
                 raise CheckpointError(

@@ -27,6 +27,7 @@ def patch_fused_adam() -> None:
 def _wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(stock)
     def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
+        # A state that FusedAdam does not have was loaded from an optimizer of another class.
         if state_name not in self.name_to_dtype_map and get_record(param) is not None:
             for check in checks_of(param).states:
                 check(self, param, state_name)

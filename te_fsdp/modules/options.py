@@ -80,6 +80,7 @@ def check_options(module: Any, kind: str, label: str, tp_size: int) -> None:
 def check_multiple(label: str, name: str, size: int, tp_size: int) -> None:
     """Check that ``tp_size`` divides ``size`` of the argument ``name``; raise PlacementError otherwise."""
     if size % tp_size:
+        # The largest smaller size that divides; 1 always does.
         fitting = next(n for n in range(tp_size - 1, 0, -1) if size % n == 0)
         raise PlacementError(
             f"{label}: {name}={size} over tp_size={tp_size}",

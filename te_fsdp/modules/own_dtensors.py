@@ -155,5 +155,6 @@ def is_as_bound(parameter: DTensor, rule: ParameterRule | None, tp_mesh: DeviceM
     if rule is None or tp_mesh is None or rule.layout.is_stacked or rule.layout.is_grouped:
         return False
     placement = Replicate() if rule.shard_dim is None else Shard(rule.shard_dim)
+    # Meshes are compared by ranks, because the user may have built an equal one under different names.
     same_ranks = parameter.device_mesh.mesh.tolist() == tp_mesh.mesh.tolist()
     return same_ranks and tuple(parameter.placements) == (placement,)

@@ -222,6 +222,7 @@ def _plan(job: Job, sizes: Sizes) -> Plan:
     weights = weights_of(model, job)
     held, units = _held(weights, job, meshes), Counter[str]()
     for weight in weights:
+        # A unit occupies the larger of its forms in forward and backward.
         units[weight.unit] += max(weight.gathered, weight.gathered_again)
     if any(weight.experts for weight in weights):
         notes.append("every ep rank is assumed to hold as many experts as the first one")
@@ -329,6 +330,7 @@ def search(
         found = [_candidate(job, sizes, memory, node) for sizes in meshes]
 
     def place(one: Candidate) -> tuple[int, float]:
+        # Rank by class first: fitting, too large, rejected.
         if one.plan is None:
             return 2, 0
         return (1, one.plan.peak.bytes) if one.reason else (0, one.cost)
@@ -353,6 +355,7 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
 def _candidate(job: Job, sizes: Sizes, memory: int, node: int) -> Candidate:
     """Plan one mesh and check whether it fits into the memory."""
     try:
+        # te_fsdp and the model reject a mesh with the error that training would raise.
         found = _plan(job, sizes)
     except TeFsdpError as error:
         return Candidate(sizes, None, str(error))

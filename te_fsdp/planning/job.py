@@ -200,6 +200,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
             try:
                 model: nn.Module = Decoder(about, meshes, job.sequence_parallel)
             except (AssertionError, ValueError) as error:
+                # Errors of te_fsdp name their fix already.
                 if isinstance(error, TeFsdpError):
                     raise
                 raise PlacementError(
@@ -212,6 +213,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
             return model, job.units or units
         function = _function(job.model) if isinstance(job.model, str) else job.model
         model = _call_builder(function, meshes, job.described()["model"])
+    # Only functions of the user can get here with a model on a device.
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
         raise PlacementError(

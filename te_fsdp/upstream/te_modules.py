@@ -61,6 +61,7 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
     """
     recipes = _te.recipes()
     fields = {**described, "fp8_format": recipes.Format[described["fp8_format"]]}
+    # It is a setting of the module, not of the recipe.
     module.fp8_meta["num_gemms"] = fields.pop("num_gemms")  # type: ignore[index]
     recipe = recipes.DelayedScaling(**fields)
     module.fp8_meta.setdefault("recipe", recipe)  # type: ignore[union-attr]

@@ -42,6 +42,7 @@ def _unscale(stock: Callable[..., Any], op: Any, args: tuple[Any, ...], kwargs: 
     kinds = [(g.device_mesh, tuple(g.placements)) if isinstance(g, DTensor) else None for g in gradients]
     if len(set(kinds)) == 1 and None not in kinds:
         return stock(op, args, kwargs)
+    # DTensor's handler rejects lists with plain tensors. Local tensors do not reach it.
     op([local_of(gradient) for gradient in gradients], report, *rest, **kwargs)
     axes: dict[tuple[int, ...], tuple[DeviceMesh, int]] = {}
     for mesh, placements in dict.fromkeys(kind for kind in kinds if kind is not None):

@@ -26,6 +26,7 @@ def before_reparametrization(call: Callable[[torch.Tensor], None]) -> None:
     """Call a function with each tensor before torch replaces it. Local, once per process."""
     for owner, name in _FUNCTIONS:
         if owner is not None:
+            # vars, because getattr would bind a classmethod.
             stock = vars(owner)[name]
             wrapped = _wrap(getattr(stock, "__func__", stock), call)
             setattr(owner, name, classmethod(wrapped) if isinstance(stock, classmethod) else wrapped)

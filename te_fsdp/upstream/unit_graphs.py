@@ -35,6 +35,7 @@ def without_ownership(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cuda" or not tensor.numel():
         return tensor.detach()
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    # Only the elements that the strides reach, because a view may end before its storage does.
     memory = torch.as_tensor(_Address(tensor, (reach + 1) * tensor.element_size()), device=tensor.device)
     return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 

@@ -377,6 +377,7 @@ class FSDPDistributedIndex:
                 got=None,
                 fix=f"dp_shard_dim={(device_mesh.mesh_dim_names or ('dp_shard',))[0]!r}",
             )
+        # Resolve all names now, so that a wrong one raises here and not in the first use of the index.
         self.fsdp_group, self.expt_fsdp_group = map(self._group, [dp_shard_dim] * 2, (False, True))
         self.outer_fsdp_group, self.expt_outer_fsdp_group = map(
             self._group, [dp_outer_dim] * 2, (False, True)

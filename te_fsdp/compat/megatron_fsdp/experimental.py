@@ -255,12 +255,14 @@ def _shard(root: _Note) -> None:
             )
     mesh = root.mesh
     if not mesh.mesh_dim_names:
+        # native_meshes finds axes by name.
         names = ("dp_replicate", "dp_shard")[-mesh.ndim :]
         mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=names)
     *outer, shard = mesh.mesh_dim_names or ()
     meshes = native_meshes(mesh, shard, outer[0] if outer else None, None)
     on_meta = any(parameter.is_meta for parameter in root.module.parameters())
     if not on_meta:
+        # Sharding needs the values on the device.
         root.module.to(meshes.device)
     strategies = {name: note.strategy for name, note in found.items()}
     options = {"outer_strategy": root.outer, "precision": root.policy.native()}

@@ -363,6 +363,7 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
         )
     main_weights(models[0] if len(models) == 1 else torch.nn.ModuleList(models), optimizer)
     shard_optimizer(optimizer)
+    # A second call must not wrap the methods again.
     if not hasattr(optimizer, _BRIDGED):
         setattr(optimizer, _BRIDGED, True)
         _bridge(optimizer, models)
