@@ -70,11 +70,7 @@ def _valid_copies() -> weakref.WeakSet[Optimizer]:
 
 
 def refuse_replaced(step: Step) -> None:
-    """Raise for parameters that modules no longer have, or that are copies and never belonged to a module. Local.
-
-    Raises:
-        OrderError: Names the first of them, and the call that replaced it.
-    """
+    """Raise OrderError for parameters that modules no longer have, or that are copies of a sharded model's. Local."""
     marked = {id(parameter): parameter for parameter, record in step.held if record.replaced_by}
     is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies()
     if not marked and not is_copy:

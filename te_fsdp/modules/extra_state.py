@@ -116,11 +116,7 @@ def _unpack_experts(entry: torch.Tensor) -> dict[str, Any]:
 
 
 def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None] | None:
-    """Return marks and state of an entry; ``None`` for an entry of TE. Local operation.
-
-    Raises:
-        DamagedEntryError: Values were changed.
-    """
+    """Return marks and state of an entry, ``None`` for one of TE; raise DamagedEntryError for changed values. Local."""
     if has_expert_rows(entry):
         return (), _unpack_experts(entry)
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)

@@ -295,13 +295,8 @@ class _Bytes:
 def stages_of(model: nn.Module, job: Job, work: Workload, tp: int) -> tuple[list[Stage], list[str]]:
     """Return the activation costs of a microbatch in forward order, and notes on modules not counted. Local operation.
 
-    Modules are assumed to run in registration order, embeddings first.
-
-    Args:
-        model: Meta model, sharded for its mesh.
-        job: Training options.
-        work: Workload of a microbatch on one rank.
-        tp: Size of the tp axis.
+    ``model`` is the meta model, sharded for its mesh. ``work`` is the workload of a microbatch on one rank. Modules are
+    assumed to run in registration order, embeddings first.
     """
     value, float8 = VALUE_BYTES[job.recipe], job.recipe in ("delayed", "current")
     both = value * (1 if float8 and _te_modules.supports_all_gemm_layouts() else 2)

@@ -227,13 +227,8 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
 
 
 def require_recipe(job: Job) -> None:
-    """Check that the device supports the job's recipe with TE's own check; raise PrecisionError otherwise.
-
-    Training makes this check on entering ``te.autocast``, which a plan never enters. Local operation.
-
-    Raises:
-        PrecisionError: TransformerEngine does not support the recipe on the (real or emulated) device.
-    """
+    """Check that the device supports the job's recipe with TE's own check; raise PrecisionError otherwise. Local."""
+    # Training makes this check on entering ``te.autocast``, which a plan never enters.
     if job.recipe not in _AVAILABLE:
         return
     supported, reason = getattr(_te.te(), _AVAILABLE[job.recipe])(return_reason=True)

@@ -103,11 +103,7 @@ class _Run:
 def peak_of(weights: Sequence[Weight], stages: Sequence[Stage], held: Mapping[str, int], job: Job) -> Peak:
     """Return the peak memory of a steady-state step on the first rank. Local operation.
 
-    Args:
-        weights: All weights of the rank.
-        stages: All stages of a microbatch, in forward order.
-        held: Permanently allocated bytes by category.
-        job: Training options.
+    ``stages`` are those of a microbatch, in forward order. ``held`` is the permanent memory in bytes, by category.
     """
     runs, root = _runs(weights, stages)
     memory = _Memory({**held, "workspaces": _WORKSPACES}, job)

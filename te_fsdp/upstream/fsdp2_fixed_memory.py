@@ -71,11 +71,7 @@ class FixedMemory:
             managed.all_gather_outputs = [next(views) for _ in numels]
 
     def take(self, group: Any, stream: Any) -> None:
-        """Let a stream wait until a group's place can be written. Local operation.
-
-        Raises:
-            OrderError: A different unit is unsharded there, on all ranks.
-        """
+        """Let a stream wait until a group's place can be written; raise OrderError if it is in use. Local operation."""
         place = self._of.get(id(group))
         if place is None:
             return

@@ -97,11 +97,7 @@ class _Edge(torch.autograd.Function):
 
 
 def leaf_in_backward(leaf: torch.Tensor) -> str:
-    """Return how the running backward uses a leaf (``torch._C._will_engine_execute_node``).
-
-    Returns:
-        ``"adds"`` if it adds to ``.grad``, ``"returns"`` if ``torch.autograd.grad`` returns the gradient, else ``""``.
-    """
+    """Return how the running backward uses a leaf: it ``"adds"`` to ``.grad``, ``"returns"`` it, or ``""``."""
     if not leaf.requires_grad:
         return ""
     with torch.enable_grad():
@@ -110,7 +106,7 @@ def leaf_in_backward(leaf: torch.Tensor) -> str:
     node = output.grad_fn.next_functions[0][0]
     try:
         runs = torch._C._will_engine_execute_node(node)
-    except RuntimeError:
+    except RuntimeError:  # the gradient is a result of torch.autograd.grad
         return "returns"
     return "adds" if runs else ""
 

@@ -37,24 +37,19 @@ def tensors_in(output: Any) -> Iterator[torch.Tensor]:
         item = waiting.pop()
         if isinstance(item, torch.Tensor):
             yield item
-        elif id(item) not in seen and not isinstance(item, (*_TENSORLESS, type, torch.nn.Module, Callable)):
-            seen.add(id(item))
-            waiting.extend(_held_by(item))
-
-
-def _held_by(item: Any) -> list[Any]:
-    """Return what an object contains: items, attributes, slots."""
-    held = []
-    if isinstance(item, Mapping):
-        held += item.values()
-    elif isinstance(item, (list, tuple, set, frozenset)):
-        held += item
-    held += getattr(item, "__dict__", {}).values()
-    for kind in type(item).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            held.append(getattr(item, slot, None))
-    return held
+            continue
+        if id(item) in seen or isinstance(item, (*_TENSORLESS, type, torch.nn.Module, Callable)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Mapping):
+            waiting += item.values()
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            waiting += item
+        # Subclasses of containers may have attributes too.
+        waiting += getattr(item, "__dict__", {}).values()
+        for kind in type(item).__mro__:
+            slots = kind.__dict__.get("__slots__", ())
+            waiting += [getattr(item, slot, None) for slot in ((slots,) if isinstance(slots, str) else slots)]
 
 
 def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:

@@ -50,12 +50,7 @@ KINDS = (
 
 @functools.cache
 def te() -> ModuleType:
-    """Return ``transformer_engine.pytorch``, imported on first call.
-
-    Raises:
-        ImportError: TE is not installed, or its compiled library does not load. The error explains how to
-            install TE or the emulation.
-    """
+    """Return ``transformer_engine.pytorch``, imported on first call; raise ImportError with a fix without it."""
     try:
         return importlib.import_module("transformer_engine.pytorch")
     except (ImportError, RuntimeError) as error:  # RuntimeError: TE's meta package without its library
@@ -441,11 +436,9 @@ def has_delayed_scale(tensor: torch.Tensor) -> bool:
 def delayed_states(module: nn.Module) -> dict[str, Any] | None:
     """Return a module's delayed-scaling state: ``scaling_fwd``, ``scaling_bwd`` with ``scale``, ``amax_history``.
 
-    Local operation. ``None`` without state. TE creates it in the first forward, or for quantized weights. The module's
-    quantizers and TE's reduction buffers refer to these tensors, so write to them instead of replacing them.
-
-    Raises:
-        PrecisionError: A custom recipe contains delayed scaling, whose state TE keeps per tensor.
+    Local operation. ``None`` without state. TE creates it in the first forward, or for quantized weights. Raise
+    PrecisionError for delayed scaling in a custom recipe, whose state TE keeps per tensor. The module's quantizers and
+    TE's reduction buffers refer to these tensors, so write to them instead of replacing them.
     """
     meta = getattr(module, "fp8_meta", None)
     if not isinstance(meta, dict):
