@@ -96,8 +96,13 @@ def find_initializers(model: nn.Module) -> list[Initializer]:
             found.append(Initializer(name, module, call))
     order = {name: place for place, (name, _) in enumerate(model.named_modules())}
     last = {item.name: max(order[name] for name in order if item.contains(name)) for item in found}
-    for item in found:
-        _forget_marks(item.module)
+    # Hugging Face's marks on modules and tensors on meta are wrong: their constructors ran without effect.
+    for module in (inner for item in found for inner in item.module.modules()):
+        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
+            module.__dict__.pop(_DONE, None)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None and tensor.is_meta:
+                tensor.__dict__.pop(_DONE, None)
     # In the order in which constructors end: inner modules first, as one process draws.
     return sorted(found, key=lambda item: (last[item.name], -order[item.name]))
 
@@ -120,16 +125,6 @@ def _runs_in_constructor(cls: type, words: Iterable[str]) -> bool:
         if hasattr(vars(base).get("__init__"), "__code__")
     ]
     return any(word in code.co_names for code in codes for word in words)
-
-
-def _forget_marks(root: nn.Module) -> None:
-    """Remove Hugging Face's marks from modules with tensors on meta: their constructors ran without effect."""
-    for module in root.modules():
-        if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
-            module.__dict__.pop(_DONE, None)
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
-            if tensor is not None and tensor.is_meta:
-                tensor.__dict__.pop(_DONE, None)
 
 
 def _initializer(name: str, module: nn.Module) -> Callable[[], object] | None:

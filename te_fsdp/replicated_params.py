@@ -72,7 +72,14 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     parameters = [item for item in items if not isinstance(item, nn.Module)]
     owned = list(registered_at({id(parameter) for parameter in parameters})) if parameters else []
     for module in [*(sub for top in modules for sub in top.modules()), *(owner for owner, _ in owned)]:
-        _check_unsharded(module)
+        binding = binding_of(module)
+        if fsdp2_units.is_fsdp_module(module) or (binding is not None and binding.fsdp.is_managed):
+            label = (binding.name if binding is not None else "") or type(module).__name__
+            raise OrderError(
+                f"{label}: fsdp_no_shard on a module that is already sharded",
+                why="FSDP2 already shards its parameters, or reduces their gradients",
+                fix="call te_fsdp.fsdp_no_shard before te_fsdp.fully_shard",
+            )
     # The mark is stored in the owner module, because parameters are replaced often (meta init, ``to_empty``,
     # ``deepcopy``, ``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose their attributes.
     for module in modules:
@@ -84,17 +91,6 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
         known = module.__dict__.get(NO_SHARD, frozenset())
         if known is not True:
             module.__dict__[NO_SHARD] = known | {name}
-
-
-def _check_unsharded(module: nn.Module) -> None:
-    binding = binding_of(module)
-    if fsdp2_units.is_fsdp_module(module) or (binding is not None and binding.fsdp.is_managed):
-        label = (binding.name if binding is not None else "") or type(module).__name__
-        raise OrderError(
-            f"{label}: fsdp_no_shard on a module that is already sharded",
-            why="FSDP2 already shards its parameters, or reduces their gradients",
-            fix="call te_fsdp.fsdp_no_shard before te_fsdp.fully_shard",
-        )
 
 
 @dataclass(frozen=True)

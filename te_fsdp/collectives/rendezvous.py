@@ -180,8 +180,27 @@ class _Rendezvous:
 
     def wait(self) -> None:
         """Enter the call and wait for all ranks. Raises ``CollectiveError`` on all ranks if some do not arrive."""
+        me, number, store = self.me, self.number, self.store
         try:
-            self._meet()
+            address = _process().liveness.publish()
+            if number == 0 and address:
+                store.set(f"alive/{me}", address)
+            # Before counting: a rank that sees all ranks counted can read all names.
+            store.set(f"{number}/{me}", self.call)
+            # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
+            mine = store.add(f"{number}/in/{self.call}", 1)
+            came = store.add(f"{number}/came", 1)
+            # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
+            store.delete_key(f"{number - 1}/{me}")
+            if came == len(self.ranks):
+                everyone_here = mine == came or store.add(f"{number}/in/{self.call}", 0) == came
+                self._settle(_GO if everyone_here else self._other_calls().encode())
+                for key in ("came", f"in/{self.before}", "outcome"):
+                    store.delete_key(f"{number - 1}/{key}")
+            outcome = self._outcome()
+            if outcome != _GO:
+                self._let_others_read(came)
+                raise CollectiveError(outcome.decode())
         except (dist.DistError, ConnectionError) as lost:
             holder = "torchrun's agent" if _agent_has_store() else "rank 0"
             raise CollectiveError(
@@ -190,27 +209,6 @@ class _Rendezvous:
                 why="It may have been killed or have raised an error; check its own output",
                 fix="restart the job from its last checkpoint",
             ) from lost
-
-    def _meet(self) -> None:
-        me, number, address = self.me, self.number, _process().liveness.publish()
-        if number == 0 and address:
-            self.store.set(f"alive/{me}", address)
-        # Before counting: a rank that sees all ranks counted can read all names.
-        self.store.set(f"{number}/{me}", self.call)
-        # Two counters: ranks in this call, and ranks in any call. If they differ, ranks are in different calls.
-        mine = self.store.add(f"{number}/in/{self.call}", 1)
-        came = self.store.add(f"{number}/came", 1)
-        # The store is never cleared as a whole, so keys of the previous call are deleted by the next one.
-        self.store.delete_key(f"{number - 1}/{me}")
-        if came == len(self.ranks):
-            everyone_here = mine == came or self.store.add(f"{number}/in/{self.call}", 0) == came
-            self._settle(_GO if everyone_here else self._other_calls().encode())
-            for key in ("came", f"in/{self.before}", "outcome"):
-                self.store.delete_key(f"{number - 1}/{key}")
-        outcome = self._outcome()
-        if outcome != _GO:
-            self._let_others_read(came)
-            raise CollectiveError(outcome.decode())
 
     def _let_others_read(self, came: int) -> None:
         """Wait on rank 0 until the others have read the outcome: the store may end with rank 0 after the error."""

@@ -115,8 +115,12 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
     device = _torch.local_of(chosen[0]).device if chosen else getattr(stages, "device_type", "cpu")
     if not spread and stages is None:
         return torch.zeros((), device=device)
-    # A stage without parameters contributes zero.
-    sums = [_local_sum(gradients, norm_type, device) for gradients in spread.values() or [[]]]
+    # This rank's sums of |g| ** norm_type (the maximum for inf). A stage without parameters contributes zero.
+    sums = []
+    for gradients in spread.values() or [[]]:
+        norms = _torch.norms(gradients, norm_type)
+        powers = torch.stack(norms) if norms else torch.zeros(1, device=device)
+        sums.append(powers.amax() if math.isinf(norm_type) else (powers**norm_type).sum())
     # Each set of axes has one sum, so the number of collectives does not grow with the parameters.
     op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
     for axis, group in groups.items():
@@ -241,12 +245,3 @@ def _check_reduced(parameter: torch.Tensor) -> None:
             why="The terms of the ranks are not summed yet",
             fix="clip after the last backward of the step, which reduces gradients",
         )
-
-
-def _local_sum(gradients: list[torch.Tensor], norm_type: float, device: torch.device | str) -> torch.Tensor:
-    """Return this rank's sum of |g| ** norm_type (the maximum for inf), in fp32."""
-    found = _torch.norms(gradients, norm_type)
-    if not found:
-        return torch.zeros((), device=device)
-    norms = torch.stack(found)
-    return norms.amax() if math.isinf(norm_type) else (norms**norm_type).sum()

@@ -87,18 +87,6 @@ def weights_of(unit: nn.Module) -> list[Weight]:
     return list(found.values())
 
 
-def _stand_in(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a new leaf over a parameter's memory, with its attributes."""
-    if isinstance(parameter, DTensor):
-        local = _torch.local_of(parameter)
-        made: Any = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
-    else:
-        made = torch.nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-    for key, value in parameter.__dict__.items():
-        made.__dict__.setdefault(key, value)
-    return made
-
-
 # [Note: stand-ins] Autograd's nodes that accumulate gradients store the stream on which they were created. A capture
 # that reaches a node of a different stream fails. So the recorded forward uses stand-ins: new leaves over the memory
 # of the unsharded parameters. Gradients of stand-ins become those of the parameters.
@@ -200,7 +188,16 @@ class UnitRecording:
     @contextlib.contextmanager
     def _with_stand_ins(self) -> Iterator[None]:
         """Replace the unit's parameters by new leaves ([Note: stand-ins])."""
-        self._stand_ins = [_stand_in(weight.parameter) for weight in self.weights]
+        self._stand_ins = []
+        for parameter in [weight.parameter for weight in self.weights]:
+            trained = parameter.requires_grad
+            if isinstance(parameter, DTensor):
+                made: Any = _torch.with_local(_torch.local_of(parameter), parameter, requires_grad=trained)
+            else:
+                made = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
+            for key, value in parameter.__dict__.items():
+                made.__dict__.setdefault(key, value)
+            self._stand_ins.append(made)
         by_id = {id(w.parameter): made for w, made in zip(self.weights, self._stand_ins, strict=True)}
         replaced = [
             (module._parameters, name, parameter)

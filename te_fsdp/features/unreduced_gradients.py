@@ -232,33 +232,31 @@ class UnreducedGradients(Component):
         keys = {id(marked.parameter) for marked in cleared}
         # All units are checked before the first gradient is dropped, so an error changes nothing.
         for marked in cleared:
-            if marked.group is not None and _fsdp2_gradients.has_partial_reduction(marked.group):
-                self._require_all_cleared(marked, keys)
+            if marked.group is None or not _fsdp2_gradients.has_partial_reduction(marked.group):
+                continue
+            left = [
+                self._name(id(other.parameter))
+                for key, other in self._marked.items()
+                if other.group is marked.group and key not in keys
+            ]
+            if left:
+                raise OrderError(
+                    f"{self._name(id(marked.parameter))}: .grad was cleared before the gradient was fully reduced",
+                    expected="all gradients of the unit cleared",
+                    got=f"gradients of the same unit that were not cleared: {shorten(left, 3)}",
+                    why="HSDP stores the gradients that are reduced over dp_shard in one buffer for the unit",
+                    fix="call te_fsdp.zero_grad(model), which clears all gradients",
+                )
         for marked in cleared:
             if marked.group is None:
                 marked.source.unreduced = None
             else:
                 _fsdp2_gradients.drop_unreduced_gradient(marked.source, marked.group)
         self.unmark([marked.parameter for marked in cleared])
-        left = [marked.owner for marked in self._marked.values()]
+        owners = [marked.owner for marked in self._marked.values()]
         for owner in {marked.owner for marked in cleared}:
-            if owner is not None and owner not in left:
+            if owner is not None and owner not in owners:
                 owner.drop_unreduced()
-
-    def _require_all_cleared(self, marked: _Marked, cleared: set[int]) -> None:
-        left = [
-            self._name(id(other.parameter))
-            for key, other in self._marked.items()
-            if other.group is marked.group and key not in cleared
-        ]
-        if left:
-            raise OrderError(
-                f"{self._name(id(marked.parameter))}: .grad was cleared before the gradient was fully reduced",
-                expected="all gradients of the unit cleared",
-                got=f"gradients of the same unit that were not cleared: {shorten(left, 3)}",
-                why="HSDP stores the gradients that are reduced over dp_shard in one buffer for the unit",
-                fix="call te_fsdp.zero_grad(model), which clears all gradients",
-            )
 
     # Hooks of an FSDPParamGroup.
 
