@@ -82,11 +82,9 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
 
 
 def boxed(tensor: torch.Tensor | None, rule: ParameterRule | None, *, has_tp: bool) -> None:
-    """Change the class of a bound parameter, in place, if its placements do not describe its shards. Local operation.
-
-    Only rows of a stacked layout that tensor parallelism cuts need it. Other tensors keep their class, because every
-    access to an attribute of this one costs a call.
-    """
+    """Change the class of a bound parameter, in place, if its placements do not describe its shards. Local."""
+    # Only rows of a stacked layout that tensor parallelism cuts need it. Other tensors keep their class, because every
+    # access to an attribute of this one costs a call.
     if type(tensor) is DTensor and rule is not None and has_tp and is_reordered(tensor, rule):
         _mark(tensor, BoxMap(rule, has_tp, False, tuple(tensor.placements)))
 
@@ -105,11 +103,9 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
 
 
 def place_full_tensors() -> None:
-    """Let torch's ``full_state_dict=True`` place the rows of original tensors; later calls do nothing.
-
-    torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and in
-    ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
-    """
+    """Let torch's ``full_state_dict=True`` place the rows of original tensors; later calls do nothing."""
+    # torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and
+    # in ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
     for owner, name, wrap in (
         (_state_dict_utils, "_distribute_tensors", _place_pairs),
         (state_dict, "_distribute_state_dict", _place_states),

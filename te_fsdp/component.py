@@ -102,11 +102,9 @@ _PHASES = tuple(name for name in vars(Component) if not name.startswith("_"))
 
 
 class Components:
-    """The components of one model, by class. Each phase is a tuple of bound methods, so that it costs one iteration.
+    """The components of one model, by class. Methods of a phase run in the order in which components were attached."""
 
-    The methods of a phase run in the order in which components were attached.
-    """
-
+    # Each phase is a tuple of bound methods of the components that override it, so that it costs one iteration.
     settle: tuple[Callable[[], bool], ...]
     after_forward: tuple[Callable[[Any], None], ...]
     before_recovery: tuple[Callable[[], None], ...]

@@ -93,10 +93,8 @@ def _mapped_files(size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
 
 
 def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerGroup, PeerMemory] | str:
-    """Return the ranks of a group as peers, with a first small memory that they share; or the reason why they cannot.
-
-    Collective over the group: the ranks exchange their hosts and the GPUs that they reach, then try to share memory.
-    """
+    """Return the ranks of a group as peers, with a first small memory, or the reason why there are none. Collective."""
+    # The ranks exchange their hosts and the GPUs that they reach, then try to share memory.
     if is_simulated():
         return "the other ranks are simulated"
     boot = Path("/proc/sys/kernel/random/boot_id")

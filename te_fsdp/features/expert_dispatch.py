@@ -1,10 +1,4 @@
-"""``ExpertDispatcher``: send tokens to experts in buffers of fixed sizes, without host synchronization.
-
-The number of tokens that choose an expert is known on the device only. Sending exactly these rows requires the host to
-read it. Instead each expert has a fixed number of rows (``capacity``) for the tokens of each rank. Rows that no token
-uses are zero. Tokens beyond the capacity are dropped: they get zeros from that expert. All shapes and all splits of
-``all_to_all`` and ``GroupedLinear`` are constants, so CUDA graphs can record the calls.
-"""
+"""``ExpertDispatcher``: send tokens to experts in buffers of fixed sizes, without host synchronization."""
 
 from __future__ import annotations
 
@@ -29,6 +23,11 @@ class ExpertRoute(NamedTuple):
         return (self.rows == self.unused).sum()
 
 
+# [Note: fixed sizes] The number of tokens that choose an expert is known on the device only. Sending exactly these rows
+# requires the host to read it. Instead each expert has a fixed number of rows (``capacity``) for the tokens of each
+# rank. Rows that no token uses are zero. Tokens beyond the capacity are dropped: they get zeros from that expert. All
+# shapes and all splits of ``all_to_all`` and ``GroupedLinear`` are constants, so CUDA graphs can record the calls.
+#
 # [Note: groups of tokens] The capacity applies to a *group* of tokens, those of one rank. Which tokens are dropped
 # therefore depends on the tokens of their own group only, and needs no communication. One process that passes the
 # tokens of all ranks with ``groups=`` the number of ranks drops the same ones, and gives each expert the same rows in

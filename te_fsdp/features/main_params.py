@@ -231,8 +231,7 @@ class MainParameters:
     def install_main_params(self, optimizer: Any, *, stepping: bool = False, keep_main: bool = False) -> None:
         """Replace parameters in the groups by main parameters, and re-key the state.
 
-        ``stepping`` excludes frozen parameters, because FusedAdam creates state for all parameters that it sees.
-        ``keep_main`` keeps main weights in the state, as in state dicts.
+        ``stepping`` excludes frozen parameters. ``keep_main`` keeps main weights in the state, as in state dicts.
         """
         if self._groups:  # a failed step has left them there
             self.restore_params(optimizer)
@@ -243,6 +242,7 @@ class MainParameters:
             live.clear()
             for parameter, pair in zip(held, self.look(held, optimizer), strict=True):
                 if pair is None:
+                    # FusedAdam creates state for all parameters that it sees.
                     frozen = not parameter.requires_grad and not optimizer.state.get(parameter)
                     if not frozen or not stepping or self.of(parameter).shard is None:
                         live.append(parameter)

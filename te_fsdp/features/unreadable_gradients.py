@@ -53,10 +53,8 @@ class UnreadableGradient:
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Refuse operations that read values.
-
-        This is not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
-        """
+        """Refuse operations that read values."""
+        # Not ``__torch_dispatch__``, because torch before 2.13 does not call it for subclasses of DTensor.
         return cls.run(func, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> NoReturn:

@@ -21,10 +21,8 @@ _FUSED: dict[type, str] = {torch.optim.SGD: "_fused_sgd_", torch.optim.Adagrad: 
 
 
 def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor]) -> None:
-    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``held``. Local.
-
-    docs/optimizers.md has the table of exact optimizers.
-    """
+    """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``held``. Local."""
+    # docs/optimizers.md has the table of exact optimizers.
     sharded = [p for p in held if isinstance(p, DTensor)]
     refusal = _unsupported_reason(optimizer, sharded) if sharded else None
     if refusal is not None:

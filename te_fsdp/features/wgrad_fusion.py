@@ -28,11 +28,9 @@ _FUSED_WEIGHTS = {
 
 @contextlib.contextmanager
 def wgrad_fusion_disabled(model: nn.Module) -> Iterator[list[nn.Module]]:
-    """Disable the option while the model is bound, which refuses it: FSDP2 alone would lose gradients. Local operation.
-
-    Yield the modules that have the option, and enable it again at the end. Only modules whose parameters TE reads
-    directly are supported: TE concatenates split ones first.
-    """
+    """Disable the option while the model is bound. Yield the modules that have it, and enable it again. Local."""
+    # Binding refuses the option, because FSDP2 alone would lose gradients. Only modules whose parameters TE reads
+    # directly are supported: TE concatenates split ones first.
     fused = [
         module
         for module in model.modules()
@@ -148,11 +146,9 @@ class _MainGradBuffer:
         return _fsdp2.find_unreduced_gradient(managed, group)
 
     def tensor(self, weight: weakref.ref[torch.Tensor]) -> torch.Tensor:
-        """Return the local buffer for TE, which overwrites it if nothing was accumulated. Local operation.
-
-        TE keeps it as an attribute of the weight. This call drops the attributes of the previous weights, except those
-        of the same GroupedLinear, which TE sets together.
-        """
+        """Return the local buffer for TE, which overwrites it if nothing was accumulated. Local operation."""
+        # TE keeps it as an attribute of the weight. Drop the attributes of the previous weights, except those of the
+        # same GroupedLinear, which TE sets together.
         for holder in self._holders:
             held = holder.weight()
             if held is not None and holder.peers is not self.peers:

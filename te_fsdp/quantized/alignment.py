@@ -1,9 +1,4 @@
-"""Checks that a quantized weight can be trained on this mesh and device.
-
-[Note: blocks and shards] at :func:`fits` has the rules. The checks use shapes only, so every rank raises the same error
-without communication. Combinations that TE or the device does not support raise before the first step, with the reason.
-``docs/support.md`` lists them.
-"""
+"""Checks that a quantized weight can be trained on this mesh and device. ``docs/support.md`` lists the combinations."""
 
 from __future__ import annotations
 
@@ -106,6 +101,8 @@ def plan_shard_dims(
 #   FSDP2 nor tp shards.
 #
 # Float8 has one scale per weight. Its shards may have any size, including 0.
+#
+# The checks use shapes only, so every rank raises the same error without communication.
 def fits(weight: Weight, fsdp_size: int, dim: int) -> bool:
     """Return whether all shards of a weight fit its format if FSDP2 shards ``dim`` over ``fsdp_size`` ranks."""
     if weight.format.has_one_scale:

@@ -95,11 +95,9 @@ def _copy_to_entry(held: torch.Tensor, local: torch.Tensor) -> None:
 
 @torch.no_grad()
 def finish_load(state_dict: Any) -> None:
-    """Quantize the values that ``dcp.load`` has read into the quantized weights of a state dict.
-
-    Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. Collective over the ranks
-    that shard a weight. If one rank has values for a weight, all of them quantize, because they share the scale.
-    """
+    """Quantize the values that ``dcp.load`` has read into a state dict. Collective over ranks that shard a weight."""
+    # Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. If one rank has values for
+    # a weight, all of them quantize, because they share the scale.
     found = [
         (container, key, value)
         for container, key, value in _entries(state_dict)

@@ -143,11 +143,9 @@ def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, lab
 # loading from high precision, and ``copy_`` or ``quantize_`` by the user. te_fsdp sets the weight mesh's
 # group on weights of bound modules in a persistent way (:mod:`te_fsdp.quantized.amax`).
 def attach_amax_group(local: torch.Tensor, binding: ModuleBinding) -> None:
-    """Set the group over which quantizations of a local shard reduce the amax.
-
-    Local operation that does nothing for formats with block scales only. Without a weight mesh the weight is not
-    sharded, and a group set by TE is removed.
-    """
+    """Set the group over which quantizations of a local shard reduce the amax. Local operation."""
+    # Nothing is set for formats with block scales only. Without a weight mesh the weight is not sharded, and a group
+    # set by TE is removed.
     if _te.is_grouped(local):
         set_amax_group(local, _experts_group(binding))
         return

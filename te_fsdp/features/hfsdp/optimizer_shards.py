@@ -1,15 +1,13 @@
 """Shards of optimizer state over replicas, and the all-gather of updated weights.
 
-Several ranks may replicate a parameter: over ``dp_replicate`` with ``outer_strategy="optim"`` (HFSDP: each has the
-same FSDP2 shard), or over data parallel (``no_shard``). Its local tensor is then sharded once more, as ``torch.chunk``
-does, and each replica updates its own rows (:class:`OptimizerShard`):
-
     mesh                (dp_replicate,                dp_shard,              tp)
     parameter                                         (_StridedShard(0, tp),  Shard(0))
     main weight, state  (_StridedShard(0, shard*tp),  _StridedShard(0, tp),   Shard(0))
 
     gradients (one shard each)  --reduce-scatter, AVG-->  this rank's rows, in fp32
     new rows, as they are sent  --all-gather-->           shards
+
+[Note: rows of a replica] at :class:`OptimizerShard` has the rules.
 """
 
 from __future__ import annotations
@@ -72,7 +70,11 @@ ALIGNED = 16
 _rows_of = functools.cache(RowPartition)
 
 
-# [Note: rows of a replica] The sharded dim is the first one that all axes divide evenly (for a quantized
+# [Note: rows of a replica] Several ranks may replicate a parameter: over ``dp_replicate`` with
+# ``outer_strategy="optim"`` (HFSDP: each has the same FSDP2 shard), or over data parallel (``no_shard``). Its local
+# tensor is then sharded once more, as ``torch.chunk`` does, and each replica updates its own rows.
+#
+# The sharded dim is the first one that all axes divide evenly (for a quantized
 # weight into full blocks, if possible), else dim 0. Main weights and states are DTensors with the parameter's
 # shape. A large tensor sharded along dim 0 is sent separately without a copy, because its rows are
 # contiguous. All others are packed: one collective per group and dtype. Rows are padded to the same number
