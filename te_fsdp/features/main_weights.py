@@ -81,7 +81,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = sum(id(p) not in current for p in held)
     if foreign:
-        _require_one_model(model, optimizer, [p for p in held if id(p) not in current])
+        _require_one_model(optimizer, [p for p in held if id(p) not in current])
         raise OrderError(
             f"{type(optimizer).__name__}: {foreign} of {len(held)} parameters are not the model's",
             expected="the current parameters of the model",
@@ -92,7 +92,7 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
     refuse_unsupported_optimizer(optimizer, held)
 
 
-def _require_one_model(model: nn.Module, optimizer: Optimizer, foreign: list[torch.Tensor]) -> None:
+def _require_one_model(optimizer: Optimizer, foreign: list[torch.Tensor]) -> None:
     """Raise OrderError if parameters belong to other sharded models. Local operation."""
     states = {id(state): state for state in map(sharded_model_of, foreign) if state is not None}
     living = {id(parameter) for state in states.values() for parameter in state.parameters().values()}
