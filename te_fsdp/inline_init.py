@@ -69,7 +69,9 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
         facts.writes, facts.rewrites = 0, ()
         # reset_parameters that was called several times draws again, which changes no distribution.
         again = any(count and writes % count == 0 for count in repeated)
-        if writes not in repeated and not (again and not _has_inline_code(model, place.path)):
+        parts = place.path.split(".") if place.path else []
+        around = (model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1))
+        if writes not in repeated and (not again or any(_in_place_calls(type(module)) for module in around)):
             lost.append(place.label)
     if lost:
         raise InitError(
@@ -80,13 +82,6 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
             fix=_FIX,
         )
     _warn_of_data(model, own)
-
-
-def _has_inline_code(model: nn.Module, path: str) -> bool:
-    """Return whether the constructor of a module, or of one around it, writes to tensors in place."""
-    parts = path.split(".") if path else []
-    around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts) + 1)]
-    return any(_in_place_calls(type(module)) for module in around)
 
 
 # Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.

@@ -352,28 +352,22 @@ def shard_optimizer(optimizer: AnyOptimizer) -> AnyOptimizer:
     states = {id(s): s for p in held if (s := sharded_model_of(p)) is not None}.values()
     with collective_call("shard_optimizer", next(iter(states)).meshes.device_mesh):
         _check_same(shards)
-        main_parameters = _shard_state(optimizer, shards)
+        main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or MainParameters(optimizer)
+        main_parameters.cut(shards)
+        for shard in shards:
+            # Keep nonzero values of the full-shard state created by main_weights.
+            known = optimizer.state.pop(shard.parameter, {})
+            if MAIN in known:
+                optimizer.state[shard.parameter][MAIN] = known[MAIN]
+        _prepare_bytes(shards)
+        main_parameters.start(optimizer)
     for state in states:
-        known = state.components.get(ShardedOptimizer)
-        if known is None:
+        component = state.components.get(ShardedOptimizer)
+        if component is None:
             state.components.attach(ShardedOptimizer(main_parameters.averages))
         else:
-            known.averages = main_parameters.averages
+            component.averages = main_parameters.averages
     return optimizer
-
-
-def _shard_state(optimizer: Optimizer, shards: list[OptimizerShard]) -> MainParameters:
-    """Attach sharded main parameters to an optimizer. Collective if an amax needs a process group."""
-    main_parameters = getattr(optimizer, KEEPS_MAIN_WEIGHTS, None) or MainParameters(optimizer)
-    main_parameters.cut(shards)
-    for shard in shards:
-        # Keep nonzero values of the full-shard state created by main_weights.
-        state = optimizer.state.pop(shard.parameter, {})
-        if MAIN in state:
-            optimizer.state[shard.parameter][MAIN] = state[MAIN]
-    _prepare_bytes(shards)
-    main_parameters.start(optimizer)
-    return main_parameters
 
 
 def _check_fresh(optimizer: Optimizer) -> None:
