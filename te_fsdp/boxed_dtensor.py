@@ -55,10 +55,8 @@ class BoxMap:
 
 
 def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
-    """Return this rank's coordinates from a DTensor's placements.
-
-    The tensor-parallel axis is the last one. The expert-parallel axis and those of FSDP2 come before it.
-    """
+    """Return this rank's coordinates from a DTensor's placements."""
+    # The tensor-parallel axis is the last one. The expert-parallel axis and those of FSDP2 are before it.
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:

@@ -120,10 +120,8 @@ def _in_place_calls(cls: type) -> set[str]:
 
 
 def _reached(cls: type, function: Any, seen: set[CodeType], depth: int = 0) -> Iterator[CodeType]:
-    """Yield the code of a function, of functions in it, and of those of the user's that it names.
-
-    ``reset_parameters`` and what it calls is left out: ``materialize`` runs it.
-    """
+    """Yield the code of a function, of functions in it, and of those of the user's that it names."""
+    # Without ``reset_parameters`` and the functions that it calls, because ``materialize`` runs it.
     pending = [function.__code__]
     while pending:
         code = pending.pop()

@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 # parameter becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the
 # module itself are replicated.
 def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[str]:
-    """Return the names of the modules that become units because of parameters over ``ep``. Local operation.
-
-    These are the ``GroupedLinear`` modules of ``experts``, and what the user's DTensors over ``ep`` need.
-    """
+    """Return the names of the modules that become units because of parameters over ``ep``. Local operation."""
+    # These are the ``GroupedLinear`` modules of `experts`, and what the user's DTensors over ``ep`` need.
     modules = dict(model.named_modules())
     places = list(_sharded_over_ep(model, meshes))
     homes = {_home(modules, place.path) for place in places}

@@ -141,10 +141,8 @@ class PrecisionPlan:
         )
 
     def widen(self, model: nn.Module) -> None:
-        """Replace parameters by main weights of the same values. Tied parameters stay tied. Local operation.
-
-        Call it between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
-        """
+        """Replace parameters by main weights of the same values. Tied parameters stay tied. Local operation."""
+        # Called between ``set_device_mesh`` and FSDP2, while no parameter is quantized.
         dtype = self.policy.main_params_dtype
         if dtype is None:
             return

@@ -242,10 +242,7 @@ def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
 
 
 def main_weight(optimizer: Optimizer | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return the local main weight of a parameter, ``None`` without one. Local operation.
-
-    For an optimizer passed to ``shard_optimizer`` it contains this rank's rows.
-    """
+    """Return the local main weight of a parameter (this rank's rows if it is sharded), ``None`` without one. Local."""
     main = None if optimizer is None else optimizer.state.get(parameter, {}).get(MAIN)
     return None if main is None else _torch.local_of(main)
 

@@ -57,12 +57,10 @@ def record_weight_versions(step: Step) -> None:
 # evaluation with averaged weights, keeps its main weight bit for bit. Elsewhere the main weight becomes the
 # parameter's value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
 def update_written_main_weights(step: Step) -> None:
-    """Update the main weights of parameters that user code has written to ([Note: written weights]).
-
-    Local operation. The first step compares all main weights with their parameters.
-    """
+    """Update the main weights of parameters that user code has written to. Local operation."""
     if not step.models:
         return
+    # The first step compares all main weights with their parameters.
     known: _WeightVersions | None = step.optimizer.__dict__.get(_WRITTEN)
     now = _WeightVersions.now(step.optimizer)
     if not now.parameters or (known is not None and known.versions == now.versions) or is_capturing():

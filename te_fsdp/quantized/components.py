@@ -102,10 +102,8 @@ def rowwise_components(local: torch.Tensor) -> list[Component]:
 
 
 def buffers_of_parts(local: torch.Tensor, label: str) -> list[Component]:
-    """Return :func:`components_of`, for a hybrid tensor those of both parts, whose names may be equal.
-
-    Local operation with a fixed order. A high-precision part is one buffer of its values.
-    """
+    """Return :func:`components_of` in a fixed order, for a hybrid tensor those of both parts. Local operation."""
+    # Names of both parts may be equal. A high-precision part is one buffer of its values.
     found: list[Component] = []
     for part in _te.storage_parts_of(local):
         values = _te.high_precision_part(part)
@@ -273,11 +271,8 @@ def needed_components(described: str, have: Sequence[str], label: str) -> dict[s
 def covering(
     offsets: Sequence[int], sizes: Sequence[int], block: Block
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return offset and size, in component elements, of the blocks that cover a rectangle of the weight.
-
-    The rectangle may split blocks. A value of the unsharded weight is one element.
-    """
-    if block is None:
+    """Return offset and size, in component elements, of the blocks that cover a rectangle, which may split blocks."""
+    if block is None:  # a value of the unsharded weight is one element
         return (0,), (1,)
     steps = _steps(block, offsets)
     start = tuple(o // s for o, s in zip(offsets, steps, strict=True))

@@ -379,12 +379,9 @@ def _wrap(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_plain_parameter(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Return the ordinary parameter over the memory of a ``GroupedTensor`` one, with its attributes. Local operation.
-
-    Other parameters are returned unchanged.
-    """
+    """Return the ordinary parameter over the memory of a ``GroupedTensor`` one, with its attributes. Local."""
     if not isinstance(parameter, _te.te().tensor.GroupedTensor):
-        return parameter
+        return parameter  # unchanged
     grouped: Any = parameter.detach()
     local = grouped.rowwise_data.view(parameter.shape) if grouped.quantizer is None else _adopt(grouped)
     new = torch.nn.Parameter(local, requires_grad=parameter.requires_grad)

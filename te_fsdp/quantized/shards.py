@@ -40,17 +40,14 @@ class StashedWeight(NamedTuple):
 
 
 def stash_quantized(model: nn.Module) -> list[StashedWeight]:
-    """Replace quantized weights on the device by their high-precision values. Local operation.
-
-    Tied weights stay tied: one replacement is registered at all places of a weight.
-    """
+    """Replace quantized weights on the device by their high-precision values. Local operation."""
     stashed: dict[int, StashedWeight] = {}
     replacements: dict[int, nn.Parameter] = {}
     for _, module, name, parameter in iter_param_owners(model):
         binding, local = binding_of(module), _torch.local_of(parameter)
         if binding is None or local.is_meta or not _te.is_quantized(local) or is_replicated(module, name):
             continue
-        # A tied weight must stay one weight: it is dequantized once.
+        # A tied weight must stay one weight: it is dequantized once, and its replacement is registered at all places.
         key = id(parameter)
         if key not in stashed:
             kept = _te.high_precision_value(local)
