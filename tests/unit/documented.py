@@ -36,11 +36,10 @@ NOT_RUN = {
     ("docs/cli.md", "mkdir|te-fsdp completion"): "writes where shells look; tests/unit/test_planning.py",
     ("docs/moe.md", r"NODES=2|make train-moe ARGS"): "needs GPUs",
     ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; test_torchrun.py",
-    ("docs/emulation.md", "python -m tests.conformance.record"): "needs a Hopper GPU",
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
     ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
-    ("docs/convergence.md", "export|.*benchmarks/convergence.py"): "GPUs, or minutes; test_convergence_curves.py",
+    ("benchmarks/README.md", "export TE|.*benchmarks/convergence.py"): "GPUs, or minutes; test_convergence_curves.py",
     ("benchmarks/README.md", ".*benchmarks/(checkpoint.py --gib 16|rollout.py)"): "needs four GPUs",
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 1 "): "writes many GiB",
 }  # fmt: skip

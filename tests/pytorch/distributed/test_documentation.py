@@ -44,7 +44,7 @@ PAGES = {
     "docs/errors.md": ["training"],
     "docs/fast.md": ["training"],
     "docs/graphs.md": ["microbatched", "built"],
-    "docs/hfsdp.md": ["copies", "hybrid"],
+    "docs/hfsdp.md": ["copies"],
     "docs/index.md": ["nothing"],
     "docs/logging.md": ["logged", "profiled", "on_a_gpu"],
     "docs/megatron.md": ["nothing"],
@@ -136,15 +136,6 @@ class Reader:
     def copies(self) -> None:
         self.meshes(dp_replicate=2, dp_shard=-1)
         self.names["model"] = MyModel()
-
-    def hybrid(self) -> None:
-        """A model and its optimizer under HFSDP."""
-        self.copies()
-        te_fsdp, model = self.names["te_fsdp"], self.names["model"]
-        te_fsdp.fully_shard(model, self.names["meshes"], outer_strategy="optim")
-        te_fsdp.materialize(model)
-        self.names["optimizer"] = te_fsdp.shard_optimizer(torch.optim.AdamW(model.parameters()))
-        self.names["loss"] = lambda output: output.float().square().mean()
 
     def microbatched(self) -> None:
         """A model with a mark of the first microbatch, and steps of two microbatches, which the CPU runs eagerly."""
