@@ -18,9 +18,9 @@ import torch
 
 from te_fsdp.checkpoint.manifest import Manifest
 from te_fsdp.checkpoint.model_state import (
+    JoinedModules,
     ModelState,
     Stage,
-    Stages,
     delayed_modules,
     meshes_of,
     modules_of,
@@ -288,8 +288,8 @@ def check_whole_job(model: nn.Module, stage: Stage | None) -> None:
 
     A name is one tensor of the checkpoint.
     """
-    if isinstance(model, Stages):
-        named = chain(*((*part.named_parameters(), *part.named_buffers()) for part in model.parts))
+    if isinstance(model, JoinedModules):
+        named = chain(*((*m.named_parameters(name), *m.named_buffers(name)) for name, m in model.parts))
         twice = sorted(name for name, count in Counter(name for name, _ in named).items() if count > 1)
         if twice:
             raise _in_several(twice, "the stages of one rank")

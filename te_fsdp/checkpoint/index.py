@@ -34,6 +34,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
+from te_fsdp.checkpoint.holders import Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
 from te_fsdp.checkpoint.shard_files import (
     DamagedFileError,
@@ -53,8 +54,6 @@ from te_fsdp.upstream import torch_dtensor as _torch
 FIXED = 3
 #: Pieces from which on a block is full.
 _ROWS = 1 << 16
-#: An array of int64 with a row for each piece.
-Rows = np.ndarray[Any, np.dtype[np.int64]]
 #: Key, shape, dtype and number of pieces of a tensor.
 _Head = tuple[str, tuple[int, ...], torch.dtype, int]
 
@@ -142,28 +141,6 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
 @functools.cache
 def _properties(dtype: torch.dtype) -> TensorProperties:
     return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype, device="cpu"))
-
-
-def is_tiling(shape: tuple[int, ...], boxes: np.ndarray[Any, Any]) -> bool:
-    """Return whether boxes cover a shape, each element once, by counting cells of the grid of all edges.
-
-    ``boxes`` is int64, (boxes, 2, dims): offset and non-empty shape of each.
-    """
-    if len(boxes) == 1:
-        return boxes[0].tolist() == [[0] * len(shape), [*shape]]
-    starts, ends = boxes[:, 0], boxes.sum(axis=1)
-    edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
-    if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
-        return False
-    first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]
-    last = [np.searchsorted(e, ends[:, d]) for d, e in enumerate(edges)]
-    covered = np.zeros([len(e) - 1 for e in edges], dtype=np.int32)
-    if all((b - a == 1).all() for a, b in zip(first, last, strict=True)):  # a cell for each, as a rule
-        np.add.at(covered, tuple(first), 1)
-    else:
-        for low, high in zip(zip(*first, strict=True), zip(*last, strict=True), strict=True):
-            covered[tuple(slice(a, b) for a, b in zip(low, high, strict=True))] += 1
-    return bool((covered == 1).all())
 
 
 # [Note: size of the index] Tensors are sharded regularly, so these differences repeat, and the index has some

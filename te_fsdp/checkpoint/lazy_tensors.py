@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from te_fsdp.checkpoint.index import is_tiling
+from te_fsdp.checkpoint.holders import boxes_of, is_tiling
 from te_fsdp.checkpoint.manifest import Tick, unreadable
 from te_fsdp.checkpoint.shard_files import DamagedFileError, elements_of
 from te_fsdp.checkpoint.storage import is_remote
@@ -297,9 +297,9 @@ class Chunked(Lazy):
 
     def __post_init__(self) -> None:
         boxes = [(tuple(at), tuple(piece.shape)) for at, piece in self.chunks if math.prod(piece.shape)]
-        have, dims = sum(math.prod(sizes) for _, sizes in boxes), len(self.shape)
-        fits = have == math.prod(self.shape) and all(len(at) == dims for box in boxes for at in box)
-        if not fits or (boxes and not is_tiling(self.shape, np.array(boxes, dtype=np.int64))):
+        is_placed = all(len(at) == len(self.shape) for box in boxes for at in box)
+        if not is_placed or not is_tiling(self.shape, boxes_of(boxes, self.shape)):
+            have = sum(math.prod(sizes) for _, sizes in boxes)
             raise CheckpointError(
                 f"{self.key}: stored pieces",
                 expected=f"pieces that cover {self.shape} once",

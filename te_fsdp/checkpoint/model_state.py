@@ -53,38 +53,23 @@ class Stage(NamedTuple):
     across: DeviceMesh
 
 
-class Stages(nn.Module):
-    """Several stages of one model as one module, under the names of the unsplit model."""
+class JoinedModules(nn.Module):
+    """Several modules as one, each under a prefix: models by name, or stages under the names of the unsplit model."""
 
-    parts: tuple[nn.Module, ...]
+    parts: tuple[tuple[str, nn.Module], ...]  #: Prefix, which is empty for stages, and module
 
-    def __init__(self, parts: Iterable[nn.Module]) -> None:
+    def __init__(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         super().__init__()
-        self.__dict__["parts"] = tuple(parts)  # registration would add a prefix
+        # Not registered: that would add a prefix of its own, and FSDP2 would take this module for the root.
+        self.__dict__["parts"] = tuple(parts)
 
     def named_modules(  # type: ignore[bad-override]
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of all parts; the parts themselves share one name."""
+        """Yield the modules of all parts; a module of two parts has the name that it has in the first one."""
         memo = set() if memo is None else memo
-        for part in self.parts:
-            yield from part.named_modules(memo, prefix, remove_duplicate)
-
-
-def combine_stages(model: nn.Module | Iterable[nn.Module]) -> nn.Module:
-    """Return a model, or several stages, as one module; CheckpointError for others."""
-    if isinstance(model, nn.Module):
-        return model
-    given = list(model) if isinstance(model, Iterable) else []
-    if not given or not all(isinstance(part, nn.Module) for part in given):
-        raise CheckpointError(
-            "checkpoint: model",
-            expected="a module, a dict of modules by name, or a rank's stages",
-            got=type(model).__name__,
-            fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects themselves, "
-            "no state dicts",
-        )
-    return given[0] if len(given) == 1 else Stages(given)
+        for name, part in self.parts:
+            yield from part.named_modules(memo, ".".join(filter(None, (prefix, name))), remove_duplicate)
 
 
 def meshes_of(model: nn.Module) -> list[Meshes]:

@@ -6,14 +6,14 @@ are one in the manifest, whose groups have the name of theirs. A parameter has o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
 from te_fsdp.checkpoint.compare import WHOLE_OPTIMIZER, Differences
-from te_fsdp.checkpoint.model_state import combine_stages
+from te_fsdp.checkpoint.model_state import JoinedModules
 from te_fsdp.checkpoint.optimizer_state import (
     OptimizerState,
     check_scaled_state,
@@ -34,39 +34,34 @@ if TYPE_CHECKING:
 Parts: TypeAlias = "dict[str, Optimizer]"
 
 
-class Models(nn.Module):
-    """Models by name as if they were registered in one module under these names."""
-
-    parts: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-
-    def __init__(self, models: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self.__dict__["names"] = tuple(models)  # registered, FSDP2 would take this for their root
-        self.__dict__["parts"] = tuple(models.values())
-
-    def named_modules(  # type: ignore[bad-override]
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the modules of all models; a module of two models has the name that it has in the first one."""
-        memo = set() if memo is None else memo
-        for name, part in zip(self.names, self.parts, strict=True):
-            below = f"{prefix}.{name}" if prefix else name
-            yield from part.named_modules(memo, below, remove_duplicate)
-
-
 def joined_model(given: Any) -> nn.Module:
     """Return a model, models by name, or a rank's stages as one module; CheckpointError for others."""
-    if not isinstance(given, Mapping) or any(isinstance(value, Tensor) for value in given.values()):
-        return combine_stages(given)  # refuses a state dict
-    _check_names(given, "model")
-    return Models({name: combine_stages(model) for name, model in given.items()})
+    if isinstance(given, nn.Module):
+        return given
+    # A state dict is a mapping too, but not of models.
+    is_named = isinstance(given, Mapping) and not any(isinstance(value, Tensor) for value in given.values())
+    if is_named:
+        _check_names(given, "model")
+    parts = []
+    for name, model in given.items() if is_named else [("", given)]:
+        stages = (
+            [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
+        )
+        if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
+            raise CheckpointError(
+                "checkpoint: model",
+                expected="a module, a dict of modules by name, or a rank's stages",
+                got=type(model).__name__,
+                fix="checkpoint.save(path, model, optimizer) and load(path, model, optimizer) take the objects "
+                "themselves, no state dicts",
+            )
+        parts += [(name, stage) for stage in stages]
+    return parts[0][1] if len(parts) == 1 and not is_named else JoinedModules(parts)
 
 
 def anchor_of(model: nn.Module) -> nn.Module:
     """Return the module by which a save finds the plan of the previous save: a joined model is made for each call."""
-    parts = getattr(model, "parts", None)
-    return anchor_of(parts[0]) if isinstance(parts, tuple) and parts else model
+    return model.parts[0][1] if isinstance(model, JoinedModules) else model
 
 
 def parts_of(optimizer: Any) -> Parts:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, field, replace
@@ -20,7 +21,8 @@ import numpy as np
 import torch
 
 from te_fsdp.checkpoint.async_save import Block, Staging, background, blocks_of, flat_rows
-from te_fsdp.checkpoint.index import Encoded, Rows, Stored, encode, is_tiling
+from te_fsdp.checkpoint.holders import Held, Rows, holders_of, lightest
+from te_fsdp.checkpoint.index import Encoded, Stored, encode
 from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.manifest import HAS_FOLDER, SUMS_PIECES, Manifest, read_manifest
 from te_fsdp.checkpoint.shard_files import Listed, SummedFile, Tick, crc32, synced, view_of, without_collector
@@ -28,11 +30,6 @@ from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.checkpoint.tensor_entries import Entry, Piece, add_entry
 from te_fsdp.collectives.agreement import RankMessenger, digest, row_checksums
 from te_fsdp.errors import CheckpointError, TeFsdpError, shorten
-
-#: Where a piece begins in the original, and its shape.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-#: A rank's tensors: key, shape, dtype and pieces of each. Pieces are numbered from 0 over all tensors.
-Held = list[tuple[str, tuple[int, ...], torch.dtype, list[Box]]]
 
 
 @dataclass
@@ -187,48 +184,26 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
 
     Return the plan of each rank. Raise CheckpointError if the pieces do not tile the tensors.
     """
-    described: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    pieces: dict[str, dict[Box, list[tuple[int, int]]]] = {}
-    for rank, one in enumerate(all_held):
-        number = 0
-        for key, shape, dtype, boxes in one:
-            described.setdefault(key, (shape, dtype))
-            have = pieces.setdefault(key, {})
-            for box in boxes:
-                have.setdefault(box, []).append((rank, number))
-                number += 1
     token, names = secrets.token_hex(16), list[str]()
     # Rank 0 only sends numbers back: a plan with all boxes would grow with ranks x parameters.
     plans = [WritePlan(token=token) for _ in all_held]
-    load, groups = [0] * len(all_held), dict[tuple[int, ...], int]()
+    load, groups = Counter[int](), dict[tuple[int, ...], int]()
     tensors: dict[str, Stored] = {}
-    for key, have in pieces.items():
-        (shape, dtype), writers = described[key], list[tuple[int, int]]()
-        for (_, sizes), holders in have.items():
-            writer, number = holders[0]
+    for key, (shape, dtype, pieces, boxes) in holders_of("save", all_held).items():
+        writers: list[tuple[int, int]] = []
+        for (_, sizes), holders in pieces.items():
             if len(holders) > 1:
                 group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
                 for rank, at in holders:
                     plans[rank].groups.setdefault(group, {})[len(names)] = at
                 names.append(key)
-                # Replicas are spread over their ranks, so that no rank writes all of them.
-                writer, number = min(holders, key=lambda holder: load[holder[0]])
-            load[writer] += math.prod(sizes) * dtype.itemsize
+            writer, number = lightest(holders, load, math.prod(sizes) * dtype.itemsize)
             plans[writer].writes.append(number)
             writers.append((writer, number))
-        boxes = np.array(list(have), dtype=np.int64).reshape(len(have), 2, len(shape))
         tensors[key] = Stored(shape, dtype, boxes, np.array(writers, dtype=np.int64))
     for plan in plans:
         # In the order in which the rank has its pieces, so that equal ones form blocks.
         plan.writes.sort()
-    wrong = [key for key, stored in tensors.items() if not is_tiling(stored.shape, stored.boxes)]
-    if wrong:
-        raise CheckpointError(
-            f"save: the pieces of {shorten(wrong)}",
-            expected="together the whole tensor, each element once",
-            got="others",
-            fix="shard the model with te_fsdp.fully_shard; all ranks must make the call with the same model",
-        )
     plans[0].names, plans[0].tensors = names, tensors
     return plans
 

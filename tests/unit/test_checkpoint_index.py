@@ -14,9 +14,10 @@ import torch
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import index, shard_files
+from te_fsdp.checkpoint.holders import Held
 from te_fsdp.checkpoint.index import Index, encode, read_index, unpickle_metadata
 from te_fsdp.checkpoint.manifest import Manifest
-from te_fsdp.checkpoint.planner import Held, assign_writers
+from te_fsdp.checkpoint.planner import assign_writers
 from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.checkpoint.reading import pieces_to_read
 from te_fsdp.errors import CheckpointError

@@ -7,15 +7,16 @@ import pickle
 import pytest
 import torch
 
-from te_fsdp.checkpoint.planner import Box, Held, assign_writers
+from te_fsdp.checkpoint.holders import Held, Place
+from te_fsdp.checkpoint.planner import assign_writers
 from te_fsdp.errors import CheckpointError
 
 
-def rows(first: int, last: int, *rest: int) -> Box:
+def rows(first: int, last: int, *rest: int) -> Place:
     return (first, *(0 for _ in rest)), (last - first, *rest)
 
 
-def one(shape: tuple[int, ...], *boxes: Box) -> Held:
+def one(shape: tuple[int, ...], *boxes: Place) -> Held:
     return [("a", shape, torch.float32, list(boxes))]
 
 
@@ -49,7 +50,9 @@ def test_pieces_that_make_up_a_tensor(shape, boxes):
     ],
 )
 def test_pieces_that_do_not(shape, boxes):
-    with pytest.raises(CheckpointError, match="save: the pieces of a: expected together the whole tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"save: the pieces of a \(.*\): expected together the whole tensor"
+    ):
         assign_writers([one(shape, box) for box in boxes])
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_fsdp.checkpoint.portable.huggingface_model import Description, describe_shares, holders_of
+from te_fsdp.checkpoint.holders import holders_of
+from te_fsdp.checkpoint.portable.huggingface_model import Description, describe_shares
 from te_fsdp.errors import CheckpointError
 
 
@@ -22,17 +23,19 @@ def rows(name, height, width, ranks, rank):
 
 
 def holders(seen):
-    return holders_of(seen, describe_shares(seen))
+    describe_shares(seen)
+    held = [[(name, one.shape, one.values, [*one.places]) for name, one in own.items()] for own in seen]
+    return holders_of("iter_weights", held)
 
 
 def test_tensors_that_the_ranks_do_not_hold_once():
     seen = [rows("a", 8, 4, 4, rank) for rank in range(4)]
-    assert holders(seen)["a"][(2, 0), (2, 4)] == [(1, 0)]
-    with pytest.raises(CheckpointError, match=r"every element once: a \(24 of 32\)"):
+    assert holders(seen)["a"].pieces[(2, 0), (2, 4)] == [(1, 0)]
+    with pytest.raises(CheckpointError, match=r"the pieces of a \(24 of 32 elements\)"):
         holders(seen[:3])
-    with pytest.raises(CheckpointError, match=r"every element once: a \(40 of 32\)"):
+    with pytest.raises(CheckpointError, match=r"the pieces of a \(40 of 32 elements\)"):
         holders([*seen, {"a": told((8, 4), ((1, 0), (2, 4)))}])
-    with pytest.raises(CheckpointError, match=r"every element once: a \(some twice\)"):
+    with pytest.raises(CheckpointError, match=r"the pieces of a \(32 of 32 elements\)"):
         holders([*seen[:3], {"a": told((8, 4), ((5, 0), (2, 4)))}])
     other = {"a": told((8, 4), ((6, 0), (2, 4)), dtype=torch.bfloat16)}
     with pytest.raises(CheckpointError, match=r"a: of another kind on rank 3"):

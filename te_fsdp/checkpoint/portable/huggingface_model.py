@@ -8,16 +8,14 @@ with 509 MB: 5.5 to 6.1 s and 1.7 s of CPU time here; 6.8 to 13 s, 2.3 to 3.0 s 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
-from te_fsdp.checkpoint.index import is_tiling
+from te_fsdp.checkpoint.holders import Place
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import OwnedTensor, owned_parameters
 from te_fsdp.checkpoint.optimizer_state import describe_state
@@ -188,8 +186,6 @@ def layer_differences(told: ModelDescription, a: Architecture, names: TeNames) -
 
 # ------------------------------------------- the model's tensors, each put together on the one rank that needs it
 
-#: A rectangle of a tensor of the unsharded model: offsets and sizes.
-Place = tuple[tuple[int, ...], tuple[int, ...]]
 #: A rank's pieces of a tensor, with their offsets; read when they are sent.
 Pieces = list[tuple[tuple[int, ...], Lazy]]
 
@@ -286,32 +282,3 @@ def describe_shares(seen: Sequence[Mapping[str, Description]]) -> dict[str, Desc
                     fix="build and train the same model, with the same optimizer, on all ranks",
                 )
     return found
-
-
-def holders_of(
-    seen: Sequence[Mapping[str, Description]], described: Mapping[str, Description]
-) -> dict[str, dict[Place, list[tuple[int, int]]]]:
-    """Return the ranks that store each rectangle of each tensor, with its index there. Local operation.
-
-    Raises:
-        CheckpointError: The ranks do not store every element of a tensor exactly once.
-    """
-    holders: dict[str, dict[Place, list[tuple[int, int]]]] = {name: {} for name in described}
-    for holder, every in enumerate(seen):
-        for name, one in every.items():
-            for n, place in enumerate(one.places):
-                holders[name].setdefault(place, []).append((holder, n))
-    wrong = []
-    for name, one in described.items():
-        boxes = [place for place in holders[name] if math.prod(place[1])]
-        have, whole = sum(math.prod(size) for _, size in boxes), math.prod(one.shape)
-        if have != whole:
-            wrong.append(f"{name} ({have} of {whole})")
-        elif boxes and not is_tiling(one.shape, np.array(boxes, dtype=np.int64)):
-            wrong.append(f"{name} (some twice)")
-    if wrong:
-        raise CheckpointError(
-            f"tensors of which the ranks do not hold every element once: {', '.join(wrong)}",
-            fix="make the call on all ranks of the job, with the model that te_fsdp.fully_shard returned",
-        )
-    return holders

@@ -143,9 +143,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
     def start(self) -> None:
         """Agree on the plan and on the groups to send. Collective over the world."""
         self._plan = make_plan(self._shares, self._exact, self._weights, self.names)
-        for name, shares in self._exact.items():
-            if name in self._plan.exact:
-                self._shares |= {f"{name}:{kind}": share for kind, share in shares.items()}
         #: Shape and dtype of each tensor of the model, by name, in order.
         self.tensors = self._describe()
         self._groups = self._changed_groups()
@@ -200,16 +197,14 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def _changed_groups(self) -> list[Group]:
         """Return the groups to send, and keep checksums for later calls. Collective over the world."""
-        held = {name: self._shares[name].pieces for name in self._plan.described if name in self._shares}
+        held = {name: pieces for name, pieces in self._plan.own.items() if name in self._plan.described}
 
         def sums() -> dict[str, list[list[int]]]:
             for group in self._weights.groups:
-                biases = {n: held[n] for n in group.zeros if n in held}
-                for name, pieces in biases.items():
-                    for _, piece in pieces:
-                        group.check_zeros({name: piece.on_device()})
+                for name, piece in ((n, piece) for n in group.zeros for piece in held.get(n, ())):
+                    group.check_zeros({name: piece.on_device()})
             compared = held.items() if self._comparable else ()
-            return {n: [checksums_of(piece, self.bucket_bytes) for _, piece in own] for n, own in compared}
+            return {n: [checksums_of(piece, self.bucket_bytes) for piece in own] for n, own in compared}
 
         # Also without ``since``: this stream may be the ``since`` of a later call.
         self.checksums = all_agree(sums)
@@ -249,7 +244,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
             receiver = self.receiver_of(number)
             receives = receiver in (None, rank())
             names = [name for group in groups for name in tensors_of(group, plan)]
-            tensors = assemble(plan, names, self._shares, self._device, receiver, failed)
+            tensors = assemble(plan, names, self._device, receiver, failed)
             for group in groups:
                 # Popped, so that the memory of a group is free once its tensors are yielded.
                 own = {name: tensors.pop(name) for name in tensors_of(group, plan)} if receives else {}

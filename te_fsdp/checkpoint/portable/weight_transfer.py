@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from te_fsdp.checkpoint.compare import check_whole_job
+from te_fsdp.checkpoint.holders import holders_of, lightest
 from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
 from te_fsdp.checkpoint.portable.fp8_blocks import has_whole_blocks, is_linear
@@ -22,7 +24,6 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     TeNames,
     describe_model,
     describe_shares,
-    holders_of,
     shares_of,
 )
 from te_fsdp.collectives.agreement import all_agree, gather, rank, row_checksums, world_size
@@ -42,19 +43,20 @@ class Piece(NamedTuple):
     """A rectangle that one rank sends."""
 
     holder: int  #: Its global rank
-    index: int  #: Number among the pieces that the holder stores of the tensor
+    number: int  #: Among the pieces of all tensors that the holder sends
     tensor: str  #: Name in :attr:`TransferPlan.described`
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class TransferPlan(NamedTuple):
-    """Every tensor of the unsharded model as the ranks send it, the same on all ranks."""
+    """Every tensor of the unsharded model as the ranks send it; the same on all ranks, except ``own``."""
 
     parameters: dict[str, Description]  #: By name in the unsharded model
     described: dict[str, Description]  #: Tensors that are sent
     pieces: dict[str, list[Piece]]  #: By name of the tensor
     exact: frozenset[str]  #: TE's names of weights whose FP8 bytes are sent as they are
+    own: dict[str, list[Lazy]]  #: This rank's pieces of the tensors, in the order of their numbers
 
 
 def shares_to_write(
@@ -112,36 +114,40 @@ def make_plan(
     """Choose the rank that sends each piece. Collective over the world: one gather of descriptions."""
     mine = {name: share.about for name, share in shares.items()}
     blocks = {name: {kind: share.about for kind, share in one.items()} for name, one in exact.items()}
-    held = {name for name, share in shares.items() if any(math.prod(p.shape) for _, p in share.pieces)}
-    everyone = gather((mine, blocks, held))
+    everyone = gather((mine, blocks))
     # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
     fits = {
         name
         for group in weights.groups
         if is_linear(group, names) and has_whole_blocks(group)
         for name in group.te.names
-        if all(name in other or name not in own for _, other, own in everyone)
-        and any(name in other for _, other, _ in everyone)
+        if all(name in other or not _has_elements(about.get(name)) for about, other in everyone)
+        and any(name in other for _, other in everyone)
     }
     chosen = frozenset(
         name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
     )
     seen = []
-    for about, other, _ in everyone:
-        told = {name: one for name, one in about.items() if name not in chosen}
+    for about, other in everyone:
+        sent = {name: one for name, one in about.items() if name not in chosen}
         for name in chosen & other.keys():
-            told |= {f"{name}:{kind}": one for kind, one in other[name].items()}
-        seen.append(told)
-    described = describe_shares(seen)
-    load: Counter[int] = Counter()
+            sent |= {f"{name}:{kind}": one for kind, one in other[name].items()}
+        seen.append(sent)
+    described, load = describe_shares(seen), Counter[int]()
+    held = ([(name, one.shape, one.values, [*one.places]) for name, one in sent.items()] for sent in seen)
     pieces: dict[str, list[Piece]] = {}
-    for name, places in holders_of(seen, described).items():
+    for name, (_, _, places, _) in holders_of("iter_weights", held).items():
         pieces[name] = []
         for (offsets, sizes), have in places.items():
-            holder, index = min(have, key=lambda one: (load[one[0]], one[0]))
-            load[holder] += math.prod(sizes) * described[name].values.itemsize
-            pieces[name].append(Piece(holder, index, name, offsets, sizes))
-    return TransferPlan(describe_shares([about for about, _, _ in everyone]), described, pieces, chosen)
+            count = math.prod(sizes) * described[name].values.itemsize
+            pieces[name].append(Piece(*lightest(have, load, count), name, offsets, sizes))
+    everything = {**shares, **{f"{name}:{kind}": s for name, one in exact.items() for kind, s in one.items()}}
+    own = {name: [piece for _, piece in everything[name].pieces] for name in seen[rank()]}
+    return TransferPlan(describe_shares([about for about, _ in everyone]), described, pieces, chosen, own)
+
+
+def _has_elements(about: Description | None) -> bool:
+    return about is not None and any(math.prod(sizes) for _, sizes in about.places)
 
 
 def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
@@ -177,7 +183,6 @@ def checksums_of(piece: Lazy, bytes_at_once: int) -> list[int]:
 def assemble(
     plan: TransferPlan,
     names: Sequence[str],
-    shares: Mapping[str, Share],
     device: torch.device,
     receiver: int | None,
     failed: Exception | None = None,
@@ -186,7 +191,7 @@ def assemble(
 
     ``failed`` is an earlier error of this rank. All ranks raise it here.
     """
-    receives = receiver in (None, rank())
+    receives, own = receiver in (None, rank()), [*chain(*plan.own.values())]
     messages: dict[int, list[Piece]] = {}
     for piece in (piece for name in names for piece in plan.pieces[name]):
         messages.setdefault(piece.holder, []).append(piece)
@@ -201,7 +206,9 @@ def assemble(
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         if holder == rank():
             try:
-                _fill(message, pieces, sizes, shares)
+                for piece, part in zip(pieces, message.split(sizes), strict=True):
+                    data = own[piece.number].on_device().to(device).contiguous().reshape(-1)
+                    part[: data.nbytes] = data.view(torch.uint8)
             except Exception as error:  # the other ranks wait for the message
                 failed = failed or error
         _send(message, holder, receiver)
@@ -213,16 +220,6 @@ def assemble(
         del message
     all_agree(lambda: raise_error(failed))
     return found
-
-
-def _fill(
-    message: torch.Tensor, pieces: Sequence[Piece], sizes: Sequence[int], shares: Mapping[str, Share]
-) -> None:
-    """Copy the pieces that this rank stores into its message. Local operation."""
-    for piece, part in zip(pieces, message.split(list(sizes)), strict=True):
-        data = shares[piece.tensor].pieces[piece.index][1].on_device()
-        data = data.to(message.device).contiguous().reshape(-1).view(torch.uint8)
-        part[: data.numel()] = data
 
 
 def _send(message: torch.Tensor, holder: int, receiver: int | None) -> None:
