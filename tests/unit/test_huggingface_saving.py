@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from te_fsdp.checkpoint.holders import holders_of
-from te_fsdp.checkpoint.portable.huggingface_model import Description, describe_shares
+from te_fsdp.checkpoint.lazy_tensors import InMemory
+from te_fsdp.checkpoint.portable.huggingface_map import Form, Group
+from te_fsdp.checkpoint.portable.huggingface_model import Description, Share, TeNames, describe_shares
+from te_fsdp.checkpoint.portable.weight_transfer import make_plan
 from te_fsdp.errors import CheckpointError
 
 
@@ -42,3 +47,22 @@ def test_tensors_that_the_ranks_do_not_hold_once():
         holders([*seen[:3], other])
     nothing = {"a": told((8, 4), dtype=torch.bfloat16)}  # no element, and so no main weight
     assert describe_shares([nothing, *seen])["a"][2] == torch.float32
+
+
+def share(*shape, dtype=torch.bfloat16):
+    return Share(shape, dtype, dtype, [((0,) * len(shape), InMemory(torch.zeros(shape, dtype=dtype)))])
+
+
+def test_ranks_number_pieces_in_one_order():
+    """Holders are chosen on each rank by itself, so the order must not be that of a set of names."""
+    names = [f"layers.{n}.proj.weight" for n in range(12)]
+    groups = [Group(((128, 128),), Form((f"theirs.{n}",)), Form((name,))) for n, name in enumerate(names)]
+    shares = {name: share(128, 128) for name in names}
+    exact = {
+        name: {"data": share(128, 128, dtype=torch.uint8), "scale": share(1, 1, dtype=torch.float32)}
+        for name in names
+    }
+    plan = make_plan(shares, exact, SimpleNamespace(groups=groups), TeNames())
+    in_order = [f"{name}:{kind}" for name in names for kind in ("data", "scale")]
+    assert [*plan.own] == [*plan.described] == [*plan.pieces] == in_order
+    assert [piece.number for pieces in plan.pieces.values() for piece in pieces] == [*range(24)]

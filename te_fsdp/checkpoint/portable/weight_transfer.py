@@ -130,7 +130,8 @@ def make_plan(
     seen = []
     for about, other in everyone:
         sent = {name: one for name, one in about.items() if name not in chosen}
-        for name in chosen & other.keys():
+        # In that rank's order: pieces are numbered by it, and the order of a set differs from process to process.
+        for name in (name for name in other if name in chosen):
             sent |= {f"{name}:{kind}": one for kind, one in other[name].items()}
         seen.append(sent)
     described, load = describe_shares(seen), Counter[int]()
