@@ -24,6 +24,8 @@ from te_fsdp.checkpoint.portable.convert import (
     check_apart,
     check_written,
     compare_contents,
+    open_any,
+    resolve,
     transformed,
     weights_only,
     write_checkpoint,
@@ -41,7 +43,6 @@ from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.storage import resolve_path
 from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
-from te_fsdp.cli.checkpoint_paths import open_any, resolve
 from te_fsdp.cli.checkpoint_texts import counted, pairs, semantics_lines, short
 from te_fsdp.errors import CheckpointError
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import zipfile
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, remove
+from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, remove, visible
 from te_fsdp.checkpoint.lazy_tensors import (
     BLOCK_BYTES,
     InMemory,
@@ -49,13 +50,17 @@ from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
 
 
+#: Levels of folders below a path that are searched for checkpoints.
+_DEPTH = 3
+
+
 def resolve(path: Path) -> tuple[Path, str]:
-    """Return the location and kind of a checkpoint: of the path, or of the newest in a folder of checkpoints.
+    """Return the location and kind of a checkpoint: of the path, or of the newest one in or below a folder.
 
     Kinds: :data:`CHECKPOINT`, ``"DCP"``, ``"safetensors"``, ``"torch"``. Local operation.
 
     Raises:
-        CheckpointError: No readable checkpoint, or an unfinished save.
+        CheckpointError: No readable checkpoint, an unfinished save, or checkpoints in several folders below the path.
     """
     path = resolve_path(path)
     if ".te_fsdp-" in path.name and path.name.startswith("."):
@@ -68,7 +73,15 @@ def resolve(path: Path) -> tuple[Path, str]:
         if (path / DCP_METADATA).is_file():
             return path, "DCP"
         if not is_safetensors(path):
-            if newest := latest(path):
+            folders = [path] if is_remote(path) else [*_folders_of_checkpoints(path, _DEPTH)]
+            if len(folders) > 1:
+                raise CheckpointError(
+                    f"{path}: several folders with checkpoints",
+                    expected="one",
+                    got=", ".join(map(str, folders)),
+                    fix="name one of them",
+                )
+            if newest := next(filter(None, map(latest, folders)), None):
                 return newest, CHECKPOINT
             open_checkpoint(path)  # raises an error that names checkpoints nearby
     elif not path.is_file():
@@ -89,6 +102,16 @@ def resolve(path: Path) -> tuple[Path, str]:
         f"{path}: neither a safetensors file nor one that torch.save wrote",
         fix="check the file: it is truncated, older than torch 1.6, or of another kind",
     )
+
+
+def _folders_of_checkpoints(folder: Path, depth: int) -> Iterator[Path]:
+    """Yield a folder if it contains checkpoints, else those below that do: ``run/ckpt`` for ``run``."""
+    if visible(folder):
+        yield folder
+    elif depth > 0:
+        for inside in sorted(folder.iterdir()):
+            if inside.is_dir() and not inside.name.startswith("."):
+                yield from _folders_of_checkpoints(inside, depth - 1)
 
 
 def open_any(path: Path, choices: Choices | None = None) -> Contents:
