@@ -140,9 +140,12 @@ class Differences:
 def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     """Return the differences between a checkpoint and a model, whose ``state`` is given. Local operation."""
     manifest = source.manifest
-    # Lazy tensors are those of plain and converted files, whose scaling is unknown.
-    if source.tensors is not None:
-        _settle_scaling(manifest, state.described)
+    # Lazy tensors are those of plain and converted files. TE's float8 tensors do not record the origin of their
+    # scales there, so a weight without state has the scaling of the model.
+    for name, then in manifest.parameters.items() if source.tensors is not None else ():
+        now = state.described.get(name, {}).get("format") or ""
+        if then["format"] and then["format"].replace(" current ", " delayed ") == now:
+            then["format"] = now
     found = compare_model(manifest, state)
     if source.is_plain:
         compare_stacked(found, source, state.described)
@@ -243,17 +246,6 @@ def _compare_delayed(found: Differences, model: nn.Module, described: dict[str, 
         for key in ("num_gemms", "fp8_format"):
             if then[key] != now[key]:
                 found.tensors["with another recipe", name] = f"{key}: saved {then[key]}, model has {now[key]}"
-
-
-def _settle_scaling(manifest: Manifest, described: dict[str, dict[str, Any]]) -> None:
-    """Set the scaling of float8 weights without state to that of the model.
-
-    TE's float8 tensors do not record the origin of their scales.
-    """
-    for name, then in manifest.parameters.items():
-        now = described.get(name, {}).get("format") or ""
-        if then["format"] and then["format"].replace(" current ", " delayed ") == now:
-            then["format"] = now
 
 
 def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:

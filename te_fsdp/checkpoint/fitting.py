@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from te_fsdp.checkpoint.model_state import owned_parameters, tied_names
-from te_fsdp.checkpoint.reader import Contents, stack_experts
+from te_fsdp.checkpoint.reader import Contents, key_ends, stack_experts
 from te_fsdp.checkpoint.tensor_entries import stacked_name
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _is_equal(contents: Contents, name: str, other: str) -> bool:
     described = {**contents.manifest.parameters, **contents.manifest.buffers}
     if described[name] != described[other]:
         return False
-    for end in _ends(contents, name):
+    for end in key_ends(described[name]):
         a, b = (contents.tensors[f"model.{n}{end}"] for n in (name, other))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
@@ -77,11 +77,6 @@ def _is_equal(contents: Contents, name: str, other: str) -> bool:
             if not torch.equal(one, two):
                 return False
     return True
-
-
-def _ends(contents: Contents, name: str) -> list[str]:
-    parts = contents.components(name)
-    return [""] if parts is None else [f":{part}" for part in parts]
 
 
 def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
@@ -96,7 +91,7 @@ def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
             contents.notes.append(f"{name}: tied to {first} in this model, but its stored values differ")
             continue
         # Before the name is removed from the tables that list the components of a weight.
-        ends = _ends(contents, name)
+        ends = key_ends(manifest.tensor(name))
         is_absent = first not in contents.names
         for table in (manifest.parameters, manifest.buffers):
             if (described := table.pop(name, None)) is not None and is_absent:

@@ -84,10 +84,11 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
 
 def _stack(key: str, tensor: Chunked, parts: Sequence[_Part]) -> Any:
     """Return the weights of all experts in one tensor, from pieces of one expert each."""
-    experts = [
-        _join(key, tensor, tensor.shape[1:], [(at[1:], _of_expert(p)) for at, p in parts if at[0] == index])
-        for index in range(tensor.shape[0])
-    ]
+    by_expert: list[list[_Part]] = [[] for _ in range(tensor.shape[0])]
+    for (index, *at), part in parts:
+        one = part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
+        by_expert[index].append((tuple(at), one))
+    experts = [_join(key, tensor, tensor.shape[1:], own) for own in by_expert]
     if not all(isinstance(one, Quantized) for one in experts):
         return Stack([one.values(key) if isinstance(one, Quantized) else one for one in experts])
     stacked: dict[str, Lazy] = {
@@ -113,11 +114,6 @@ def _with_quantized(chunks: Sequence[tuple[tuple[int, ...], Lazy]]) -> list[_Par
         else:
             plain.add((piece.shape, piece.length))
     return found
-
-
-def _of_expert(part: Any) -> Any:
-    """Return one expert's piece without the leading dim of experts."""
-    return part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
 
 
 def _join(key: str, whole: Chunked, shape: tuple[int, ...], parts: Sequence[_Part]) -> Any:

@@ -207,7 +207,7 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
         if stacked in found and stacked not in parameters:
             members = found[stacked]
             described = {**described, "shape": [len(members), *described["shape"]], "layout": GROUPED}
-            for end in _ends(described):
+            for end in key_ends(described):
                 tensors[f"model.{stacked}{end}"] = Stack([tensors.pop(f"model.{n}{end}") for n in members])
         parameters.setdefault(stacked, described)
     manifest.parameters = parameters
@@ -223,7 +223,7 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
     contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
 
 
-def _ends(described: Mapping[str, Any]) -> list[str]:
+def key_ends(described: Mapping[str, Any]) -> list[str]:
     """Return the suffixes of the keys of a parameter's tensors."""
     return [f":{part}" for part in described["components"]] if "components" in described else [""]
 
@@ -293,7 +293,7 @@ def split_experts(contents: Contents) -> Contents:
         if name not in totals:
             manifest.parameters[name] = described
             continue
-        for end in _ends(described):
+        for end in key_ends(described):
             whole = split.tensors.pop(f"model.{name}{end}")
             split.tensors |= {f"model.{name}{i}{end}": whole.select(i) for i in range(totals[name])}
         for index in range(totals[name]):

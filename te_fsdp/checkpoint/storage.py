@@ -48,24 +48,19 @@ def resolve_path(path: str | os.PathLike[str] | Path) -> Path:
     text = os.fspath(path)
     found = _URL.fullmatch(text) if "://" in text or isinstance(path, PurePath) else None
     if found is None:
-        return _expand_home(text)
+        full = os.path.expanduser(text)
+        if full.startswith("~"):
+            raise CheckpointError(
+                f"checkpoint: path {text}",
+                expected="a user that this machine has, after ~",
+                got=f"{text.split('/')[0]}, whose home directory is unknown",
+                fix=f"write the home directory itself, or ./{text} for a directory of this name",
+            )
+        return Path(full)
     scheme, rest = found.groups()
     if scheme in ("file", "local"):
         return Path(rest if "://" in text else f"/{rest}")
     return cast(Any, RemotePath(f"{scheme}://{rest}"))
-
-
-def _expand_home(text: str) -> Path:
-    """Return a local path with its leading ``~`` replaced by the home directory."""
-    full = os.path.expanduser(text)
-    if full.startswith("~"):
-        raise CheckpointError(
-            f"checkpoint: path {text}",
-            expected="a user that this machine has, after ~",
-            got=f"{text.split('/')[0]}, whose home directory is unknown",
-            fix=f"write the home directory itself, or ./{text} for a directory of this name",
-        )
-    return Path(full)
 
 
 def absolute(path: str | os.PathLike[str] | Path) -> Path:

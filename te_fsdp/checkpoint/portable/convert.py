@@ -49,7 +49,6 @@ from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
 
-
 #: Levels of folders below a path that are searched for checkpoints.
 _DEPTH = 3
 

@@ -273,10 +273,17 @@ def config_contents(source: Any) -> Mapping[str, Any]:
     return contents
 
 
-def write_config(folder: Path, config: Any, tensors: Mapping[str, Lazy]) -> list[str]:
-    """Write ``config.json`` with the files' dtype, and copy the files next to the original; return the names."""
+def write_config(
+    folder: Path, config: Any, tensors: Mapping[str, Lazy], quantization: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Write ``config.json`` with the files' dtype, and copy the files next to the original; return the names.
+
+    ``quantization`` describes FP8 weights, whose dtype is that of the other tensors, bf16.
+    """
     contents = dict(config_contents(config))
     dtypes = {dtype_name(tensor.dtype) for tensor in tensors.values()}
+    if quantization is not None:
+        contents["quantization_config"], dtypes = quantization, {"bfloat16"}
     if len(dtypes) == 1:
         contents["dtype" if "dtype" in contents else "torch_dtype"] = dtypes.pop()
     (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -130,9 +129,9 @@ def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: 
 
         def finish() -> None:
             write_index(folder, stream.tensors, {file: names for file, (_, names) in files.items()})
-            write_config(folder, config, stream.tensors)
-            if stream.format == "fp8-block":
-                _add_to_config(folder / "config.json", quantization_config(config, names=stream.names))
+            is_fp8 = stream.format == "fp8-block"
+            quantization = quantization_config(config, names=stream.names) if is_fp8 else None
+            write_config(folder, config, stream.tensors, quantization)
             stack.close()
 
         from_rank_0(finish)
@@ -192,10 +191,3 @@ def _write_files(
         except Exception as error:
             failed = failed or error
     return failed
-
-
-def _add_to_config(file: Path, quantization: dict[str, Any]) -> None:
-    contents = json.loads(file.read_text(encoding="utf-8"))
-    key = "dtype" if "dtype" in contents else "torch_dtype"
-    contents |= {key: "bfloat16", "quantization_config": quantization}
-    file.write_text(json.dumps(contents, indent=2) + "\n", encoding="utf-8")
