@@ -184,14 +184,19 @@ class Staging:
 
 
 def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
-    """Yield lists of consecutive blocks that fit into a slab together; a larger block alone."""
-    some, size = list[Block[K]](), 0
-    for block in blocks:
-        if some and size + _aligned(block.bytes) > _SLAB:
+    return batches(blocks, lambda block: _aligned(block.bytes), _SLAB)
+
+
+def batches(items: Iterable[K], bytes_of: Callable[[K], int], limit: int) -> Iterator[list[K]]:
+    """Yield lists of consecutive items of at most ``limit`` bytes together; a larger item alone."""
+    some, size = list[K](), 0
+    for item in items:
+        count = bytes_of(item)
+        if some and size + count > limit:
             yield some
             some, size = [], 0
-        some.append(block)
-        size += _aligned(block.bytes)
+        some.append(item)
+        size += count
     if some:
         yield some
 

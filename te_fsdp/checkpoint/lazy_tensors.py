@@ -15,12 +15,14 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from te_fsdp.checkpoint.async_save import batches
 from te_fsdp.checkpoint.holders import boxes_of, is_tiling
 from te_fsdp.checkpoint.manifest import Tick, unreadable
 from te_fsdp.checkpoint.shard_files import DamagedFileError, elements_of
@@ -464,17 +466,10 @@ def assign_files(
     tensors: Mapping[str, Lazy], together: Iterable[Sequence[str]], shard_bytes: int
 ) -> dict[str, list[str]]:
     """Return the names of tensors by file, in order. A group of ``together`` is in one file, whatever its size."""
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for names in together:
-        size = sum(tensors[name].bytes for name in names)
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1] += names
-        filled += size
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
+    groups = batches(together, lambda names: sum(tensors[name].bytes for name in names), shard_bytes)
+    shards = [[*chain(*group)] for group in groups]
+    if len(shards) < 2:
+        return {"model.safetensors": [*chain(*shards)]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": names for n, names in enumerate(shards, 1)}
 
 

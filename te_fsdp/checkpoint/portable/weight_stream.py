@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 
+from te_fsdp.checkpoint.async_save import batches
 from te_fsdp.checkpoint.lazy_tensors import Lazy
 from te_fsdp.checkpoint.model_state import owned_parameters
 from te_fsdp.checkpoint.portable.fp8_blocks import (
@@ -147,7 +148,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.tensors = self._describe()
         self._groups = self._changed_groups()
         # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
-        self.buckets = self._make_buckets(self._groups, self.bucket_bytes // 2)
+        self.buckets = [*batches(self._groups, self._bytes, self.bucket_bytes // 2)]
         self._tensors = self._run()
 
     def send_to(self, ranks: Mapping[str, int]) -> None:
@@ -160,7 +161,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         queues: dict[int, list[Group]] = {}
         for group in self._groups:
             queues.setdefault(ranks[self.names_of(group)[0]], []).append(group)
-        buckets = ([(at, bucket) for bucket in self._make_buckets(own, limit)] for at, own in queues.items())
+        buckets = (
+            [(at, bucket) for bucket in batches(own, self._bytes, limit)] for at, own in queues.items()
+        )
         turns = [one for turn in zip_longest(*buckets) for one in turn if one is not None]
         self.receivers, self.buckets = [at for at, _ in turns], [bucket for _, bucket in turns]
 
@@ -219,19 +222,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
     def _bytes(self, group: Group) -> int:
         """Return the bytes that are sent for a group."""
         return sum(bytes_of(self._plan.described[name]) for name in tensors_of(group, self._plan))
-
-    def _make_buckets(self, groups: Sequence[Group], limit: int) -> list[list[Group]]:
-        """Divide groups into buckets of at most ``limit`` bytes, in order. A larger group is a bucket of its own."""
-        buckets: list[list[Group]] = []
-        size = 0
-        for group in groups:
-            more = self._bytes(group)
-            if not buckets or size + more > limit:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(group)
-            size += more
-        return buckets
 
     @torch.no_grad()
     def _run(self) -> Iterator[tuple[str, torch.Tensor | None]]:
