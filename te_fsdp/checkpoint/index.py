@@ -34,6 +34,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
+from te_fsdp.checkpoint.extra import references
 from te_fsdp.checkpoint.holders import Rows
 from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, Manifest, dtype_name, metadata_of, unreadable
 from te_fsdp.checkpoint.shard_files import (
@@ -45,7 +46,6 @@ from te_fsdp.checkpoint.shard_files import (
     view_of,
     without_collector,
 )
-from te_fsdp.checkpoint.tensor_entries import references
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.unpickling import check_numbers
 from te_fsdp.upstream import torch_dtensor as _torch

@@ -22,6 +22,7 @@ from te_fsdp.checkpoint.compare import (
     compare,
     take_own_part,
 )
+from te_fsdp.checkpoint.extra import decode, for_rank, tensor_slots
 from te_fsdp.checkpoint.load_source import Source, open_source
 from te_fsdp.checkpoint.model_state import (
     ModelState,
@@ -45,7 +46,7 @@ from te_fsdp.checkpoint.optimizer_state import prepare_loading, restore_groups
 from te_fsdp.checkpoint.reading import Conversion, Rectangle
 from te_fsdp.checkpoint.shard_files import without_collector
 from te_fsdp.checkpoint.storage import absolute
-from te_fsdp.checkpoint.tensor_entries import Entry, decode, for_rank, tensor_slots, whole_entry
+from te_fsdp.checkpoint.tensor_entries import Entry, whole_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, require_flags, shorten

@@ -129,7 +129,7 @@ def _is_file_name(name: Any) -> bool:
 
 
 def _encoded(value: Any) -> Any:
-    """Return the rule for a value of ``extra`` or an optimizer's option (:mod:`te_fsdp.checkpoint.tensor_entries`)."""
+    """Return the rule for a value of ``extra`` or an optimizer's option (:mod:`te_fsdp.checkpoint.extra`)."""
     if type(value) is list:
         return [_encoded]
     if type(value) is dict:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.checkpoint.compare import GROUPS, WHOLE_OPTIMIZER, Differences
+from te_fsdp.checkpoint.extra import decode, encode
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name
 from te_fsdp.checkpoint.model_state import OwnedTensor
 from te_fsdp.checkpoint.tensor_entries import (
@@ -20,8 +21,6 @@ from te_fsdp.checkpoint.tensor_entries import (
     add_entry,
     as_grouped_entry,
     cut_entry,
-    decode,
-    encode,
     join_experts,
     of_all_experts,
     per_expert,

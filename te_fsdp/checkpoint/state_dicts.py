@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from te_fsdp.checkpoint.extra import encode
 from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.lazy_tensors import (
     InMemory,
@@ -36,7 +37,6 @@ from te_fsdp.checkpoint.reader import (
     from_portable,
     with_other_experts,
 )
-from te_fsdp.checkpoint.tensor_entries import encode
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.extra_state import (
     DELAYED,

@@ -17,6 +17,7 @@ from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.async_save import bytes_bar
 from te_fsdp.checkpoint.directory import damaged, in_place_of
+from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.lazy_tensors import check_zip
 from te_fsdp.checkpoint.load_source import problems_of
 from te_fsdp.checkpoint.manifest import check_files, read_manifest, unreadable
@@ -41,7 +42,6 @@ from te_fsdp.checkpoint.portable.huggingface import (
 from te_fsdp.checkpoint.portable.huggingface_config import config_contents
 from te_fsdp.checkpoint.reader import CHECKPOINT, DCP_KIND, Choices, Contents
 from te_fsdp.checkpoint.storage import resolve_path
-from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.cli import UsageError, bytes_of, human_bytes, print_json, print_lines, print_table
 from te_fsdp.cli.checkpoint_texts import counted, pairs, semantics_lines, short
 from te_fsdp.errors import CheckpointError

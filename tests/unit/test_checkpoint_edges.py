@@ -17,11 +17,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
+from te_fsdp.checkpoint.extra import encode
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.model_state import OwnedTensor
 from te_fsdp.checkpoint.optimizer_state import restore_groups
 from te_fsdp.checkpoint.planner import as_failed_save
-from te_fsdp.checkpoint.tensor_entries import encode
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
 

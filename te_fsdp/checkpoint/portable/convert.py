@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.directory import latest, new_directory, open_checkpoint, remove, visible
+from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.lazy_tensors import (
     BLOCK_BYTES,
     InMemory,
@@ -45,7 +46,6 @@ from te_fsdp.checkpoint.reader import (
 )
 from te_fsdp.checkpoint.state_dicts import open_dcp_contents, open_safetensors_contents, open_torch_contents
 from te_fsdp.checkpoint.storage import is_remote, resolve_path
-from te_fsdp.checkpoint.tensor_entries import decode
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.modules.semantics import differences, format_differences, from_json, own_differences
 

@@ -1,0 +1,339 @@
+"""The user's ``extra``, and the options of optimizers, as JSON; their tensors are entries of the files.
+
+``extra`` takes what ``torch.load(weights_only=True)`` returns. What JSON has no form for is an object with one key::
+
+    {"te_fsdp.tuple": [1, 2]}
+    {"te_fsdp.tensor": {"key": "extra/order", "shape": [8], "dtype": "torch.int64"}}
+    {"te_fsdp.per_rank": [value of rank 0, value of rank 1]}
+    {"te_fsdp.value": ["Counter", [[2, 1], [5, 1]]]}    dicts with keys of any kind, bytes, sets, numbers of NumPy
+
+A DTensor is stored in shards, each element once, and is loaded as a whole tensor on the CPU, because the mesh of the
+load may be another one.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import random
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.checkpoint.tensor_entries import Entry, Piece, whole_entry
+from te_fsdp.errors import CheckpointError
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+_TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank", "te_fsdp.value"
+_MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
+#: For the error that names what is refused.
+_KNOWN = (
+    "None, bool, int, float, complex, str, bytes, a number of NumPy, a dtype, a device, a tensor or DTensor in high "
+    "precision, or a dict, Counter, list, tuple or set of these"
+)
+_SETS = {"set": set, "frozenset": frozenset}
+_MAPS = {"dict": dict, "Counter": collections.Counter}
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """A value in ``extra`` that differs between ranks, of any kind, such as the state of random generators.
+
+    On the mesh that saved it, each rank gets its own value back. On another mesh ``load`` warns and returns ``None``.
+    """
+
+    value: Any
+
+
+def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[str, Entry]]:
+    """Return ``extra`` as JSON, this rank's :class:`PerRank` values by place, and the tensors that it stores.
+
+    Rank 0 stores the tensors of ``extra``, each rank those of its own values. Raise CheckpointError for values that
+    cannot be stored.
+    """
+    if extra is not None and not isinstance(extra, Mapping):
+        expected, fix = "a dict of plain values and tensors", 'extra={"step": step}'
+        raise CheckpointError("save: extra", expected=expected, got=type(extra).__name__, fix=fix)
+    own: dict[str, Any] = {}
+    sharded: set[str] = set()
+    encoded, entries = encode(dict(extra or {}), own=own, sharded=sharded)
+    entries = {key: entry for key, entry in entries.items() if rank == 0 or key in sharded}
+    for where, value in own.items():
+        own[where], more = encode(value, f"{where}@{rank}")
+        entries |= more
+    return encoded, own, entries
+
+
+def encode(
+    value: Any,
+    where: str = "extra",
+    own: dict[str, Any] | None = None,
+    sharded: set[str] | None = None,
+) -> tuple[Any, dict[str, Entry]]:
+    """Return the JSON form of a value, and the tensors that it refers to, whose keys begin with ``where``.
+
+    ``own`` receives the values of :class:`PerRank` by place; the JSON form has the place only. ``sharded`` receives the
+    keys of DTensors. Without these arguments they are refused, like all values that :data:`_KNOWN` does not name:
+    CheckpointError.
+    """
+    entries: dict[str, Entry] = {}
+
+    def walk(value: Any, where: str) -> Any:
+        if isinstance(value, PerRank) and own is not None:
+            own[where] = value.value
+            return {_PER_RANK: where}
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        is_local = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if is_local and value.layout == torch.strided and not (value.is_meta or _te.is_quantized(value)):
+            entries[where] = whole_entry(value.resolve_conj().resolve_neg())
+            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
+        if isinstance(value, DTensor) and sharded is not None:
+            sharded.add(where)
+            pieces = tuple(Piece(*part) for part in _shards_of(value, where))
+            entries[where] = Entry(tuple(value.shape), value.dtype, pieces)
+            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
+        is_counter = type(value) is collections.Counter
+        if (
+            isinstance(value, dict)
+            and not is_counter
+            and all(type(k) is str and k not in _MARKS for k in value)
+        ):
+            # Escaped as in a JSON pointer, so that different paths have different keys.
+            escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
+            return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
+        if type(value) in (list, tuple):
+            items = [walk(item, f"{where}/{index}") for index, item in enumerate(value)]
+            return items if type(value) is list else {_TUPLE: items}
+        found = _encode_other(value, walk, where)
+        if found is not None:
+            return found
+        raise CheckpointError(
+            f"{where}: cannot be stored",
+            expected=_KNOWN,
+            got=f"{type(value).__name__} {' '.join(repr(value).split()):.80}",
+            fix="convert it, for example number.item() or str(path)",
+        )
+
+    return walk(value, where), entries
+
+
+def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> Any:
+    """Return the JSON form of a value, or ``None`` for a kind that is not known here.
+
+    ``walk`` encodes what is inside, given a value and its place.
+    """
+
+    def each(items: Iterable[Any]) -> list[Any]:
+        return [walk(item, f"{where}/{index}") for index, item in enumerate(items)]
+
+    kind = type(value)
+    if kind in (bytes, bytearray):
+        content: Any = base64.b64encode(value).decode()
+    elif kind in (set, frozenset):
+        content = sorted(each(value), key=repr)  # the same on all ranks
+    elif isinstance(value, dict):
+        name = "Counter" if kind is collections.Counter else "dict"
+        for key in value:
+            if isinstance(key, torch.Tensor):
+                raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
+        places = [f"{where}/{number}" for number in range(len(value))]
+        pairs = [
+            [walk(k, f"{at}/key"), walk(v, at)] for at, (k, v) in zip(places, value.items(), strict=True)
+        ]
+        return {_VALUE: [name, pairs]}
+    elif kind is complex:
+        content = [value.real, value.imag]
+    elif kind in (torch.dtype, torch.device):
+        return {_VALUE: [kind.__name__, str(value).removeprefix("torch.")]}
+    elif kind is torch.Size:
+        content = [*value]
+    elif isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return {_VALUE: ["numpy", [value.dtype.name, value.item()]]}
+    else:
+        return None
+    return {_VALUE: [kind.__name__, content]}
+
+
+def _shards_of(value: DTensor, where: str) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """Return this rank's parts of a DTensor in ``extra``, each with its offsets. Local operation.
+
+    CheckpointError for quantized and partial ones, and for shards whose place its placements do not say.
+    """
+    local = _torch.local_of(value)
+    partial = any(
+        placement.is_partial() for placement in value.placements
+    )  # of which DTensor knows no chunks
+    chunks = [] if partial else value.__create_chunk_list__()
+    held = [value.__get_tensor_shard__(MetadataIndex(where, chunk.offsets)) for chunk in chunks]
+    fits = [tuple(part.shape) for part in held] == [tuple(chunk.sizes) for chunk in chunks]
+    if _te.is_quantized(local) or local.is_meta or not fits or partial:
+        raise CheckpointError(
+            f"{where}: a DTensor that cannot be stored",
+            expected="a sharded or replicated DTensor in high precision, cut evenly",
+            got=f"placements {tuple(value.placements)}, local {type(local).__name__} of shape {tuple(local.shape)}",
+            fix="store value.full_tensor(), or value.dequantize() of a quantized one",
+        )
+    return [
+        (tuple(chunk.offsets), part.detach().resolve_conj().resolve_neg())
+        for chunk, part in zip(chunks, held, strict=True)
+        if part.numel()
+    ]
+
+
+def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
+    """Return a JSON form with the single-key objects of these marks replaced, given value and place."""
+    if isinstance(node, list):
+        return [_replaced(item, marks, f"{where}/{index}") for index, item in enumerate(node)]
+    if not isinstance(node, dict):
+        return node
+    (mark,) = node if len(node) == 1 else (None,)
+    if mark in marks:
+        return marks[mark](node[mark], where)
+    return {k: _replaced(v, marks, where if k == _TUPLE else f"{where}/{k}") for k, v in node.items()}
+
+
+def join_ranks(encoded: Any, ranks: list[dict[str, Any]]) -> Any:
+    """Insert the values of all ranks at the PerRank places, which must be the same, into rank 0's JSON form."""
+    for rank, parts in enumerate(ranks):
+        if parts.keys() != ranks[0].keys():
+            raise CheckpointError(
+                f"extra: PerRank values at different places on rank 0 and rank {rank}",
+                expected=sorted(ranks[0]),
+                got=sorted(parts),
+                fix="give extra the same keys on all ranks",
+            )
+    return _replaced(encoded, {_PER_RANK: lambda place, _: {_PER_RANK: [parts[place] for parts in ranks]}})
+
+
+def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: int) -> tuple[Any, list[str]]:
+    """Return a rank's form of a saved ``extra``, and the places whose values have no rank on this mesh.
+
+    The meshes are results of :func:`te_fsdp.checkpoint.model_state.mesh_sizes`: of the save, and of this job.
+    """
+    ranks = saved.get("ranks", 1)
+    same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
+    lost: list[str] = []
+
+    def pick(values: list[Any], where: str) -> Any:
+        if len(values) != ranks:
+            raise CheckpointError(
+                f"{where}: values of {len(values)} ranks",
+                expected=f"of {ranks}, which saved the checkpoint",
+                fix="load an earlier checkpoint: this one is damaged",
+            )
+        if not same:
+            lost.append(where)
+        return values[rank] if same else None
+
+    return _replaced(encoded, {_PER_RANK: pick}), lost
+
+
+def references(encoded: Any) -> list[dict[str, Any]]:
+    """Return ``key``, ``shape`` and ``dtype`` of each tensor in an encoded value."""
+    found: list[dict[str, Any]] = []
+    _replaced(encoded, {_TENSOR: lambda described, _: found.append(described)})
+    return found
+
+
+def tensor_slots(encoded: Any) -> dict[str, Entry]:
+    """Return new CPU tensors to load the tensors of an encoded value into, by key."""
+    slots = {}
+    for found in references(encoded):
+        dtype = getattr(torch, found["dtype"].removeprefix("torch."))
+        slots[found["key"]] = whole_entry(torch.empty(found["shape"], dtype=dtype, device="cpu"))
+    return slots
+
+
+def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
+    """Return the value that :func:`encode` was given, with its tensors from filled slots."""
+    marks: dict[str, Callable[[Any, str], Any]] = {
+        _TENSOR: lambda described, _: slots[described["key"]].pieces[0].tensor,
+        _TUPLE: lambda items, where: tuple(_replaced(item, marks, where) for item in items),
+        _VALUE: lambda node, where: _decode_other(node, lambda item: _replaced(item, marks, where)),
+    }
+    return _replaced(encoded, marks)
+
+
+def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
+    """Return the value of a JSON form; ``inner`` decodes what is inside. CheckpointError for an unknown kind."""
+    kind, content = node
+    if kind in ("bytes", "bytearray"):
+        data = base64.b64decode(content)
+        return data if kind == "bytes" else bytearray(data)
+    if kind in _SETS:
+        return _SETS[kind](map(inner, content))
+    if kind in _MAPS:
+        return _MAPS[kind]({inner(key): inner(item) for key, item in content})
+    if kind == "complex":
+        return complex(*content)
+    if kind == "dtype" and isinstance(getattr(torch, content, None), torch.dtype):
+        return getattr(torch, content)
+    if kind == "device":
+        return torch.device(content)
+    if kind == "Size":
+        return torch.Size(content)
+    if kind == "numpy" and np.dtype(content[0]).kind in "biuf":
+        return np.dtype(content[0]).type(content[1])
+    raise CheckpointError(
+        f"extra: a value of the kind {kind!r}",
+        expected="a kind that this te_fsdp knows",
+        fix="load it with the version of te_fsdp that saved it, or a newer one",
+    )
+
+
+# --- the state of random generators, for ``extra``
+
+
+def rng_state(tracker: Any = None) -> PerRank:
+    """Return the state of this rank's random generators, for ``extra={"rng": ...}``. Local operation.
+
+    Includes Python's ``random``, NumPy's global generator, torch's generators of the CPU and of the current GPU, and
+    TransformerEngine's or Megatron's ``tracker`` of named states (``get_states``, tensors), if the model uses one. Save
+    a generator that all ranks share (for example of the data order) as its ``get_state()`` tensor in ``extra``, which
+    loads on any mesh.
+    """
+    version, words, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words, device="cpu"), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+        "numpy": {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": tuple(rest)},
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if tracker is not None:
+        state["tracker"] = dict(tracker.get_states())
+    return PerRank(state)
+
+
+def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
+    """Restore the result of :func:`rng_state` on this rank, as ``load`` returned it. Local operation.
+
+    Raises:
+        CheckpointError: No state, because it was saved on another mesh, or none of a generator that is in use.
+    """
+    if state is None:
+        raise CheckpointError(
+            "set_rng_state: no state",
+            why="States of ranks of another mesh do not belong to these ranks",
+            fix="seed the ranks again, for example torch.manual_seed(seed + step) with a seed per rank",
+        )
+    if (tracker is None) != ("tracker" not in state):
+        expected = "one here and at the save, or neither"
+        raise CheckpointError("set_rng_state: tracker", expected=expected, fix="pass it to both")
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
+    torch.set_rng_state(state["torch"])
+    if "numpy" in state:  # early versions saved it only if it had been imported
+        words = np.array(state["numpy"]["words"].tolist(), dtype=np.uint32)
+        np.random.set_state((state["numpy"]["kind"], words, *state["numpy"]["rest"]))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if tracker is not None:
+        tracker.set_states(dict(state["tracker"]))
