@@ -89,42 +89,37 @@ def encode(
             return {_PER_RANK: where}
         if value is None or type(value) in (bool, int, float, str):
             return value
-        is_local = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-        if is_local and value.layout == torch.strided and not (value.is_meta or _te.is_quantized(value)):
-            entries[where] = whole_entry(value.resolve_conj().resolve_neg())
-            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
+        entry: Entry | None = None
         if isinstance(value, DTensor) and sharded is not None:
             sharded.add(where)
-            pieces = tuple(Piece(*part) for part in _shards_of(value, where))
-            entries[where] = Entry(tuple(value.shape), value.dtype, pieces)
-            return {_TENSOR: {"key": where, "shape": list(value.shape), "dtype": str(value.dtype)}}
-        is_counter = type(value) is collections.Counter
-        if (
-            isinstance(value, dict)
-            and not is_counter
-            and all(type(k) is str and k not in _MARKS for k in value)
-        ):
+            entry = _sharded_entry(value, where)
+        elif _is_plain_tensor(value):
+            entry = whole_entry(value.resolve_conj().resolve_neg())
+        if entry is not None:
+            entries[where] = entry
+            return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
+        is_plain_dict = isinstance(value, dict) and type(value) is not collections.Counter
+        # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
+        if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
             # Escaped as in a JSON pointer, so that different paths have different keys.
             escapes = str.maketrans({"~": "~0", "/": "~1", "@": "~2"})
             return {key: walk(item, f"{where}/{key.translate(escapes)}") for key, item in value.items()}
         if type(value) in (list, tuple):
             items = [walk(item, f"{where}/{index}") for index, item in enumerate(value)]
             return items if type(value) is list else {_TUPLE: items}
-        found = _encode_other(value, walk, where)
-        if found is not None:
-            return found
-        raise CheckpointError(
-            f"{where}: cannot be stored",
-            expected=_KNOWN,
-            got=f"{type(value).__name__} {' '.join(repr(value).split()):.80}",
-            fix="convert it, for example number.item() or str(path)",
-        )
+        return _encode_other(value, walk, where)
 
     return walk(value, where), entries
 
 
+def _is_plain_tensor(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        return False
+    return value.layout == torch.strided and not (value.is_meta or _te.is_quantized(value))
+
+
 def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> Any:
-    """Return the JSON form of a value, or ``None`` for a kind that is not known here.
+    """Return the JSON form of a value of a type that JSON lacks; CheckpointError for any other.
 
     ``walk`` encodes what is inside, given a value and its place.
     """
@@ -142,10 +137,8 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
         for key in value:
             if isinstance(key, torch.Tensor):
                 raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
-        places = [f"{where}/{number}" for number in range(len(value))]
-        pairs = [
-            [walk(k, f"{at}/key"), walk(v, at)] for at, (k, v) in zip(places, value.items(), strict=True)
-        ]
+        items = enumerate(value.items())
+        pairs = [[walk(k, f"{where}/{at}/key"), walk(v, f"{where}/{at}")] for at, (k, v) in items]
         return {_VALUE: [name, pairs]}
     elif kind is complex:
         content = [value.real, value.imag]
@@ -156,34 +149,39 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
     elif isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {_VALUE: ["numpy", [value.dtype.name, value.item()]]}
     else:
-        return None
+        raise CheckpointError(
+            f"{where}: cannot be stored",
+            expected=_KNOWN,
+            got=f"{kind.__name__} {' '.join(repr(value).split()):.80}",
+            fix="convert it, for example number.item() or str(path)",
+        )
     return {_VALUE: [kind.__name__, content]}
 
 
-def _shards_of(value: DTensor, where: str) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Return this rank's parts of a DTensor in ``extra``, each with its offsets. Local operation.
+def _sharded_entry(value: DTensor, where: str) -> Entry:
+    """Return the entry of a DTensor in ``extra``, with this rank's shards. Local operation.
 
-    CheckpointError for quantized and partial ones, and for shards whose place its placements do not say.
+    CheckpointError for quantized and partial ones, and for shards whose place its placements do not determine.
     """
     local = _torch.local_of(value)
-    partial = any(
-        placement.is_partial() for placement in value.placements
-    )  # of which DTensor knows no chunks
-    chunks = [] if partial else value.__create_chunk_list__()
-    held = [value.__get_tensor_shard__(MetadataIndex(where, chunk.offsets)) for chunk in chunks]
-    fits = [tuple(part.shape) for part in held] == [tuple(chunk.sizes) for chunk in chunks]
-    if _te.is_quantized(local) or local.is_meta or not fits or partial:
+    # DTensor has no chunks of a partial value.
+    is_partial = any(placement.is_partial() for placement in value.placements)
+    chunks = [] if is_partial else value.__create_chunk_list__()
+    parts = [value.__get_tensor_shard__(MetadataIndex(where, chunk.offsets)) for chunk in chunks]
+    fits = [tuple(part.shape) for part in parts] == [tuple(chunk.sizes) for chunk in chunks]
+    if _te.is_quantized(local) or local.is_meta or not fits or is_partial:
         raise CheckpointError(
             f"{where}: a DTensor that cannot be stored",
             expected="a sharded or replicated DTensor in high precision, cut evenly",
             got=f"placements {tuple(value.placements)}, local {type(local).__name__} of shape {tuple(local.shape)}",
             fix="store value.full_tensor(), or value.dequantize() of a quantized one",
         )
-    return [
-        (tuple(chunk.offsets), part.detach().resolve_conj().resolve_neg())
-        for chunk, part in zip(chunks, held, strict=True)
+    pieces = (
+        Piece(tuple(chunk.offsets), part.detach().resolve_conj().resolve_neg())
+        for chunk, part in zip(chunks, parts, strict=True)
         if part.numel()
-    ]
+    )
+    return Entry(tuple(value.shape), value.dtype, tuple(pieces))
 
 
 def _replaced(node: Any, marks: dict[str, Callable[[Any, str], Any]], where: str = "extra") -> Any:
