@@ -88,6 +88,7 @@ class Differences:
 
         left = Differences()
         for name, setting in self.settings.items():
+            # With a dot in front too, so that "*.eps" names the setting of a root module.
             if setting.effect != "note" and is_open(name, f".{name}", always=setting.effect == "error"):
                 left.settings[name] = setting
         left.tensors = {of: detail for of, detail in self.tensors.items() if is_open(of[1])}
@@ -191,6 +192,7 @@ def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module,
     """Add differences in the settings of modules, or a note that the checkpoint has none."""
     here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
     known = from_json(recorded) if recorded else {}
+    # Attributes of a user's module may have a value for each rank. The saved ones are rank 0's.
     if recorded and rank() == 0:
         seen += own_differences(from_json(recorded, own=True), own_settings(model))
     if known:
@@ -219,7 +221,7 @@ def _compare_contents(
     if kinds[0] == kinds[1] and not lacks and not cuts_blocks:
         return
     plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
-    # Integers and bools are not rounded or quantized.
+    # Integers and bools are not rounded or quantized: a difference that no conversion removes.
     if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
         what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
         found.tensors[f"with another {what}", name] = _saved_and_here(*both)
@@ -357,6 +359,7 @@ def join(
         )
     by_stage = {number: part for number, part in filter(None, seen) if part is not None}
     fields = [by_stage[number] for number in sorted(by_stage)]
+    # Fields whose names are those of tensors or modules, of which each stage has its own.
     united = ("parameters", "buffers", "delayed", "tied")
     joined: dict[str, Any] = {name: _union([part[name] for part in fields], name) for name in united}
     counts, patterns = Counter(chain(*(part["parameters"] for part in fields))), tuple(shared)
@@ -434,6 +437,7 @@ def take_own_part(source: Source, model: nn.Module) -> None:
         return {owned.key for owned in tensors} | modules_of(model).keys()
 
     mine, manifest = all_agree(held), source.manifest
+    # A tensor that no stage has is not away: it stays in the manifest, and is a difference on all stages.
     away = set().union(*gather(mine, stage.across)) - mine
 
     def kept(named: dict[str, Any]) -> dict[str, Any]:

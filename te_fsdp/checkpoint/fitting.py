@@ -52,7 +52,8 @@ def stack(contents: Contents, changes: Iterable[Change]) -> None:
 def equal_ties(contents: Contents, changes: Iterable[Change]) -> list[tuple[Change, bool]]:
     """Return the ties in ``changes``, each with whether the stored values agree. Reads them. Local operation."""
     found: list[tuple[Change, bool]] = []
-    source: dict[str, str] = {}  # where the value of a first name is stored
+    # Where the value of a first name is stored: files may have only further names of a tied tensor.
+    source: dict[str, str] = {}
     have = {*contents.names}
     for change in changes:
         if change.first is None or change.name not in have:

@@ -177,6 +177,7 @@ class Piece(Lazy):
         """See :meth:`Lazy.rows`."""
         with unreadable(self.label, "record of torch.save", _COPY):
             part = InMemory(self.tensor_in(self._read_bytes(), check=self.check)).rows(first, last)
+            # Once: a tensor is read in blocks of rows, and each would sum the whole record again.
             self.check = False
             return part
 
@@ -192,11 +193,7 @@ class Piece(Lazy):
         """
         found: Any = elements_of(data, self.dtype, self.shape, check=check)
         if found is None:  # written by another release of torch, or a view of a larger tensor
-            file = io.BytesIO(data.numpy())  # type: ignore[arg-type]
-            if check:
-                check_zip(file)
-                file.seek(0)
-            found = load_weights_only(file, self.label)
+            found = self._unpickled(data, check=check)
         got = (tuple(found.shape), found.dtype) if isinstance(found, torch.Tensor) else type(found).__name__
         if got != (self.shape, self.dtype):
             raise CheckpointError(
@@ -210,10 +207,14 @@ class Piece(Lazy):
     def load(self) -> Any:
         """Return the stored object, as :func:`load_weights_only`; raise CheckpointError for damage."""
         with unreadable(self.label, "record of torch.save", _COPY):
-            file = io.BytesIO(self._read_bytes().numpy())  # type: ignore[arg-type]
+            return self._unpickled(self._read_bytes(), check=True)
+
+    def _unpickled(self, data: torch.Tensor, *, check: bool) -> Any:
+        file = io.BytesIO(data.numpy())  # type: ignore[arg-type]
+        if check:
             check_zip(file)
             file.seek(0)
-            return load_weights_only(file, self.label)
+        return load_weights_only(file, self.label)
 
     def has_changed(self) -> bool:
         """Return whether the contents contradict the checksums that ``torch.save`` wrote. Reads all of it."""
@@ -398,6 +399,7 @@ def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         if not where:
             raise DamagedFileError("it names no tensor and no file")
         for name in sorted(set(where.values())):
+            # An index comes with the weights, and must not make a reader open other files.
             if Path(name).name != name:
                 raise DamagedFileError("a file outside of the folder")
             found, more = _open_file(index.parent / name)
@@ -420,8 +422,10 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
         raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}")
     with unreadable(path, "safetensors file", _COPY), safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}
+        # torch's HuggingFaceStorageWriter writes one such file for each rank.
         if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):
             raise CheckpointError(f"{path}: one rank's parts of tensors", expected="whole tensors", fix=_JOIN)
+        # In the order of the file, so that reading all of them is sequential.
         return {key: InMemory(file.get_tensor(key)) for key in file.offset_keys()}, metadata
 
 
@@ -448,7 +452,7 @@ def write_header(path: Path, tensors: Mapping[str, Lazy], metadata: Mapping[str,
         header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # readers map the file, and expect aligned data
     path.write_bytes(struct.pack("<Q", len(text)) + text)
 
 

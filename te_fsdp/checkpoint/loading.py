@@ -267,6 +267,7 @@ class Filling:
         """Return :meth:`run` as the result of a load; log everything that was not simply copied."""
         extra = self.run()
         harmless = format_differences(one for one in self.found.settings.values() if one.effect == "note")
+        # A conversion is reported if its tensor, or the state's parameter, was loaded.
         taken = {*self.names}
         if self.saved_optimizer is not None:
             taken |= {f"optimizer.state.{name}" for name in self.state.members.keys() - self.left_states}
@@ -313,6 +314,7 @@ class Filling:
 
     def _shared_numbers(self) -> dict[Rectangle, list[int]]:
         """Return numbers that the files have for each expert, and that the experts share here."""
+        # The number of one expert would be taken for all, so all are read and compared.
         found = {}
         for name, states in (self.saved_optimizer or {"state": {}})["state"].items():
             members = self.state.members.get(name, [])

@@ -101,6 +101,7 @@ def joined_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor]) 
     for name, one in parts.items():
         check_optimizer(model, one)
         check_scaled_state(one)
+        # By the files' tensors: the experts of a layer are one of them.
         for key in {owned[id(p)].key for group in one.param_groups for p in group["params"]}:
             if holders.setdefault(key, name) != name:
                 raise CheckpointError(
@@ -132,6 +133,7 @@ def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
     names = dict.fromkeys(group.get("optimizer", "") for group in saved["groups"])
     if set(names) <= {""}:
         return {"": saved}
+    # The manifest has one class for all, such as "muon=Muon, adam=AdamW".
     classes = dict(one.split("=", 1) for one in saved["class"].split(", "))
     found = {}
     for name in names:

@@ -51,6 +51,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> DcpContents:
     ends: dict[str, int] = {}
     with unreadable(path, DCP_METADATA):
         order = lambda item: (item[1].relative_path, item[1].offset, item[1].length)  # noqa: E731
+        # In the order of the files, in which records that overlap are neighbors.
         for index, place in sorted(metadata.storage_data.items(), key=order):
             name, begin = place.relative_path, place.offset
             if begin < ends.get(name, 0) or place.length <= 0:
@@ -74,6 +75,7 @@ def open_dcp(path: Path, metadata: Metadata | None = None) -> DcpContents:
             problems.append(f"{name}: expected {end} bytes, got {size}")
     damaged(path, problems)
     tensors = tensors_of(path, found, check=True)
+    # te_fsdp's DTensors record the order of their rows as a memory format, which DCP writes and does not use.
     for key, tensor in tensors.items():
         properties = getattr(metadata.state_dict_metadata[key], "properties", None)
         if isinstance(tensor, Chunked) and getattr(properties, "memory_format", None) is ORIGINAL_ORDER:

@@ -150,6 +150,7 @@ def _join_components(key: str, shape: tuple[int, ...], parts: Sequence[_Part]) -
             except PlacementError:
                 return None
             joined[component.name][box.original_slices()] = component.tensor
+    # A component is usable only if every piece has it.
     names = [{component.name for component in components_of(part, key)} for _, part in parts]
     if any(one != names[0] for one in names):
         return None  # transposes exist in some pieces only

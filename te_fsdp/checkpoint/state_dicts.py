@@ -105,7 +105,7 @@ def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None =
         try:
             leaves[key] = with_leaves(record.load(), as_lazy)
         except RefusedClassError as error:
-            leaves[key] = error
+            leaves[key] = error  # raised if the entry is needed: it may belong to a part that is not read
     tree: dict[Any, Any] = {}
     for key, leaf in leaves.items():
         *above, last = opened.paths.get(key, (key,))
@@ -160,6 +160,7 @@ def _find_model(path: Path, tree: Any, key: str | None) -> tuple[str | None, dic
             raise CheckpointError(f"{path}: nothing under --key {key}", got=_keys(tree))
         return key, node
     if isinstance(tree, dict) and any(isinstance(v, Lazy | Quantized) for v in tree.values()):
+        # A training script may keep its step or its arguments next to the weights.
         others = dict | list | str | float | int | None
         return None, {k: v for k, v in tree.items() if _is_extra(k) or not isinstance(v, others)}
     found = [k for k in _MODEL_KEYS if isinstance(tree, dict) and isinstance(tree.get(k), dict)]
@@ -321,6 +322,7 @@ def _nested(state: Any) -> Any:
         kind, _, rest = key.partition(".")
         name, _, last = rest.rpartition(".")
         (states if kind == "state" else options).setdefault(name, {})[last] = value
+    # The flat form repeats the options for each parameter. Parameters with equal options become one group.
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for name, own in options.items():
         same = [names for known, names in groups if known == own]

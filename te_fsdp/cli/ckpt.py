@@ -263,7 +263,7 @@ def _transform_and_write(
         if target.like is None:
             check_written(place, weights_only(into) if target.kind == "torch" else into)
     columns = ("name", "from", "dtype")
-    rows = [(name, origin, _described(into, name)["dtype"]) for name, origin in sources.items()]
+    rows = [(name, origin, into.manifest.tensor(name)["dtype"]) for name, origin in sources.items()]
     if as_json:
         tensors: Any = [dict(zip(columns, row, strict=True)) for row in rows]
         answer = {"ok": True, "source": str(source.source), "target": str(path), "kind": target.kind}
@@ -276,11 +276,6 @@ def _transform_and_write(
     print_lines([f"weights and buffers: {counts}", *(f"note: {note}" for note in into.notes)])
     print_lines([f"{counted(len(files), 'file')}, {human_bytes(into.bytes)}"])
     return 0
-
-
-def _described(contents: Contents, name: str) -> dict[str, Any]:
-    """Return the manifest's entry for a parameter or buffer."""
-    return contents.manifest.parameters.get(name) or contents.manifest.buffers[name]
 
 
 def inspect(
@@ -333,7 +328,7 @@ def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
 
 
 def _parameter(contents: Contents, name: str) -> dict[str, Any]:
-    described = _described(contents, name)
+    described = contents.manifest.tensor(name)
     parts = contents.components(name)
     stored = [contents.tensors[f"model.{name}"]] if parts is None else list(parts.values())
     row = {key: described.get(key) for key in ("shape", "dtype", "format", "layout")}

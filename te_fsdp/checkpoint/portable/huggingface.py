@@ -189,11 +189,11 @@ def _filling(
     manifest.parameters = {name: {**describe(t), "layout": layouts[name]} for name, t in converted.items()}
     keys = {f"model.{name}": tensor for name, tensor in converted.items()}
     contents = Contents(folder, "Hugging Face model", manifest, keys)
+    # As in a checkpoint: one tensor for all experts of a layer, and the first name alone of a tied weight.
     stack_experts(contents)
-    for name in (
-        tied_names(model) if weights.architecture.tied else ()
-    ):  # a checkpoint has the first name only
+    for name in tied_names(model) if weights.architecture.tied else ():
         manifest.parameters.pop(name, None)
+    # Hugging Face's files have no buffers of these models.
     found = compare_model(manifest, state).without([*state.buffers], strict=True)
     check_fits("load_huggingface", model, weights, found.texts())
     quantized = {name: "quantized" for name, about in state.described.items() if about["format"] is not None}

@@ -174,7 +174,8 @@ class _Tables:
     def model(self) -> Iterator[Group]:
         a, names, style = self.a, self.names, self.style
         wide, embedding = (a.vocabulary, a.hidden), f"{style.prefix}{style.embedding}.weight"
-        if a.tied:  # then either side may store it twice
+        # Either side may store a tied weight twice. One group of both names compares the two.
+        if a.tied:
             ours = (names.embedding,) if names.head is None else (names.embedding, names.head)
             yield Group((wide,), Form((embedding, "lm_head.weight")), Form(ours))
         else:
@@ -358,7 +359,8 @@ class WeightMap:
             group: Group, tensors: dict[str, Lazy], kind: torch.dtype, name: str, first: int, last: int
         ) -> torch.Tensor:
             nonlocal warned
-            if not held or held[0] is not group:  # rows come in blocks
+            # Tensors are read in order, each in blocks of rows, so the group of the last call is enough.
+            if not held or held[0] is not group:
                 held.clear()
                 read = {key: tensor.whole() for key, tensor in tensors.items()}
                 converted = group.convert(read, to_te=to_te, dtype=kind)

@@ -123,6 +123,7 @@ def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: 
     files = _files(stream, max_file_bytes)
     stream.send_to({name: writer for writer, names in files.values() for name in names})
     with ExitStack() as stack:
+        # Rank 0 alone makes the hidden folder, and renames it at the end, when all ranks have written.
         folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
         failed = _write_files(stream, folder, files)
         all_agree(lambda: raise_error(failed))
@@ -140,6 +141,7 @@ def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: 
 def _files(stream: WeightStream, max_file_bytes: int) -> dict[str, tuple[int, list[str]]]:
     """Return writers and tensors by file; a group is in one file."""
     ranks, tensors = world_size(), stream.tensors
+    # More files than max_file_bytes requires, so that all ranks write, unless files would become small.
     most = min(max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
     groups = (group for bucket in stream.buckets for group in bucket)
     files = assign_files(tensors, map(stream.names_of, groups), most)
@@ -162,6 +164,7 @@ def _write_files(
         for name, tensor in bucket.items():
             file = folder / file_of[name]
             if not file.exists():
+                # The header needs only shapes. The bytes follow in its order, which is that of the stream.
                 held = {key: stream.tensors[key] for key in files[file.name][1]}
                 write_header(file, held, {})
             with file.open("ab") as opened:
@@ -175,9 +178,11 @@ def _write_files(
     with ThreadPoolExecutor(1) as pool:
         writing = pool.submit(lambda: None)
         for groups in stream.buckets:
+            # Every rank takes all names of the bucket, with ``None`` for the tensors of others: it is collective.
             count = sum(len(stream.names_of(group)) for group in groups)
             bucket = {name: one.cpu() for name, one in islice(stream, count) if one is not None}
             try:
+                # At most two buckets are in the CPU's memory: the one being written, and the next.
                 writing.result()
                 writing = pool.submit(append, bucket)
             except Exception as error:

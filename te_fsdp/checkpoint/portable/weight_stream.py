@@ -164,12 +164,14 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         buckets = (
             [(at, bucket) for bucket in batches(own, self._bytes, limit)] for at, own in queues.items()
         )
+        # In turns, so that one rank writes its bucket while the next one receives.
         turns = [one for turn in zip_longest(*buckets) for one in turn if one is not None]
         self.receivers, self.buckets = [at for at, _ in turns], [bucket for _, bucket in turns]
 
     def _describe(self) -> dict[str, Lazy]:
         """Return shapes and dtypes of the tensors; raise CheckpointError for a model that does not fit the map."""
         held = {name: Lazy(one.shape, one.dtype, _unread) for name, one in self._plan.parameters.items()}
+        # The map checks names and shapes of tensors that are never read here.
         plain, found = self._weights.lazily(held, to_te=False, dtype=self._dtype), {}
         for group in self._weights.groups:
             for name in group.names(te=False, tied=False):
@@ -249,6 +251,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                 del own
                 yield from ((name, None) for name in left)
         all_agree(lambda: raise_error(failed))
+        # Without a reference to the previous stream: a chain of streams would keep all their checksums.
         self.since, self.ended = None, True
 
     def _converted(
@@ -263,6 +266,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                 yield name, values[name].view(torch.float8_e4m3fn)
                 yield scale_name(name), scales[name]
             return
+        # FP8 is computed from the most precise values, so these are not rounded to bf16 before.
         kinds = [tensor.dtype for name, tensor in tensors.items() if name not in group.zeros]
         dtype = reduce(torch.promote_types, kinds) if is_fp8 else self.tensors[names[0]].dtype
         converted = group.convert(tensors, to_te=False, dtype=dtype)
