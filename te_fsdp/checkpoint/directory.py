@@ -338,7 +338,7 @@ def visible(directory: Path) -> list[Path]:
 def open_checkpoint(path: Path) -> Manifest:
     """Return the manifest of a checkpoint whose files exist with the written sizes; else raise CheckpointError."""
     if not has_manifest(path):
-        raise _why_no_checkpoint(path)
+        raise why_no_checkpoint(path)
     manifest = read_manifest(path)
     damaged(path, problems_shown(path, manifest))
     return manifest
@@ -361,7 +361,7 @@ def damaged(path: Path, problems: list[str]) -> None:
         )
 
 
-def _why_no_checkpoint(path: Path) -> CheckpointError:
+def why_no_checkpoint(path: Path) -> CheckpointError:
     """Return the error for a path that is not a checkpoint; it names checkpoints nearby."""
     if (path / DCP_METADATA).is_file():
         return CheckpointError(

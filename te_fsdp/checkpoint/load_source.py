@@ -20,7 +20,7 @@ import torch
 from te_fsdp.checkpoint.async_save import background
 from te_fsdp.checkpoint.directory import damaged, open_checkpoint
 from te_fsdp.checkpoint.fitting import Change, changes_for, equal_ties, stack, tie
-from te_fsdp.checkpoint.index import Index, check_index, read_metadata
+from te_fsdp.checkpoint.index import Index, check_index
 from te_fsdp.checkpoint.lazy_tensors import Lazy, Stack
 from te_fsdp.checkpoint.manifest import (
     DCP_METADATA,
@@ -177,19 +177,11 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
 
 def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) -> Source:
     """Return the source for a plain directory, with notes about its contents. Collective over the world."""
-
-    def opened() -> DcpContents:
-        metadata = read_metadata(path)
-        keys = set(metadata.state_dict_metadata)
-        if not (keys and isinstance(metadata.planner_data, dict) and keys <= metadata.planner_data.keys()):
-            open_checkpoint(path)  # raises: perhaps a checkpoint of te_fsdp without its manifest
-        return open_dcp(path, metadata)
-
-    plain = all_agree(opened)
+    plain = all_agree(lambda: open_dcp(path, needs_paths=True))
     if verify:
         _verify_together(path, plain)
     choices = Choices(optimizer_class=optimizer or None)
-    contents = all_agree(lambda: open_dcp_contents(path, choices, plain))
+    contents = all_agree(lambda: open_dcp_contents(path, plain, choices))
     _fit(contents, _changes(contents.manifest, model))
     if contents.manifest.optimizer is not None and not optimizer:
         contents.notes.append("optimizer: left, since none was given to load")

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
 
 from te_fsdp.boxed_dtensor import ORIGINAL_ORDER
-from te_fsdp.checkpoint.directory import damaged
+from te_fsdp.checkpoint.directory import damaged, why_no_checkpoint
 from te_fsdp.checkpoint.index import Index, files_in, read_metadata
 from te_fsdp.checkpoint.lazy_tensors import Chunked, Lazy, Piece
-from te_fsdp.checkpoint.manifest import DCP_METADATA, unreadable
+from te_fsdp.checkpoint.manifest import DCP_METADATA, is_ours, unreadable
 from te_fsdp.checkpoint.storage import listing
 
 
@@ -40,12 +39,17 @@ class DcpContents:
     records: list[Piece]  #: All records of the directory's files
 
 
-def open_dcp(path: Path, metadata: Metadata | None = None) -> DcpContents:
-    """Return the contents of a plain DCP directory; raise CheckpointError for damage. Local operation.
+def open_dcp(path: Path, *, needs_paths: bool = False) -> DcpContents:
+    """Return the contents of a plain DCP directory. Local operation.
 
-    ``metadata`` is passed if it was read before.
+    Raise CheckpointError for damage, for a checkpoint of te_fsdp that has lost its manifest, and with ``needs_paths``
+    for metadata that does not record the location of each key in the nested dict.
     """
-    metadata = metadata or read_metadata(path)
+    metadata = read_metadata(path)
+    keys, known = metadata.state_dict_metadata.keys(), metadata.planner_data
+    has_paths = bool(keys) and isinstance(known, dict) and keys <= known.keys()
+    if is_ours(getattr(metadata.storage_meta, "save_id", None)) or (needs_paths and not has_paths):
+        raise why_no_checkpoint(path)
     file_of = files_in(path)
     records: dict[str, list[Piece]] = {}
     ends: dict[str, int] = {}

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from te_fsdp.checkpoint.extra import encode
-from te_fsdp.checkpoint.index import read_metadata
 from te_fsdp.checkpoint.lazy_tensors import (
     InMemory,
     Lazy,
@@ -22,8 +21,8 @@ from te_fsdp.checkpoint.lazy_tensors import (
     load_weights_only,
     open_safetensors,
 )
-from te_fsdp.checkpoint.manifest import DCP_METADATA, FILE_NAME, dtype_name, is_ours, unreadable
-from te_fsdp.checkpoint.plain_dcp import DcpContents, open_dcp, with_leaves
+from te_fsdp.checkpoint.manifest import dtype_name, unreadable
+from te_fsdp.checkpoint.plain_dcp import DcpContents, with_leaves
 from te_fsdp.checkpoint.quantized_pieces import Quantized, as_lazy, quantized_or_plain
 from te_fsdp.checkpoint.reader import (
     DCP_KIND,
@@ -82,21 +81,8 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
     return contents
 
 
-def open_dcp_contents(path: Path, choices: Choices, opened: DcpContents | None = None) -> Contents:
-    """Return the state dicts in a directory of ``torch.distributed.checkpoint.save``, perhaps opened before.
-
-    Raise CheckpointError for other directories, and for one that te_fsdp.checkpoint.save wrote.
-    """
-    if opened is None:
-        metadata = read_metadata(path)
-        if is_ours(getattr(metadata.storage_meta, "save_id", None)):
-            raise CheckpointError(
-                f"{path}: {FILE_NAME} is missing next to its {DCP_METADATA}",
-                expected="a complete checkpoint of te_fsdp, or a directory of plain torch.distributed.checkpoint",
-                got="a directory of te_fsdp.checkpoint.save without its manifest",
-                fix="take an earlier checkpoint or copy this one again",
-            )
-        opened = open_dcp(path, metadata)
+def open_dcp_contents(path: Path, opened: DcpContents, choices: Choices) -> Contents:
+    """Return the state dicts in a directory of ``torch.distributed.checkpoint.save``; CheckpointError for others."""
     cut = cut_by_tp(opened.tensors)
     leaves: dict[str, Any] = {
         key: quantized_or_plain(key, tensor, scrambled=key in cut) for key, tensor in opened.tensors.items()

@@ -13,6 +13,7 @@ import torch
 
 from te_fsdp import checkpoint
 from te_fsdp.checkpoint import plain_dcp
+from te_fsdp.checkpoint.index import Index, read_metadata
 from te_fsdp.checkpoint.lazy_tensors import InMemory, open_safetensors, write_folder
 from te_fsdp.checkpoint.manifest import read_manifest
 from te_fsdp.checkpoint.planner import write_tensors
@@ -230,5 +231,5 @@ def test_one_block_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "x").mkdir()
     write_tensors(tmp_path / "x", tensors, lambda _: None, empty_manifest())
     assert len(given) == 9
-    read = plain_dcp.open_dcp(tmp_path / "x").tensors
+    read = plain_dcp.tensors_of(tmp_path / "x", Index.of(read_metadata(tmp_path / "x")))
     assert all(torch.equal(read[key].whole(), tensor.tensor) for key, tensor in tensors.items())

@@ -29,7 +29,7 @@ from te_fsdp.checkpoint.lazy_tensors import (
     write_folder,
 )
 from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
-from te_fsdp.checkpoint.plain_dcp import with_leaves
+from te_fsdp.checkpoint.plain_dcp import open_dcp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.reader import (
     CHECKPOINT,
@@ -127,7 +127,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
     elif kind == "torch":
         contents = open_torch_contents(where, choices)
     else:
-        contents = open_dcp_contents(where, choices)
+        contents = open_dcp_contents(where, open_dcp(where), choices)
         refuse_scrambled(contents)
     stack_experts(contents)
     return contents
