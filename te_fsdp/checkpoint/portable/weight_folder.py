@@ -95,21 +95,9 @@ def save_folder(
 ) -> None:
     """Write a folder of weights for inference engines, as :func:`te_fsdp.checkpoint.save_huggingface`.
 
-    ``config.json`` gets ``quantization_config`` for ``"fp8-block"``, as vLLM, SGLang and transformers read it.
-
-    Args:
-        path: As for :func:`te_fsdp.checkpoint.save_huggingface`; so are all other arguments but these.
-        model: Sharded on any mesh or not sharded, quantized or not.
-        optimizer: If it keeps main weights, values come from them.
-        config: Description of the model.
-        names: Names of the model's parts.
-        blocks: Options of the layers that the model does not record.
-        format: As for :func:`te_fsdp.huggingface.iter_weights`.
-        bucket_bytes: Limit in bytes of what a rank allocates on its device.
-        max_file_bytes: Size after which another file is started.
-
-    Raises:
-        CheckpointError: As for :func:`te_fsdp.checkpoint.save_huggingface`.
+    ``config.json`` gets ``quantization_config`` for ``"fp8-block"``, as vLLM, SGLang and transformers read it. The
+    arguments and errors are those of :func:`te_fsdp.checkpoint.save_huggingface`; ``format`` and ``bucket_bytes``, the
+    limit in bytes of what a rank allocates on its device, are those of :func:`te_fsdp.huggingface.iter_weights`.
     """
     with collective_call("huggingface.save_folder"):
         options = (config, names, blocks, format, None, bucket_bytes, None)
