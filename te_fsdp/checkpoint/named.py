@@ -102,7 +102,7 @@ def joined_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor]) 
         check_optimizer(model, one)
         check_scaled_state(one)
         # By the files' tensors: the experts of a layer are one of them.
-        for key in {owned[id(p)].key for group in one.param_groups for p in group["params"]}:
+        for key in dict.fromkeys(owned[id(p)].key for group in one.param_groups for p in group["params"]):
             if holders.setdefault(key, name) != name:
                 raise CheckpointError(
                     f"save: {key} is in two optimizers, {holders[key]!r} and {name!r}",
@@ -164,7 +164,7 @@ def compare_optimizers(
         shown = [shorten([*names]) if "" not in names else "one without a name" for names in (there, parts)]
         found.optimizer[f"optimizer: saved {shown[0]}, here {shown[1]}", WHOLE_OPTIMIZER] = None
         return
-    for name in there.keys() | parts.keys():
+    for name in sorted(there.keys() | parts.keys()):
         if name in there and name in parts:
             own = Differences()
             compare_optimizer(own, parts[name], there[name], owned)
