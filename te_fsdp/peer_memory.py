@@ -141,7 +141,7 @@ def _out_of_reach(device: torch.device) -> set[str] | None:
     """Return the visible GPUs without direct access from this rank's GPU; ``None`` without symmetric memory."""
     if device.type == "cpu":
         return set()
-    if not _torch_transport.is_available():
+    if not torch.cuda.is_available():
         return None
     own = torch.cuda.current_device() if device.index is None else device.index
     others = (number for number in range(torch.cuda.device_count()) if number != own)

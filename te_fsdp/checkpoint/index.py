@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties
 
 from te_fsdp.checkpoint.extra import references
@@ -110,7 +111,7 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
     # Equal cuts are one object in the metadata, which halves its size.
     cuts: dict[Any, list[dcp.ChunkStorageMetadata]] = {}
     metadata = Metadata({}, storage_data={}, storage_meta=dcp.StorageMeta(save_id=mark))
-    _torch.set_dcp_version(metadata)
+    metadata.version = CURRENT_DCP_VERSION
     place, blocks, count = _torch.storage_info_class(), list[list[tuple[Any, Rows]]](), _ROWS
     with without_collector():
         for key, stored in tensors.items():

@@ -24,7 +24,7 @@ _MAX_OBJECTS = 10_000
 
 
 def opaque_in(output: Any) -> list[Any]:
-    """Types of output leaves without tensors."""
+    """Return the leaves of an output in which tensors may be hidden."""
     if isinstance(output, torch.Tensor):
         return []
     return [leaf for leaf in flatten(output)[0] if not isinstance(leaf, (torch.Tensor, *_TENSORLESS))]

@@ -26,15 +26,6 @@ from te_fsdp.upstream.torch_dtensor import default_store
 # --- memory that peers read
 
 
-def is_available() -> bool:
-    """Return whether this torch supports symmetric memory for CUDA devices."""
-    try:
-        import torch.distributed._symmetric_memory
-    except ImportError:
-        return False
-    return torch.cuda.is_available()
-
-
 def may_share_a_gpu() -> bool:
     """Return whether torch shares memory between two ranks on one GPU (its switch for tests with fewer GPUs)."""
     return os.environ.get("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES") == "1"
@@ -204,15 +195,14 @@ class ZeroCopyInput(torch.Tensor):
             self.sent.append(memory)
 
 
-#: Attribute of a parameter group: whether its gradients are sent without a copy.
-_KEY = "_te_fsdp_zero_copy"
-#: Attribute of a parameter group: its trained records, with the parts computed from them.
+#: Attribute of a parameter group whose gradients are sent without a copy: its trained records, with the parts computed
+#: from them; ``None`` before the first reduction.
 _PARTS = "_te_fsdp_gradient_parts"
 
 
 def enable_zero_copy_reduce_scatter(group: Any) -> None:
     """Let a parameter group send gradients without a copy, in te_fsdp's reduce-scatter. Local operation."""
-    group.__dict__[_KEY] = True
+    group.__dict__.setdefault(_PARTS)
 
 
 def zero_copy_input_of(
@@ -224,13 +214,13 @@ def zero_copy_input_of(
     parameters. All ranks return the same. ``packs_small``: every part is a collective of its own, so that small
     gradients are always copied together.
     """
-    if not group.__dict__.get(_KEY, False):
+    if _PARTS not in group.__dict__:
         return None
     # torch 2.15 reduces the records in the order of their dtypes.
     order = getattr(group, "_reduce_scatter_param_indices", None)
     records = [group.fsdp_params[at] for at in order] if order else group.fsdp_params
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
-    key, known = (trained, packs_small), group.__dict__.get(_PARTS)
+    key, known = (trained, packs_small), group.__dict__[_PARTS]
     if known is None or known[0] != key:
         parts = _find_parts(trained, group.mesh_info.shard_mesh_size, packs_small or len(trained) > FEW)
         known = group.__dict__[_PARTS] = key, parts

@@ -359,15 +359,6 @@ def storage_info_class() -> Any:
     return _StorageInfo
 
 
-def set_dcp_version(metadata: Any) -> None:
-    """Set the version in DCP's metadata that DCP's writer sets, if this torch has one."""
-    from torch.distributed.checkpoint import filesystem
-
-    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    if version is not None:
-        metadata.version = version
-
-
 #: ``__torch_function__`` of a tensor subclass whose operations return plain tensors
 #: (``torch._C._disabled_torch_function_impl``).
 plain_results = torch._C._disabled_torch_function_impl
