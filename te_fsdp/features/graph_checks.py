@@ -12,12 +12,20 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.redistribute import comm_of
+from te_fsdp.errors import InputError
 from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.nan_report import NanReport
+from te_fsdp.features.replicated_gradients import ReplicatedGradients
+from te_fsdp.features.unreduced_gradients import is_marker
 from te_fsdp.lifecycle import parameters_of_optimizer
 from te_fsdp.quantized.amax import quantized_among
 from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
+from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
+    te as _te,
+    te_modules as _te_modules,
+    torch_dtensor as _torch,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -101,6 +109,46 @@ class Snapshot:
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)
         hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
         return [self._state.sync.mode, wire, id(report), None if report is None else report.action, hooks]
+
+
+# -------------------------------------------------------------------------------------------------------- microbatches
+
+
+def require_microbatches(leaves: Sequence[Any], microbatches: int) -> None:
+    """Raise InputError if a tensor argument does not have one entry for each microbatch. Local operation."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] != microbatches:
+            raise InputError(
+                "graphed_step: an argument does not have one entry for each microbatch",
+                expected=f"tensors whose dim 0 has microbatches={microbatches} entries, or tensors without dims",
+                got=f"a tensor of shape {tuple(leaf.shape)}",
+                fix="stack the microbatches (torch.stack), or pass the function of the full loop without microbatches=",
+            )
+
+
+def microbatch_of(leaf: Any, number: int) -> Any:
+    """Return an argument of one microbatch: the entry of a tensor, or the argument itself."""
+    return leaf[number] if isinstance(leaf, torch.Tensor) and leaf.dim() else leaf
+
+
+def addresses_between_microbatches(state: ShardedModel) -> dict[str, tuple[int, ...]]:
+    """Return the addresses of what a microbatch leaves to the next one: gradients and unsharded weights.
+
+    Local operation. A unit's unsharded and partially reduced gradients have the unit's name and a number.
+    """
+    found = {
+        f"the gradient of {name}": _addresses(parameter.grad)
+        for name, parameter in state.parameters().items()
+        if parameter.grad is not None and not is_marker(parameter.grad)
+    }
+    replicated = state.components.get(ReplicatedGradients)
+    for number, gradient in enumerate(replicated.waiting() if replicated is not None else ()):
+        found[f"an unreduced gradient of parameters that are not sharded ({number})"] = _addresses(gradient)
+    for name, unit in state.modules.items():
+        for number, kept in enumerate(_fsdp2_gradients.tensors_between_microbatches(unit)):
+            label = f"an unreduced gradient or weight of {name or 'the root unit'} ({number})"
+            found[label] = tuple([address for tensor in kept for address in _addresses(tensor)])
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------ learning rates

@@ -1,6 +1,7 @@
 """``graphed_step``: record a training step into CUDA graphs once, then replay it.
 
     gradients    forward and backward of all microbatches, reductions, norm and clipping         one graph
+                 with ``microbatches=N``: the first, the second, and the last microbatch         three graphs
     update       the optimizer's step with main weights and quantization                         another graph, or eager
 
 The graphs contain the device's work. The following host work runs around each replay:
@@ -13,6 +14,8 @@ The graphs contain the device's work. The following host work runs around each r
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -31,15 +34,24 @@ from te_fsdp.features.graph_checks import (
     LearningRates,
     Signature,
     Snapshot,
+    addresses_between_microbatches,
     capture_failure,
+    microbatch_of,
     reason_for_eager_step,
     reason_not_recordable,
     recorder_for,
+    require_microbatches,
 )
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.features.nan_report import NanReport
-from te_fsdp.gradient_sync import release_params, require_reduced, zero_grad
+from te_fsdp.gradient_sync import (
+    microbatch,
+    release_params,
+    require_reduced,
+    wait_for_reductions,
+    zero_grad,
+)
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 
@@ -58,7 +70,9 @@ MAX_KINDS, MAX_RECORDINGS = 4, 16
 class StepOutput(NamedTuple):
     """Result of a step."""
 
-    output: Any  #: Output of the function with detached tensors, copied so that the next step does not overwrite it
+    #: Output of the function with detached tensors, copied so that the next step does not overwrite it. With
+    #: ``microbatches=N`` the list of N outputs.
+    output: Any
     #: Gradient norm before clipping, fp32 scalar; ``None`` without ``max_norm``.
     grad_norm: torch.Tensor | None
 
@@ -71,6 +85,7 @@ def graphed_step(
     max_norm: float | None = None,
     warmup: int = 3,
     generators: Iterable[torch.Generator] = (),
+    microbatches: int | None = None,
 ) -> GraphedStep:
     """Create a training step that is recorded into CUDA graphs and replayed with few host calls.
 
@@ -105,10 +120,15 @@ def graphed_step(
         max_norm: Maximum norm for :func:`te_fsdp.clip_grad_norm_`.
         warmup: Number of eager calls before the first recording, at least 1.
         generators: Device generators of the function, in addition to the device's default and those of TE's tracker.
+        microbatches: Number of microbatches, if ``forward_backward`` runs one microbatch only. The step calls it in
+            :func:`te_fsdp.microbatch` for ``argument[0]`` to ``argument[N - 1]`` of each tensor argument (tensors
+            without dims and other values are passed unchanged), and with ``is_first_microbatch`` if it has a parameter
+            of this name. At most three microbatches are recorded: the first, the second, which is replayed N - 2 times,
+            and the last. So graphs and capture do not grow with N. Gradients accumulate at fixed addresses.
 
     Raises:
         OrderError: The model is not sharded, or the optimizer has parameters of other models.
-        ValueError: ``warmup`` or ``max_norm`` is out of range.
+        ValueError: ``warmup``, ``microbatches`` or ``max_norm`` is out of range.
     """
     require_sharded_model(model, "graphed_step")
     if warmup < 1:
@@ -117,25 +137,40 @@ def graphed_step(
         require_number(
             "graphed_step", "max_norm", max_norm, least=0, fix="max_norm=1.0, or None to clip nothing"
         )
+    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+        raise ValueError(f"graphed_step: microbatches must be an int of at least 1, got {microbatches!r}")
     check_optimizer(model, optimizer)
-    return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators))
+    return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators), microbatches)
 
 
 # [Note: assumptions of a recording] A recording assumes that the following is the same in each step: sync
 # modes and ``last_microbatches`` (only compared with each other, and advanced by eager steps only), order and
 # number of microbatches, FSDP2's state (as after any complete step), and the order of reductions on which
 # ranks agree over the CPU (agreed once).
+#
+# [Note: graphs of microbatches] With ``microbatches=N`` the first, the second and the last microbatch are
+# different device work: the first one all-gathers weights that a strategy keeps and creates gradients, and the
+# last one reduces what the others have accumulated. The second one leaves all gradients and weights at the
+# addresses at which it found them (compared after its capture), so its replays can follow each other. A stream
+# under capture must not wait for an event of another capture. So each graph waits for its reductions at its end.
+class _Part(NamedTuple):
+    """The graph of one microbatch's forward, backward and reductions, or of all microbatches."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Any  #: Output of the function, overwritten by each replay
+    forwards: int  #: Number of microbatches counted by ``report_nan``
+
+
 @dataclass
 class _Recording:
     """A recorded step for one kind of inputs."""
 
     signature: Signature
-    inputs: Inputs
-    gradients: torch.cuda.CUDAGraph  #: Forward, backward, reductions
-    output: StepOutput  #: Output of the function and the norm, overwritten by each replay
+    inputs: Inputs  #: Of one call of the function
+    gradients: list[_Part]  #: The graph of all microbatches, or those of [Note: graphs of microbatches]
+    norm: torch.Tensor | None  #: Gradient norm, overwritten by each replay
     trained: list[torch.Tensor]  #: Parameters with gradients
     held: list[torch.Tensor]  #: Their gradients if they are read between the graphs, else empty
-    microbatches: int  #: Number of microbatches counted by ``report_nan``
     update: torch.cuda.CUDAGraph | None = None  #: The optimizer's step; ``None`` if it runs eagerly
 
 
@@ -157,14 +192,20 @@ class GraphedStep:
         max_norm: float | None,
         warmup: int,
         generators: tuple[torch.Generator, ...],
+        microbatches: int | None,
     ) -> None:
         self.why_eager = self.why_step_eager = self._no_update = ""
         self.recordings = self.replays = self._steps = 0
         self._model, self._optimizer, self._call = model, optimizer, forward_backward
-        self._max_norm, self._warmup = max_norm, warmup
+        self._max_norm, self._warmup, self._microbatches = max_norm, warmup, microbatches
+        self._last = (microbatches or 1) - 1  # number of the last call of the function in a step
+        self._takes_first = microbatches is not None and (
+            "is_first_microbatch" in inspect.signature(forward_backward).parameters
+        )
         self._state = require_sharded_model(model, "graphed_step")
         self._device = self._state.meshes.device
         self._rates = LearningRates(optimizer, self._device)
+        self._earlier = torch.zeros((), dtype=torch.int32, device=self._device)  # see NanReport
         self._drop()
         self._recorder = recorder_for(self._device, generators)
         if self._recorder is None:
@@ -178,9 +219,11 @@ class GraphedStep:
             OrderError: As in the optimizer's step, or for a call in backward.
         """
         refuse_in_backward("graphed_step")
-        if self._recorder is None:
-            return self._eager(args, kwargs)
         leaves, structure = _torch.flatten((args, kwargs))
+        if self._microbatches is not None:
+            require_microbatches(leaves, self._microbatches)
+        if self._recorder is None:
+            return self._eager(leaves, structure)
         with self._recorder.on_own_stream():
             return self._aside(leaves, structure)
 
@@ -216,35 +259,54 @@ class GraphedStep:
         if reads_rates:
             self._rates.take()
         if found is None and self._may_record(signature):
-            found = self._record(signature, Inputs(leaves, structure, self._device), leaves)
+            found = self._record(signature, leaves, structure)
         if found is not None:
             return self._replay(found, leaves)
         there = [
             leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
             for leaf in leaves
         ]
-        output = self._eager(*_torch.unflatten(there, structure))
+        output = self._eager(there, structure)
         self._steps += 1
         if not self._has_run(signature):
             # Only the latest kinds, so that memory stays bounded for data with many shapes.
             self._known = [*self._known[1 - MAX_KINDS :], signature]
         return output
 
-    def _eager(self, args: Any, kwargs: Any) -> StepOutput:
+    def _eager(self, leaves: list[Any], structure: Any) -> StepOutput:
         zero_grad(self._model)
-        output, norm = self._gradients(args, kwargs)
-        return StepOutput(output, self._update(norm))
+        outputs = [
+            self._run(number, *_torch.unflatten(self._leaves_of(leaves, number), structure))
+            for number in range(self._last + 1)
+        ]
+        return StepOutput(self._joined(outputs), self._update(self._complete()))
 
-    def _gradients(self, args: Any, kwargs: Any) -> StepOutput:
-        """Run forward and backward, until no work is pending on other streams."""
-        leaves, structure = _torch.flatten(self._call(*args, **kwargs))
+    def _leaves_of(self, leaves: list[Any], number: int) -> list[Any]:
+        """Return the arguments of one call of the function."""
+        return leaves if self._microbatches is None else [microbatch_of(leaf, number) for leaf in leaves]
+
+    def _joined(self, outputs: list[Any]) -> Any:
+        return outputs[0] if self._microbatches is None else outputs
+
+    def _run(self, number: int, args: Any, kwargs: Any) -> Any:
+        """Call the function: for one microbatch, or for all of them. Return its output with detached tensors."""
+        if self._microbatches is None:
+            output = self._call(*args, **kwargs)
+        else:
+            first = {"is_first_microbatch": number == 0} if self._takes_first else {}
+            with microbatch(self._model, is_last=number == self._last):
+                output = self._call(*args, **kwargs, **first)
+        leaves, structure = _torch.flatten(output)
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return _torch.unflatten(leaves, structure)
+
+    def _complete(self) -> torch.Tensor | None:
+        """Complete gradients, until no work is pending on other streams. Clip, and return the norm."""
         require_reduced(self._state, "graphed_step")
         for averages in averages_of(self._state.parameters().values()):
             averages.finish()
         # With report_nan the norm is computed later, because it reads the NaN report on the host.
-        norm = self._clip() if self._state.components.get(NanReport) is None else None
-        return StepOutput(_torch.unflatten(leaves, structure), norm)
+        return self._clip() if self._state.components.get(NanReport) is None else None
 
     def _clip(self) -> torch.Tensor | None:
         return None if self._max_norm is None else clip_grad_norm_(self._model, self._max_norm)
@@ -289,14 +351,14 @@ class GraphedStep:
             self._run_eagerly(why)
         return not why
 
-    def _record(self, signature: Signature, inputs: Inputs, leaves: list[Any]) -> _Recording | None:
+    def _record(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
         """Record a step; return ``None`` if some rank cannot. Collective over the model's ranks."""
         with collective_call("graphed_step", self._state.meshes.device_mesh):
             why = reason_not_recordable(self._optimizer, leaves)
             if on_any_rank(bool(why), self._state.meshes.device_mesh):
                 self._run_eagerly(why or "a different rank cannot record its step")
                 return None
-            recording = self._record_gradients(signature, inputs)
+            recording = self._record_gradients(signature, leaves, structure)
             if recording is not None and self._step_can_be_recorded():
                 self._record_update(recording)
             self._clear_events()
@@ -313,38 +375,58 @@ class GraphedStep:
         )
         return recording
 
-    def _record_gradients(self, signature: Signature, inputs: Inputs) -> _Recording | None:
-        """Record the first graph; ``None`` if it failed on any rank. Collective over the model's ranks."""
-        args, kwargs = inputs.arguments()
+    def _record_gradients(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
+        """Record the graphs of gradients; ``None`` if one failed on any rank. Collective over the model's ranks."""
+        inputs = Inputs(self._leaves_of(leaves, 0), structure, self._device)
         zero_grad(self._model)
         self._clear_events()
         report = self._state.components.get(NanReport)
-        if report is not None:
-            report.forget()
-        made = self._on_all_ranks(lambda: self._gradients(args, kwargs))
-        if isinstance(made, str):
-            self._clear_events()
-            self._run_eagerly(made)
-            return None
-        replay, output = made
+        parts, norm = list[_Part](), None
+        for number in sorted({0, min(1, self._last), self._last}):
+            if report is not None:
+                report.forget()
+                report.earlier = self._earlier
+            made = self._on_all_ranks(functools.partial(self._part, number, inputs))
+            if report is not None:
+                report.earlier = None
+            if isinstance(made, str):
+                self._clear_events()
+                self._run_eagerly(made)
+                return None
+            graph, (output, norm) = made
+            parts.append(_Part(graph, output, 0 if report is None else report.microbatch))
+            for root in self._state.roots() if number < self._last else ():
+                _fsdp2.clear_events(root)
         trained = [p for p in self._state.parameters().values() if p.grad is not None]
         held = [p.grad for p in trained if p.grad is not None]
-        count = 0 if report is None else report.microbatch
-        return _Recording(signature, inputs, replay, output, trained, held, count)
+        return _Recording(signature, inputs, parts, norm, trained, held)
+
+    def _part(self, number: int, inputs: Inputs) -> StepOutput:
+        """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""
+        before = addresses_between_microbatches(self._state) if 0 < number < self._last else None
+        output = self._run(number, *inputs.arguments())
+        if number == self._last:
+            return StepOutput(output, self._complete())
+        wait_for_reductions(self._state)
+        if before is not None:
+            after = addresses_between_microbatches(self._state)
+            moved = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+            if moved:
+                raise RuntimeError(f"{moved[0]} has a different address after each microbatch")
+        return StepOutput(output, None)
 
     def _record_update(self, recording: _Recording) -> None:
         """The second graph, unless it fails on any rank. Collective over the model's ranks."""
         report = self._state.components.get(NanReport)
         if report is not None:
             report.check()  # a check inside of the recording is then not needed
-        output, norm = recording.output
+        norm = recording.norm
         made = self._on_all_ranks(lambda: self._update(norm))
         if isinstance(made, str):
             self._no_update = made
             self._step_can_be_recorded()  # logs the reason
             return
-        recording.update, clipped = made
-        recording.output = StepOutput(output, clipped)
+        recording.update, recording.norm = made
 
     def _clear_events(self) -> None:
         """Clear all events of a recording, or of the step before one, on which a stream could wait."""
@@ -372,15 +454,22 @@ class GraphedStep:
 
     def _replay(self, recording: _Recording, leaves: list[Any]) -> StepOutput:
         """One step of a recording."""
-        report, norm = self._state.components.get(NanReport), recording.output.grad_norm
+        report, norm = self._state.components.get(NanReport), recording.norm
         if report is not None:
             report.forget()
-        recording.inputs.take(leaves)
-        recording.gradients.replay()
+        outputs, parts = [], recording.gradients
+        for number in range(self._last + 1):
+            part = parts[-1] if number == self._last else parts[min(number, 1)]
+            recording.inputs.take(self._leaves_of(leaves, number))
+            if report is not None:
+                self._earlier.fill_(report.microbatch)
+                report.microbatch += part.forwards
+            part.graph.replay()
+            # The next replay writes to the same addresses.
+            outputs.append(_copied(part.output))
         for parameter, gradient in zip(recording.trained, recording.held, strict=False):
             parameter.grad = gradient
         if report is not None:
-            report.microbatch = recording.microbatches
             report.check()
         if recording.update is not None:
             recording.update.replay()
@@ -395,7 +484,11 @@ class GraphedStep:
         if report is not None:
             report.forget()
         self.replays += 1
-        found, structure = _torch.flatten(tuple(recording.output._replace(grad_norm=norm)))
-        # The next replay writes to the same addresses.
-        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-        return StepOutput(*_torch.unflatten(copies, structure))
+        return StepOutput(self._joined(outputs), _copied(norm))
+
+
+def _copied(output: Any) -> Any:
+    """Return a copy of a recording's output."""
+    leaves, structure = _torch.flatten(output)
+    copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return _torch.unflatten(copies, structure)

@@ -80,10 +80,12 @@ class NanReport(Component):
     Attributes:
         action: ``"raise"`` or ``"log"``.
         microbatch: Number of the current microbatch, from 1; 0 before the first one of a step.
+        earlier: In a CUDA graph of one microbatch, the number of microbatches before it, on the device.
     """
 
     def __init__(self, state: ShardedModel, action: str) -> None:
         self.action, self.microbatch, self._asked, self._raised = action, 0, False, False
+        self.earlier: torch.Tensor | None = None
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
         self._first = torch.zeros(len(self._labels), dtype=torch.int32, device=state.meshes.device)
@@ -202,7 +204,8 @@ class NanReport(Component):
     def _note(self, label: str, norm: torch.Tensor) -> None:
         """Record the first microbatch with a norm that is not finite, on the device."""
         first = self._first[self._labels.index(label)]
-        first.copy_(torch.where(torch.isfinite(norm) | (first != 0), first, self.microbatch))
+        number = self.microbatch if self.earlier is None else self.earlier + self.microbatch
+        first.copy_(torch.where(torch.isfinite(norm) | (first != 0), first, number))
 
     def _describe(self) -> str:
         """Return the same report on all ranks, empty if gradients were cleared since. Collective over the world."""

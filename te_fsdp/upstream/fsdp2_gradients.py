@@ -63,6 +63,20 @@ def drop_unreduced_gradient(managed: Any, group: Any) -> None:
         managed.unsharded_accumulated_grad = None
 
 
+def tensors_between_microbatches(unit: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Yield for each ``FSDPParam`` of a unit what a microbatch leaves to the next one, except ``.grad`` of the shard.
+
+    These are unreduced gradients, the partial reduction of its group, and the unsharded parameter.
+    """
+    for group in fsdp_parameter_groups(unit):
+        for managed in group.fsdp_params:
+            found = (group._partial_reduce_output, managed._unsharded_param if group.is_unsharded else None)
+            yield [
+                *unreduced_gradients_of(managed),
+                *(tensor for tensor in found if tensor is not None),
+            ]
+
+
 def sharded_unsharded_pairs(groups: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     """Return each trained sharded parameter with its unsharded parameter, or ``None`` if its group is sharded."""
     found = list[tuple[torch.Tensor, torch.Tensor | None]]()
