@@ -120,11 +120,9 @@ def graphed_step(
         max_norm: Maximum norm for :func:`te_fsdp.clip_grad_norm_`.
         warmup: Number of eager calls before the first recording, at least 1.
         generators: Device generators of the function, in addition to the device's default and those of TE's tracker.
-        microbatches: Number of microbatches, if ``forward_backward`` runs one microbatch only. The step calls it in
-            :func:`te_fsdp.microbatch` for ``argument[0]`` to ``argument[N - 1]`` of each tensor argument (tensors
-            without dims and other values are passed unchanged), and with ``is_first_microbatch`` if it has a parameter
-            of this name. At most three microbatches are recorded: the first, the second, which is replayed N - 2 times,
-            and the last. So graphs and capture do not grow with N. Gradients accumulate at fixed addresses.
+        microbatches: Number N of microbatches, if ``forward_backward`` runs one only. The step calls it in
+            :func:`te_fsdp.microbatch` with ``argument[i]`` of each tensor that has dims, and ``is_first_microbatch`` if
+            it has this parameter. The second microbatch is replayed N - 2 times, so graphs do not grow with N.
 
     Raises:
         OrderError: The model is not sharded, or the optimizer has parameters of other models.
@@ -137,8 +135,6 @@ def graphed_step(
         require_number(
             "graphed_step", "max_norm", max_norm, least=0, fix="max_norm=1.0, or None to clip nothing"
         )
-    if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
-        raise ValueError(f"graphed_step: microbatches must be an int of at least 1, got {microbatches!r}")
     check_optimizer(model, optimizer)
     return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators), microbatches)
 
@@ -198,6 +194,8 @@ class GraphedStep:
         self.recordings = self.replays = self._steps = 0
         self._model, self._optimizer, self._call = model, optimizer, forward_backward
         self._max_norm, self._warmup, self._microbatches = max_norm, warmup, microbatches
+        if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
+            raise ValueError(f"graphed_step: microbatches must be an int of at least 1, got {microbatches!r}")
         self._last = (microbatches or 1) - 1  # number of the last call of the function in a step
         self._takes_first = microbatches is not None and (
             "is_first_microbatch" in inspect.signature(forward_backward).parameters
