@@ -180,6 +180,8 @@ class BoxedDTensor(DTensor):
         """Run the function as for any DTensor, and give results of the same placements the same class."""
         if func is torch.Tensor.copy_ and _from_original_order(*args[:2]):
             return args[0]
+        if func is torch.cat:  # also of flat views, as in parameters_to_vector
+            args = ([_in_original_order(tensor) for tensor in args[0]], *args[1:])
         result = _torch.plain_results(func, types, args, kwargs or {})
         if type(result) is DTensor:
             _keep(result, args, func)
@@ -321,12 +323,20 @@ def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
     """Give a result the class of the first argument that has it, if the placements are the same."""
     for one in given:
         if isinstance(one, BoxedDTensor) and (found := one.__dict__.get(_KEY)) is not None:
-            same = (
-                result._spec.shape == one._spec.shape and tuple(result._spec.placements) == found.placements
-            )
+            same_placements = tuple(result._spec.placements) == found.placements
+            # A flat view has each block of rows in one piece, so that the mapping is valid for it, too.
+            is_flat = result.ndim == 1 and found.rule.shard_dim == 0 and result.numel() == one.numel()
+            same = same_placements and (result._spec.shape == one._spec.shape or is_flat)
             if same or func.__name__ in _COPIED_INTO:
                 _mark(result, found, one.kept_class)
             return
+
+
+def _in_original_order(tensor: Any) -> Any:
+    """Return a replicated DTensor of the original tensor, for a stacked one. Collective then."""
+    if not isinstance(tensor, BoxedDTensor) or tensor._stacked is None:
+        return tensor
+    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 @torch.no_grad()

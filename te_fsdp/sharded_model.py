@@ -342,7 +342,7 @@ def refuse_assigned(state: ShardedModel) -> None:
         raise OrderError(
             f"{shorten(found, 3)}: parameter.data was assigned",
             expected="values that are written in place",
-            got=f"an assignment to .data of {len(found)} parameter(s)",
+            got=f"an assignment to .data of {len(found)} parameter(s), as of torch.nn.utils.vector_to_parameters",
             why="torch leaves the values of a DTensor as they are then, and says nothing",
             fix="with torch.no_grad(): parameter.copy_(value)",
         )

@@ -113,6 +113,7 @@ CHECKS: tuple[Check, ...] = (
     Check("complete gradients", When.STEP, "", gradients.require_complete_gradients, OrderError),
     Check("averages of HFSDP", When.STEP, "", optimizer.require_outer_averages, OrderError),
     Check("replicated gradients", When.STEP, "tp", gradients.compare_replicated_gradients, GradientError),
+    Check("gradients over ep", When.STEP, "ep", gradients.compare_gradients_over_ep, GradientError),
     Check("optimizer options", When.EVERY_STEP, "model", optimizer.compare_options, MeshError),
     Check("gradient shapes", When.EVERY_STEP, "model", gradients.compare_gradient_shapes, MeshError),
     Check(

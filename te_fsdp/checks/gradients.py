@@ -19,10 +19,10 @@ from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, rai
 from te_fsdp.collectives.rendezvous import format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import GradientError, MeshError, PlacementError, shorten
 from te_fsdp.gradient_sync import require_reduced
-from te_fsdp.lifecycle import gradient_of, modules_of_process, registered_at
-from te_fsdp.records import binding_of, get_record
+from te_fsdp.lifecycle import gradient_of, registered_at
+from te_fsdp.records import binding_of, get_or_create_record, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.torch_mixed_lists import before_mixed_lists
+from te_fsdp.upstream.torch_mixed_lists import mixed_lists
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,6 +44,8 @@ _APART = 1 / 16
 _APART_IN_4_BITS = 1 / 2
 # Partial gradients that differ less than this, relative to their norm, are one gradient with different rounding.
 _SAME = 1 / 128
+# Unsharded gradients that an all-reduce has made equal on all ranks: rounding of whatever the user did with them since.
+_EQUAL = 1 / 1024
 
 
 def require_complete_gradients(step: Step) -> None:
@@ -53,35 +55,80 @@ def require_complete_gradients(step: Step) -> None:
 
 
 def watch_mixed_lists(state: ShardedModel) -> None:
-    """Refuse torch's clipping of sharded and plain gradients together from now on. Local operation."""
-    before_mixed_lists(_refuse_mixed_gradients)
+    """Let torch's clipping take gradients on several meshes, but refuse experts, from now on. Local operation."""
+    mixed_lists().watch(state, _check_list)
 
 
-def _refuse_mixed_gradients(gradients: Sequence[torch.Tensor]) -> None:
-    plain = {id(gradient) for gradient in gradients if not isinstance(gradient, DTensor)}
-    ids, is_ours, names = set(map(id, gradients)), False, []
-    for module in modules_of_process():
-        for name, parameter in module._parameters.items():
-            if parameter is None or id(parameter.grad) not in ids:
-                continue
-            is_ours |= get_record(parameter) is not None
-            if id(parameter.grad) in plain:
-                names.append(f"{type(module).__name__.removeprefix('FSDP')}.{name}")
-    if not is_ours:
-        return  # DTensors of other code get torch's own error
+def _check_list(state: ShardedModel, operator: str, tensors: Sequence[torch.Tensor], is_mixed: bool) -> bool:
+    """Return whether tensors of an operator are on meshes of a model; raise if the result would be wrong."""
+    scalars = operator == "stack" and all(tensor.ndim == 0 for tensor in tensors)
+    if not is_mixed and operator != "_foreach_norm" and not scalars:
+        return False
+    parameters = state.parameters()
+    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+    if meshes.isdisjoint(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)):
+        return False  # DTensors of other code get torch's own error
+    experts = {name: p for name, p in parameters.items() if _is_local_expert(p)}
+    if operator == "_foreach_norm":
+        ids = set(map(id, tensors))
+        _refuse_norm_of_experts([name for name, p in experts.items() if id(p.grad) in ids])
+    elif scalars:
+        partial = {
+            tensor.device_mesh if isinstance(tensor, DTensor) else None
+            for tensor in tensors
+            if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements)
+        }
+        _refuse_norm_of_experts(
+            [n for n, p in experts.items() if (p.device_mesh if isinstance(p, DTensor) else None) in partial]
+        )
+    if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
+        _refuse_joined(parameters, operator, tensors)
+    return operator != "stack" or scalars
+
+
+def _is_local_expert(parameter: torch.Tensor) -> bool:
+    """Return whether other ranks of ``ep`` have other experts, of which the parameter's own mesh has none."""
+    record = get_record(parameter)
+    ep_mesh = None if record is None else record.ep_mesh
+    if ep_mesh is None or ep_mesh.size() == 1:
+        return False
+    on = set(parameter.device_mesh.mesh.flatten().tolist()) if isinstance(parameter, DTensor) else set()
+    return not on.issuperset(dist.get_process_group_ranks(ep_mesh.get_group()))
+
+
+def _refuse_norm_of_experts(names: list[str]) -> None:
+    if names:
+        raise PlacementError(
+            f"{shorten(names, 3)}: torch's norm of experts' gradients",
+            expected="a norm over all ranks of ep",
+            got="the experts of this rank",
+            why="Each rank of ep would clip all other gradients by a different factor",
+            fix="te_fsdp.clip_grad_norm_(model, max_norm)",
+        )
+
+
+def _refuse_joined(
+    parameters: dict[str, torch.Tensor], operator: str, tensors: Sequence[torch.Tensor]
+) -> None:
+    ids = {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None} | set(
+        map(id, tensors)
+    )
+    names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
+    plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
     raise PlacementError(
-        f"{shorten(list(dict.fromkeys(names)), 3) or 'plain tensors'}: in one list with sharded gradients",
-        expected="gradients that are all DTensors, or all plain tensors",
-        got=f"{len(gradients) - len(plain)} sharded and {len(plain)} plain gradients, as of fsdp_no_shard",
-        why="torch.nn.utils.clip_grad_norm_ and clip_grad_value_ pass all to one operator, which refuses both kinds",
-        fix="call te_fsdp.clip_grad_norm_(model, max_norm); clip by value with "
-        "for p in model.parameters(): torch.nn.utils.clip_grad_value_(p, clip_value)",
+        f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors of other meshes",
+        expected="tensors on one mesh",
+        got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
+        why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
+        fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
+        "for p in model.parameters()])",
     )
 
 
 def compare_gradients(state: ShardedModel) -> None:
-    """Compare gradients of a sharded model over tp in its first steps. Local operation."""
+    """Compare gradients of a sharded model over tp and ep in its first steps. Local operation."""
     schedule_gradient_checks(state.model, every=state.checks.level == "full")
+    schedule_checks_over_ep(state)
 
 
 def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
@@ -104,6 +151,52 @@ def schedule_gradient_checks(model: nn.Module, *, wanted: bool = True, every: bo
             record.grad_checks_left = (-1 if every else _STEPS) if wanted else 0
 
 
+def schedule_checks_over_ep(state: ShardedModel) -> None:
+    """Schedule comparisons over ep of gradients that its ranks have unsharded. Local operation.
+
+    Only then are all gradients ordinary tensors, so that torch's ``clip_grad_norm_`` cannot be intercepted. It takes
+    the norm over this rank's experts, and each rank of ep clips by a different factor.
+    """
+    parameters = list(state.parameters().values())
+    if any(isinstance(p, DTensor) for p in parameters) or not any(map(_is_local_expert, parameters)):
+        return
+    for parameter in parameters:
+        if not _is_local_expert(parameter):
+            get_or_create_record(parameter).grad_checks_left = _STEPS
+
+
+def compare_gradients_over_ep(step: Step) -> None:
+    """Compare unsharded gradients over ep in each parameter's first steps. Collective over ep then, as over tp.
+
+    Raises:
+        GradientError: They differ by more than rounding.
+    """
+    if is_simulated() or is_capturing():
+        return
+    for state, parameters in step.models:
+        scheduled = [
+            p
+            for p in parameters
+            if not isinstance(p, DTensor) and (found := get_record(p)) is not None and found.grad_checks_left
+        ]
+        experts = [get_record(p) for p in state.parameters().values() if _is_local_expert(p)]
+        if not scheduled or not experts or (ep_mesh := experts[0].ep_mesh) is None:  # type: ignore[union-attr]
+            continue
+        held = [(p, gradient) for p in scheduled if (gradient := gradient_of(p)) is not None]
+        apart = [(p, ratio) for p, ratio in _deviation(ep_mesh, held) if ratio > _EQUAL] if held else []
+        if apart:
+            names = state.names()
+            raise GradientError(
+                f"{step.where}: gradients that differ over ep",
+                expected="the same on all ranks of ep, of parameters that each holds whole",
+                got=shorten([f"{names[id(p)]} by {ratio:.0%} of its norm" for p, ratio in apart], 3, ", "),
+                why="torch.nn.utils.clip_grad_norm_ clips by the norm of this rank's experts",
+                fix="te_fsdp.clip_grad_norm_(model, max_norm)",
+            )
+        for parameter in scheduled:
+            get_or_create_record(parameter).grad_checks_left -= 1
+
+
 class _PartialGradientCheck:
     """Compares this rank's part of a gradient over tp, in the first backward in which it is not zero."""
 
@@ -117,7 +210,7 @@ class _PartialGradientCheck:
             return
         binding, name = self._binding, self._name
         assert binding.tp_mesh is not None
-        ((_, ratio),) = _tp_gradient_deviation(binding.tp_mesh, [(gradient, gradient)])
+        ((_, ratio),) = _deviation(binding.tp_mesh, [(gradient, gradient)])
         if ratio < _SAME:
             raise GradientError(
                 f"{binding.label(name)}: gradients that are the same over tp",
@@ -158,7 +251,7 @@ def compare_replicated_gradients(step: Step) -> None:
     # Ranks of one tp group see a deviation. All ranks of the model must raise, or the others would wait in the
     # step.
     with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
-        apart = [entry for mesh, held in found.items() for entry in _tp_gradient_deviation(mesh, held)]
+        apart = [entry for mesh, held in found.items() for entry in _deviation(mesh, held)]
         limit = _APART_IN_4_BITS if in_4_bits else _APART
         _refuse_tp_deviation(step, [(parameter, ratio) for parameter, ratio in apart if ratio > limit])
     for _, record in scheduled:
@@ -166,12 +259,12 @@ def compare_replicated_gradients(step: Step) -> None:
 
 
 @torch.no_grad()
-def _tp_gradient_deviation(
+def _deviation(
     mesh: DeviceMesh, held: list[tuple[torch.Tensor, torch.Tensor]]
 ) -> list[tuple[torch.Tensor, float]]:
-    """Return the distance of each gradient from that of the first tp rank, relative to their norm.
+    """Return the distance of each gradient from that of the first rank of the last axis, relative to their norm.
 
-    Collective over ``mesh``, whose last axis is tp. ``held`` are parameters with the local tensors of their gradients.
+    Collective over ``mesh``, whose last axis is tp or ep. ``held``: parameters with local tensors of their gradients.
     All ranks get the same numbers. A number is NaN if all gradients are zero, or if one contains NaN.
     """
     group = mesh.get_group(mesh.ndim - 1)

@@ -332,6 +332,12 @@ def refuse_assigned_data(state: ShardedModel) -> None:
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):
             refuse_assigned(state)
+    if (
+        not state.modules and state.meshes.tp is not None
+    ):  # unsharded parameters, some of them DTensors over tp
+        tp_local = next((p for p in state.model.parameters() if isinstance(p, DTensor)), None)
+        if tp_local is not None and is_assigned(tp_local):
+            refuse_assigned(state)
 
 
 def not_in_the_model(names: list[str], count: int, how: str) -> OrderError:

@@ -67,6 +67,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 local_of_dtensor: Callable[[DTensor], torch.Tensor] = operator.attrgetter("_local_tensor")
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which this one is a view, or ``None`` (``Tensor._base``)."""
+    return tensor._base
+
+
 def memory_id(tensor: DTensor) -> int:
     """Return a number that changes when ``tensor.data`` is assigned (``UntypedStorage._cdata``)."""
     return tensor.untyped_storage()._cdata

@@ -1,39 +1,94 @@
-"""Operators over lists with sharded and plain tensors, which torch refuses without a name; torch 2.11 to 2.15."""
+"""Operators over lists of tensors on several meshes, which torch refuses; torch 2.11 to 2.15.
+
+They are those of ``torch.nn.utils``: ``clip_grad_norm_``, ``get_total_norm``, ``clip_grads_with_norm_``,
+``clip_grad_value_`` and ``parameters_to_vector``.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-_OPERATORS = (
-    torch.ops.aten._foreach_norm.Scalar,  # clip_grad_norm_, get_total_norm
-    torch.ops.aten._foreach_mul_.Tensor,  # clip_grads_with_norm_
-    torch.ops.aten._foreach_clamp_min_.Scalar,  # clip_grad_value_
+_aten = torch.ops.aten
+#: Operators that run once per mesh. They change or measure each tensor on its own.
+_ELEMENTWISE = (
+    _aten._foreach_norm.Scalar,  # clip_grad_norm_, get_total_norm
+    _aten._foreach_mul_.Tensor,  # clip_grads_with_norm_
+    _aten._foreach_clamp_min_.Scalar,  # clip_grad_value_
+    _aten._foreach_clamp_max_.Scalar,
 )
+#: Operators that join the tensors.
+_JOINING = (_aten.stack.default, _aten.cat.default)
+OPERATORS = (*_ELEMENTWISE, *_JOINING)
+
+#: Return whether a list concerns an owner, or raise.
+Concerns: TypeAlias = Callable[[Any, str, Sequence[torch.Tensor], bool], bool]
+
+
+class MixedLists:
+    """Handlers of the operators (``OpDispatcher._custom_op_handlers``) for the DTensors of owners, such as models."""
+
+    def __init__(self) -> None:
+        self._owners: weakref.WeakKeyDictionary[Any, Concerns] = weakref.WeakKeyDictionary()
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        for operator in OPERATORS:
+            handlers.setdefault(operator, self._handle)
+
+    def watch(self, owner: Any, concerns: Concerns) -> None:
+        """Call ``concerns(owner, operator, tensors, is_mixed)`` before each operator, while the owner exists.
+
+        Mixed lists that concern an owner run once per mesh. Other lists run as without te_fsdp.
+        """
+        self._owners[owner] = concerns
+
+    def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
+        tensors = [*args[0], *(value for value in args[1:] if isinstance(value, DTensor))]
+        is_mixed = len({t.device_mesh if isinstance(t, DTensor) else None for t in tensors}) > 1
+        if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
+            return _stock(op, args, kwargs)
+        name = op.overloadpacket.__name__
+        # The newest first: an older model may have equal meshes.
+        owners = reversed(list(self._owners.items()))
+        found = [concerns(owner, name, tensors, is_mixed) for owner, concerns in owners]
+        if not is_mixed or not any(found):
+            return _stock(op, args, kwargs)
+        if op in _JOINING:
+            return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
+        return _per_mesh(op, args[0], [_full(value) for value in args[1:]], kwargs)
 
 
 @functools.cache
-def before_mixed_lists(call: Callable[[Sequence[torch.Tensor]], None]) -> None:
-    """Call a function with the tensors before torch refuses them (``_custom_op_handlers``). Local, once per process."""
+def mixed_lists() -> MixedLists:
+    """Return the handlers of this process."""
+    return MixedLists()
+
+
+def _full(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _per_mesh(op: Any, tensors: Sequence[torch.Tensor], others: Sequence[Any], kwargs: Any) -> Any:
+    places: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(place)
+    results: list[Any] = [None] * len(tensors)
+    for own in places.values():
+        found = op([tensors[place] for place in own], *others, **kwargs)
+        for place, result in zip(own, found or (), strict=bool(found)):
+            results[place] = result
+    return results if any(result is not None for result in results) else None
+
+
+def _stock(op: Any, args: Any, kwargs: Any) -> Any:
+    """Run torch's own implementation, which it uses for operators without a handler."""
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    for operator in _OPERATORS:
-        handlers.setdefault(operator, functools.partial(_handle, call))
-
-
-def _handle(call: Callable[[Sequence[torch.Tensor]], None], op: Any, args: Any, kwargs: Any) -> Any:
-    dispatcher = DTensor._op_dispatcher
-    is_mixed = len({isinstance(tensor, DTensor) for tensor in args[0]}) == 2
-    if is_mixed and not getattr(dispatcher, "_allow_implicit_replication", False):
-        call(args[0])
-    # torch's own implementation, which it uses for operators without a handler
-    own = dispatcher._custom_op_handlers.pop(op)
+    own = handlers.pop(op)
     try:
         return op(*args, **kwargs)
     finally:
-        dispatcher._custom_op_handlers[op] = own
+        handlers[op] = own

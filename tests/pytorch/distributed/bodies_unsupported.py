@@ -208,24 +208,6 @@ def a_dual_level() -> None:
         model(torch.autograd.forward_ad.make_dual(draw_batch(), draw_batch()))
 
 
-def _mixed_gradients() -> nn.Module:
-    import te_fsdp
-
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=harness.device()) for _ in range(2)))
-    te_fsdp.fsdp_no_shard(model[1])
-    te_fsdp.fully_shard(model, make_meshes(), units=["0"])
-    model(draw_batch()).square().mean().backward()
-    return model
-
-
-def torchs_clipping_of_some_replicated() -> None:
-    torch.nn.utils.clip_grad_norm_(_mixed_gradients().parameters(), 1.0)
-
-
-def torchs_clipping_by_value() -> None:
-    torch.nn.utils.clip_grad_value_(_mixed_gradients().parameters(), 1.0)
-
-
 def shared_memory() -> None:
     nn.Sequential(make_sharded()).share_memory()
 
@@ -393,8 +375,6 @@ MISTAKES: list[Callable[..., None]] = [
     a_weight_assigned_before_the_first_forward,
     a_function_transform,
     a_dual_level,
-    torchs_clipping_of_some_replicated,
-    torchs_clipping_by_value,
     shared_memory,
     states_of_another_class,
     states_of_another_optimizer,

@@ -59,7 +59,7 @@ def dtensors_of_other_code() -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from te_fsdp.upstream.torch_mixed_lists import _OPERATORS
+    from te_fsdp.upstream.torch_mixed_lists import OPERATORS
 
     mesh = init_device_mesh(harness.device_type(), (2,))
 
@@ -82,7 +82,7 @@ def dtensors_of_other_code() -> dict[str, Any]:
 
     make_sharded()
     handlers = DTensor._op_dispatcher._custom_op_handlers
-    removed = {operator: handlers.pop(operator) for operator in _OPERATORS}
+    removed = {operator: handlers.pop(operator) for operator in OPERATORS}
     try:
         before = outcomes()
     finally:

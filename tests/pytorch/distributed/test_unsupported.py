@@ -37,11 +37,6 @@ ERRORS = {
     ),
     "a_function_transform": ("OrderError", "layer: forward under torch.func, as of vmap"),
     "a_dual_level": ("OrderError", "0: forward under torch.autograd.forward_ad"),
-    "torchs_clipping_of_some_replicated": (
-        "PlacementError",
-        "Linear.weight, Linear.bias: in one list with sharded gradients",
-    ),
-    "torchs_clipping_by_value": ("PlacementError", "2 sharded and 2 plain gradients"),
     "shared_memory": ("OrderError", "share_memory() of a sharded model"),
     "states_of_another_class": ("CheckpointError", "FusedAdam.load_state_dict: step of "),
     "states_of_another_optimizer": ("CheckpointError", "AdamW.load_state_dict: states of inp.weight"),
