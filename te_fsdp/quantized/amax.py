@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.errors import PrecisionError
+from te_fsdp.quantized.block_copies import CLONES, patch_block_copies
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import PATCHES, apply_patch
 
@@ -30,11 +31,9 @@ if TYPE_CHECKING:
     from te_fsdp.records import ParameterRecord
 
 _AMAX_GROUP = "_te_fsdp_amax_group"
-# Attribute of quantizers whose tensors are cloned with their scales.
-_CLONES = "_te_fsdp_clones_scales"
 #: Attribute of quantizers: how many quantizations into their tensors were counted (``write_counts.py``).
 WRITES = "_te_fsdp_writes"
-_COPIED_ATTRIBUTES = (_AMAX_GROUP, _CLONES, WRITES)
+_COPIED_ATTRIBUTES = (_AMAX_GROUP, CLONES, WRITES)
 _ATTRIBUTE = PATCHES["group"].attribute
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
@@ -185,16 +184,17 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
     """
     for part in (tensor, *_te.storage_parts_of(tensor)):
         quantizer = _te.quantizer_of(part)
-        if quantizer is not None and _CLONES not in quantizer.__dict__:
+        if quantizer is not None and CLONES not in quantizer.__dict__:
             keep_amax_group_in_copies()  # TE copies the attribute to every tensor derived from this one
-            quantizer.__dict__[_CLONES] = True
+            patch_block_copies()
+            quantizer.__dict__[CLONES] = True
 
 
 def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def clone(self: Any) -> Any:
         new, quantizer = stock(self), _te.quantizer_of(self)
-        if quantizer is not None and _CLONES in quantizer.__dict__:
+        if quantizer is not None and CLONES in quantizer.__dict__:
             _te.clone_scales(new)
         return new
 

@@ -22,6 +22,7 @@ from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.te_formats import has_square_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -339,7 +340,8 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
 def _kind_of(tensor: torch.Tensor) -> list[str]:
     """Return format and element type. Delayed and current scaling have the same data."""
     found = str(describe_format(tensor)).split()
-    return [found[0], found[-1]]
+    # NVFP4 has one name for square blocks and for blocks of a row.
+    return [found[0], found[-1], str(has_square_blocks(_te.quantizer_of(tensor)))]
 
 
 def _write_values(

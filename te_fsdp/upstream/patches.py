@@ -54,7 +54,7 @@ FSDP2 = (
     Patch(
         "DTensor's dispatcher",
         "_custom_op_handlers",
-        "`GradScaler` over gradients on several meshes; names gradients that torch's clipping refuses",
+        "`GradScaler` and torch's clipping over gradients on several meshes",
         "test_unsupported.py::test_scaler",
         "- `torch.amp.GradScaler` reduces",
     ),
@@ -323,6 +323,13 @@ PATCHES: dict[str, Patch] = {
         "test_te_faults.py::test_clone_shares_the_scale",
         "- `clone()` of a quantized tensor shares its scales",
     ),
+    "copy blocks": Patch(
+        "`MXFP8Tensor`, `NVFP4Tensor`",
+        "__torch_dispatch__",
+        "quantizes in `copy_` between blocks of different shapes",
+        "test_mxfp8_two_dim.py::test_writes_of_rows",
+        "- `copy_` between two tensors of a format",
+    ),
     "count": Patch(
         "quantized tensors",
         "quantize_",
@@ -440,6 +447,7 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "pickle": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
     "clone": lambda: [cls for cls in _tensors() if "clone" in cls.__dict__],
+    "copy blocks": lambda: [c for c in _tensors() if c.__name__ in ("MXFP8Tensor", "NVFP4Tensor")],
     "count": _tensors,
     # Delayed quantizers refer to tensors of the module, which pickle and deepcopy would copy.
     "delayed": functools.partial(_te.quantizer_classes, "history"),

@@ -243,9 +243,14 @@ FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
 SCALE_SOURCES: dict[str, str] = {name: source for row in _ROWS for name, source in row.quantizers.items()}
 
 
+def has_square_blocks(quantizer: Any) -> bool:
+    """Return whether a quantizer of MXFP8 or NVFP4 has one scale per square block, not per row of a block."""
+    return bool(getattr(quantizer, "with_2d_quantization", False))
+
+
 def row_for(row: Format, quantizer: Any) -> Format:
     """Return the row of a tensor's format, given the row of its class and its quantizer."""
-    return FORMATS[row.two_dim] if row.two_dim and getattr(quantizer, "with_2d_quantization", False) else row
+    return FORMATS[row.two_dim] if row.two_dim and has_square_blocks(quantizer) else row
 
 
 @functools.cache  # a cached result costs no call of a Python function, and each step needs one per weight

@@ -15,6 +15,7 @@ import te_fsdp
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.quantized.amax import keep_amax_group_in_copies
+from te_fsdp.quantized.block_copies import patch_block_copies
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
 from te_fsdp.quantized.write_counts import patch_quantize
 from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
@@ -48,6 +49,7 @@ def test_patches_of_classes_are_installed_once(te):
     patch_fsdp_hooks()
     patch_fused_adam()
     patch_quantize()
+    patch_block_copies()
     _patches.pickle_element_types_by_value()  # of Python 3.11.0 to 3.11.4 alone
     found = {}
     for name, owners in _patches._OWNERS.items():
@@ -59,8 +61,9 @@ def test_patches_of_classes_are_installed_once(te):
     patch_fsdp_hooks()
     patch_fused_adam()
     patch_quantize()
+    patch_block_copies()
     assert {(owner, name): owner.__dict__[name] for owner, name in found} == found
-    assert len({attribute for _, attribute in found} - {"__reduce_ex__"}) == 13
+    assert len({attribute for _, attribute in found} - {"__reduce_ex__"}) == 14
 
 
 # --------------------------------------------------------------------------- faults of stock TE, in one process

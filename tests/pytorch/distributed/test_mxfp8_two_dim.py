@@ -45,3 +45,12 @@ def test_one_plane_for_both_directions(pool, case):
     if case == "gathered once":
         rows = pool.run(two_dim.training, ranks, **options, recipe="mxfp8")
         assert rows[0]["losses"] != one[0]["losses"]
+
+
+@pytest.mark.recipe("mxfp8_2d")
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("recipes", [("mxfp8", "mxfp8_2d"), ("nvfp4_rows", "nvfp4_squares")])
+def test_writes_of_rows(pool, tmp_path, recipes):
+    """Weights with scales per row are quantized when they are written (kind: bytes under the scale of other blocks)."""
+    for found in pool.run(two_dim.writes_of_rows, 2, recipes=recipes, directory=str(tmp_path)):
+        assert found == {"wrong": [], "control": []}

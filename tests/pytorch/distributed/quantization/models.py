@@ -15,6 +15,8 @@ from torch import nn
 
 HEADS = 4
 SEQUENCE, BATCH = 32, 8
+#: Without random numbers.
+PLAIN_NVFP4 = {"disable_rht": True, "disable_stochastic_rounding": True}
 
 
 def recipe_of(name: str) -> Any:
@@ -28,6 +30,8 @@ def recipe_of(name: str) -> Any:
         "mxfp8": recipe.MXFP8BlockScaling,
         "mxfp8_2d": lambda: recipe.MXFP8BlockScaling(enable_2d_quantization=True),  # TE 2.19
         "nvfp4": recipe.NVFP4BlockScaling,
+        "nvfp4_rows": lambda: recipe.NVFP4BlockScaling(disable_2d_quantization=True, **PLAIN_NVFP4),
+        "nvfp4_squares": lambda: recipe.NVFP4BlockScaling(**PLAIN_NVFP4),
     }
     return hybrid_recipe(*name.split("/")) if "/" in name else classes[name]()
 

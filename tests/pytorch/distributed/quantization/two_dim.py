@@ -8,6 +8,7 @@ from unittest import mock
 
 import harness
 import torch
+import torch.distributed as dist
 from harness.collectives import recorded
 from torch import nn
 
@@ -111,3 +112,88 @@ def _model(kind: str, recipe: str, hidden: int, device: Any, **options: Any) -> 
         return pair(recipe, hidden, 352, device, **options)
     with te.quantized_model_init(recipe=recipe_of(recipe)):
         return build(kind, hidden, device, **options)
+
+
+def _copy(model: nn.Module, source: nn.Module, directory: str) -> None:
+    for target, other in zip(model.parameters(), source.parameters(), strict=True):
+        target.copy_(other)
+
+
+def _copy_shards(model: nn.Module, source: nn.Module, directory: str) -> None:
+    for target, other in zip(model.parameters(), source.parameters(), strict=True):
+        target.to_local().copy_(other.to_local())
+
+
+def _load(model: nn.Module, source: nn.Module, directory: str) -> None:
+    model.load_state_dict(source.state_dict())
+
+
+def _load_dcp(model: nn.Module, source: nn.Module, directory: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    saved, loaded = (
+        {name: tensor for name, tensor in one.state_dict().items() if "extra" not in name}
+        for one in (source, model)
+    )
+    dcp.save(saved, checkpoint_id=directory)
+    dcp.load(loaded, checkpoint_id=directory)
+
+
+#: Ways to write the weights of one model into another one.
+WAYS = {"copy_": _copy, "copy_ of shards": _copy_shards, "load_state_dict": _load, "dcp": _load_dcp}
+
+
+def writes_of_rows(recipes: tuple[str, str], directory: str) -> dict[str, list[str]]:
+    """Write weights with one scale per row of a block into weights with one scale per square block.
+
+    Returns:
+        The ways of writing after which forward or backward differ from those of one process that quantizes the values
+        of the source; and those that cannot tell the values of the source from the previous ones.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
+    options = {"bias": False, "init_method": wide_range}
+
+    def sharded(recipe: str, seed: int) -> nn.Module:
+        model = _model("linear", recipe, 256, "meta", **options)
+        te_fsdp.fully_shard(model, meshes, units=[])
+        return te_fsdp.materialize(model, seed=seed)
+
+    source = sharded(recipes[0], 1)
+    values = {name: _full(p) for name, p in source.named_parameters()}
+
+    def run(model: nn.Module) -> list[torch.Tensor]:
+        import transformer_engine.pytorch as te
+
+        x = bodies.batch_of(256)[0].detach().requires_grad_()
+        with te.autocast(enabled=True, recipe=recipe_of(recipes[1])):
+            output = model(x)
+        output.float().square().mean().backward()
+        return [output.detach(), x.grad]
+
+    reference = _model("linear", recipes[1], 256, harness.device(), **options)
+    before = run(reference)
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(values[name])
+    wanted = run(reference)
+
+    wrong, control = [], []
+    for name, write in WAYS.items():
+        model = sharded(recipes[1], 2)
+        run(model)
+        with torch.no_grad():
+            write(model, source, directory)
+        found = run(model)
+        wrong += [] if all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)) else [name]
+        control += [] if not torch.equal(before[0], wanted[0]) else [name]
+    return {"wrong": wrong, "control": control}
+
+
+def _full(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the values of shards of rows in fp32: those of NVFP4 are not exact in bf16."""
+    local = parameter.to_local().dequantize(dtype=torch.float32)  # type: ignore[attr-defined]
+    parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, local)
+    return torch.cat(parts)

@@ -1,0 +1,46 @@
+"""Copies between quantized tensors whose blocks have different shapes.
+
+``weight.copy_(source)`` of two tensors of one TE class copies their bytes and scales (TE 2.20.2). If the weight has
+one scale per square block and the source one per row of a block, the scales of the source's rows do not hold for
+columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.patches import apply_patch
+from te_fsdp.upstream.te_formats import has_square_blocks
+
+#: Attribute of quantizers of te_fsdp's weights, whose tensors are cloned with their scales.
+CLONES = "_te_fsdp_clones_scales"
+
+
+def patch_block_copies() -> None:
+    """Quantize values in ``copy_`` between blocks of different shapes, for te_fsdp's weights; once per process."""
+    apply_patch("copy blocks", _wrap_dispatch)
+
+
+def _wrap_dispatch(stock: Any) -> Any:
+    @classmethod
+    @functools.wraps(stock.__func__)
+    def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and _has_other_blocks(*args[:2]):
+            args[0].quantize_(args[1].dequantize(dtype=torch.float32))
+            return args[0]
+        return stock.__func__(cls, func, types, args, kwargs)
+
+    return __torch_dispatch__
+
+
+def _has_other_blocks(target: Any, source: Any) -> bool:
+    """Return whether a weight of te_fsdp has one scale per square block, and a source of its class has not."""
+    if type(source) is not type(target):
+        return False
+    own, other = _te.quantizer_of(target), _te.quantizer_of(source)
+    is_ours = own is not None and CLONES in own.__dict__
+    return is_ours and has_square_blocks(own) and not has_square_blocks(other)
