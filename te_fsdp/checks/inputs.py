@@ -193,7 +193,7 @@ def check_inputs(
     drops = module.training and any(getattr(owner, rate) > 0 for owner, rate in check.rates)
     recipe = _te.format_recipe(_te.active_recipe())
     modes = module.training, torch.is_grad_enabled(), drops, recipe
-    key = method, modes, tuple((path, t.shape, t.dtype) for path, t in found)
+    key = method, modes, tuple((path, t.shape, t.dtype, t.requires_grad) for path, t in found)
     if not found or ((key in check.seen or len(check.seen) >= _MOST) and not check.every):
         return
     if _torch.in_backward() or is_capturing():
@@ -285,7 +285,11 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     with _torch.without_modes():
         # Tokens that all equal each other, such as padding, may be equal on all ranks.
         telling = len(tokens) > 1 and not bool((tokens == tokens[:1]).all())
-        everyone = gather((_seen({"": given})[""], telling), binding.tp_mesh)
+        text, value = _seen({"": given})[""]
+        # Ranks with and without a gradient reduce different parameters together.
+        text += " that requires gradients" if given.requires_grad and torch.is_grad_enabled() else ""
+        everyone = gather(((text, value), telling), binding.tp_mesh)
+    _refuse_uneven_shards(binding.name or type(module).__name__, [seen[0] for seen, _ in everyone])
     looks.left -= 1
     if all(telling for _, telling in everyone):
         for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
@@ -305,6 +309,19 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         return
     looks.hook.remove()
     del module.__dict__[_LOOKS]
+
+
+def _refuse_uneven_shards(name: str, shards: list[str]) -> None:
+    """Raise if tp ranks have different numbers of tokens: the collectives of TE assume equal ones."""
+    if len(set(shards)) > 1:
+        raise InputError(
+            f"{name}: inputs of a sequence-parallel module",
+            expected="the same shape and dtype, with or without gradients, on each rank of a tp group",
+            got=", ".join(f"{shard} on tp rank {rank}" for rank, shard in enumerate(shards)),
+            why="The collectives of the ranks would not match",
+            fix="pad the sequence to a multiple of the tp size before it is sharded, and set requires_grad of inputs "
+            "on all ranks or on none",
+        )
 
 
 def _compared(model: nn.Module) -> tuple[bool, bool]:
@@ -402,7 +419,9 @@ def _check_equal(
     where: str, tensors: dict[str, torch.Tensor], training: bool, recipe: str, drops: bool, mesh: DeviceMesh
 ) -> None:
     """Raise for inputs, modes and random states that differ over tp. Collective over ``mesh``."""
+    trained = [name for name, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()]
     mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
+    mine["gradients"] = f"of {', '.join(trained) or 'no input'}", 0
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state of dropout"] = mesh.device_type, int(checksum(state))

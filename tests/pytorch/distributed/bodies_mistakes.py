@@ -220,6 +220,21 @@ def whole_sequences_for_sequence_parallelism() -> None:
     model(tokens)
 
 
+def uneven_parts_for_sequence_parallelism() -> None:
+    model, tokens = in_parts(marked=True)
+    model(tokens[: 2 + 2 * dist.get_rank()])
+
+
+def gradients_of_one_part_for_sequence_parallelism() -> None:
+    model, tokens = in_parts(marked=True)
+    model(tokens.requires_grad_(dist.get_rank() == 0)).sum().backward()
+
+
+def gradients_of_one_copy_of_the_inputs() -> None:
+    model = make_sharded(tp=2)
+    model(draw_batch(0).requires_grad_(dist.get_rank() == 0)).sum().backward()
+
+
 def a_weight_assigned_after_the_first_forward() -> None:
     model = make_sharded()
     model(draw_batch())
@@ -386,6 +401,9 @@ MISTAKES: list[Callable[..., None]] = [
     a_layer_that_nobody_has_marked,
     a_mark_on_a_layer_that_sees_all_tokens,
     whole_sequences_for_sequence_parallelism,
+    uneven_parts_for_sequence_parallelism,
+    gradients_of_one_part_for_sequence_parallelism,
+    gradients_of_one_copy_of_the_inputs,
     a_weight_assigned_after_the_first_forward,
     a_bias_taken_away_after_the_first_forward,
     a_parametrization_after_the_first_forward,

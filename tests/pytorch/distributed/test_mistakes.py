@@ -66,6 +66,19 @@ ERRORS = {
         "of a tp group, "
         "got float32 (8, 16), the same on tp ranks 0 and 1",
     ),
+    "uneven_parts_for_sequence_parallelism": (
+        "InputError",
+        "up: inputs of a sequence-parallel module: expected the same shape and dtype, with or without gradients, on "
+        "each rank of a tp group, got float32 (2, 16) on tp rank 0, float32 (4, 16) on tp rank 1",
+    ),
+    "gradients_of_one_part_for_sequence_parallelism": (
+        "InputError",
+        "got float32 (4, 16) that requires gradients on tp rank 0, float32 (4, 16) on tp rank 1",
+    ),
+    "gradients_of_one_copy_of_the_inputs": (
+        "InputError",
+        "gradients (of x on tp rank 0, of no input on tp rank 1)",
+    ),
     "a_weight_assigned_after_the_first_forward": (
         "OrderError",
         "head.weight: a parameter assigned after the first forward",
