@@ -99,7 +99,7 @@ def flat_rows(rows: torch.Tensor) -> torch.Tensor:
     return flat.clone(memory_format=torch.contiguous_format)
 
 
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
     """Return a number of bytes rounded up to the alignment of any dtype."""
     return -(-count // _ALIGNMENT) * _ALIGNMENT
 
@@ -128,9 +128,9 @@ class HostMemory:
         """Return ``count`` bytes as uint8. A stretch is freed with the last of its parts. Local operation."""
         if count <= _SMALL:
             return host_memory(count)
-        while _aligned(count) > len(self._rest):
-            self._rest = self._spare.pop() if self._spare else host_memory(max(_aligned(count), _STRETCH))
-        taken, self._rest = self._rest[:count], self._rest[_aligned(count) :]
+        while aligned(count) > len(self._rest):
+            self._rest = self._spare.pop() if self._spare else host_memory(max(aligned(count), _STRETCH))
+        taken, self._rest = self._rest[:count], self._rest[aligned(count) :]
         return taken
 
 
@@ -160,7 +160,7 @@ class Staging:
             self.slabs, self._pinned = [], bool(devices)
         copies, count = [], 0
         for count, some in enumerate(_by_slab(blocks), 1):
-            size = sum(_aligned(block.bytes) for block in some)
+            size = sum(aligned(block.bytes) for block in some)
             if len(self.slabs) < count or len(self.slabs[count - 1]) < size:
                 del self.slabs[count - 1 : count]  # freed before the larger one is made
                 self.slabs.insert(count - 1, host_memory(size, pinned=self._pinned))
@@ -169,7 +169,7 @@ class Staging:
                 rows = block.rows()
                 copies.append(rest[: block.bytes].view(rows.dtype).view(rows.shape))
                 copies[-1].copy_(rows, non_blocking=True)
-                rest = rest[_aligned(block.bytes) :]
+                rest = rest[aligned(block.bytes) :]
         del self.slabs[count:]
         for device in devices:
             # The copies must be complete: after this the training may overwrite the tensors.
@@ -184,7 +184,7 @@ class Staging:
 
 
 def _by_slab(blocks: Iterable[Block[K]]) -> Iterator[list[Block[K]]]:
-    return batches(blocks, lambda block: _aligned(block.bytes), _SLAB)
+    return batches(blocks, lambda block: aligned(block.bytes), _SLAB)
 
 
 def batches(items: Iterable[K], bytes_of: Callable[[K], int], limit: int) -> Iterator[list[K]]:

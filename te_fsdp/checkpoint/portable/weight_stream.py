@@ -26,7 +26,6 @@ from te_fsdp.checkpoint.portable.huggingface_model import Share, TeBlocks, TeNam
 from te_fsdp.checkpoint.portable.weight_transfer import (
     TransferPlan,
     assemble,
-    bytes_of,
     checksums_of,
     make_plan,
     raise_error,
@@ -189,10 +188,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         """Return the next name and tensor; ``None`` for a tensor that another rank receives."""
         return next(self._tensors)
 
-    def receiver_of(self, bucket: int) -> int | None:
-        """Return the rank that receives a bucket; ``None`` for all ranks."""
-        return self.receivers[bucket % len(self.receivers)] if self.receivers else None
-
     def names_of(self, group: Group) -> list[str]:
         """Return the names under which a group's tensors are yielded."""
         names = group.names(te=False, tied=False)
@@ -223,7 +218,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def _bytes(self, group: Group) -> int:
         """Return the bytes that are sent for a group."""
-        return sum(bytes_of(self._plan.described[name]) for name in tensors_of(group, self._plan))
+        return sum(self._plan.described[name].bytes for name in tensors_of(group, self._plan))
 
     @torch.no_grad()
     def _run(self) -> Iterator[tuple[str, torch.Tensor | None]]:
@@ -233,7 +228,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         """
         plan, failed = self._plan, None
         for number, groups in enumerate(self.buckets):
-            receiver = self.receiver_of(number)
+            receiver = self.receivers[number % len(self.receivers)] if self.receivers else None
             receives = receiver in (None, rank())
             names = [name for group in groups for name in tensors_of(group, plan)]
             tensors = assemble(plan, names, self._device, receiver, failed)

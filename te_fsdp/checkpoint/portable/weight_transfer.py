@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from te_fsdp.checkpoint.async_save import aligned
 from te_fsdp.checkpoint.compare import check_whole_job
 from te_fsdp.checkpoint.holders import holders_of, lightest
 from te_fsdp.checkpoint.lazy_tensors import Lazy
@@ -34,9 +35,6 @@ from te_fsdp.layout import slices
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-#: Alignment in bytes of a piece within a message.
-_ALIGNMENT = 16
 
 
 class Piece(NamedTuple):
@@ -162,11 +160,6 @@ def tensors_of(group: Group, plan: TransferPlan) -> list[str]:
     return found
 
 
-def bytes_of(about: Description) -> int:
-    """Return the size in bytes of an unsharded tensor."""
-    return math.prod(about.shape) * about.values.itemsize
-
-
 def checksums_of(piece: Lazy, bytes_at_once: int) -> list[int]:
     """Return checksums of a piece's bytes, which allocate at most ``bytes_at_once``. Local operation.
 
@@ -201,7 +194,7 @@ def assemble(
         about = plan.described[name]
         found[name] = torch.empty(about.shape, dtype=about.values, device=device)
     for holder, pieces in sorted(messages.items()):
-        sizes = [_aligned(math.prod(p.sizes) * plan.described[p.tensor].values.itemsize) for p in pieces]
+        sizes = [aligned(math.prod(p.sizes) * plan.described[p.tensor].values.itemsize) for p in pieces]
         if holder != rank() and not receives and receiver is not None:
             continue
         message = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
@@ -239,7 +232,3 @@ def raise_error(error: Exception | None) -> None:
     """Raise an error, if there is one."""
     if error is not None:
         raise error
-
-
-def _aligned(count: int) -> int:
-    return -(-count // _ALIGNMENT) * _ALIGNMENT
