@@ -28,12 +28,10 @@ from matrix.definitions import (  # noqa: E402
     Case,
     Refusal,
     default,
-    every_format,
     exists,
     full,
     refusal,
     refused,
-    subset,
 )
 
 RECIPES = {
@@ -211,16 +209,7 @@ def _number(found: Refusal, notes: dict[Refusal, int]) -> int:
 
 
 def _numbers() -> dict[str, int]:
-    cases = default()
-    return {
-        "covering": len(cases),
-        "hopper": sum(case.arch == "9.0" for case in cases),
-        "blackwell": sum(case.arch == "10.0" for case in cases),
-        "formats": len(every_format()),
-        "full": sum(1 for _ in full()),
-        "subset": len(subset()),
-        "refused": len(refused()),
-    }
+    return {"covering": len(default()), "full": sum(1 for _ in full()), "refused": len(refused())}
 
 
 if __name__ == "__main__":

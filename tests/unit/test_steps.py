@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from te_fsdp import bind_device_mesh, components
+from te_fsdp.check_points import LEVELS
 from te_fsdp.checks import CHECKS
 from te_fsdp.component import Component, Components
 
@@ -67,19 +68,21 @@ def _file_of(item):
     return Path(inspect.getfile(item)).relative_to(ROOT / "te_fsdp")
 
 
-def step_table(when):
+def listed(functions, marked=()):
+    """The order alone: the functions' docstrings say what each one does."""
+    marks = {function: "*" if function in marked else "" for function in functions}
+    rows = enumerate(marks.items(), 1)
+    return "\n".join(f"{number}. `{f.__name__}` of `{_file_of(f)}`{mark}" for number, (f, mark) in rows)
+
+
+def setup_list():
+    return listed(components.SETUP)
+
+
+def step_list(when):
+    """With a mark where `set_device_mesh` also registers a function."""
     bound, every = LISTS[when]
-    rows = [f"| {when} a step | where | bound models | does |", "| --- | --- | --- | --- |"]
-    for function in every:
-        mark = "yes" if function in bound else ""
-        rows.append(f"| `{function.__name__}` | `{_file_of(function)}` | {mark} | {_does(function)} |")
-    return "\n".join(rows)
-
-
-def setup_table():
-    rows = ["| setup | where | does |", "| --- | --- | --- |"]
-    rows += [f"| `{f.__name__}` | `{_file_of(f)}` | {_does(f)} |" for f in components.SETUP]
-    return "\n".join(rows)
+    return listed(every, bound)
 
 
 def phase_table():
@@ -95,12 +98,14 @@ def phase_table():
 
 @pytest.mark.parametrize("when", LISTS)
 def test_the_page_has_the_list(when):
-    assert step_table(when) in (ROOT / "docs/internals.md").read_text(), step_table(when)
+    assert f"{when} a step:\n\n{step_list(when)}\n\n" in (ROOT / "docs/internals.md").read_text(), step_list(
+        when
+    )
 
 
-@pytest.mark.parametrize("table", [setup_table, phase_table])
-def test_the_page_has_the_tables_of_components(table):
-    assert table() in (ROOT / "docs/internals.md").read_text(), table()
+@pytest.mark.parametrize("table", [setup_list, phase_table])
+def test_the_page_has_setup_and_phases(table):
+    assert f"\n\n{table()}\n\n" in (ROOT / "docs/internals.md").read_text(), table()
 
 
 def test_every_phase_has_a_component():
@@ -157,16 +162,17 @@ def test_names_on_the_page_exist():
     ] == []
 
 
-def check_table():
-    """One row for each check. The same check at several points has one row."""
-    rows = ["| check | level | ranks | error | function |", "| --- | --- | --- | --- | --- |"]
-    for check in CHECKS:
-        error = "a warning in the log" if check.error is None else f"`{check.error.__name__}`"
-        rows.append(
-            f"| {check.name} | `{check.when.level}` | {check.mesh} | {error} | `{check.value.__name__}` |"
-        )
-    return "\n".join(dict.fromkeys(rows))
+def check_list():
+    """One line for each level and error: its checks, with the ranks that communicate."""
+    found = {}
+    for level in LEVELS:
+        for check in CHECKS:
+            if check.when.level == level:
+                error = "a warning in the log" if check.error is None else f"`{check.error.__name__}`"
+                name = f"{check.name} ({check.mesh})" if check.mesh else check.name
+                found.setdefault((level, error), {})[name] = None
+    return "\n".join(f"- `{level}`, {error}: {'; '.join(names)}" for (level, error), names in found.items())
 
 
 def test_the_page_has_every_check():
-    assert check_table() in (ROOT / "docs/checks.md").read_text(), check_table()
+    assert check_list() in (ROOT / "docs/checks.md").read_text(), check_list()

@@ -40,7 +40,7 @@ PAGES = {
     "docs/compile.md": ["built"],
     "docs/concepts.md": ["nothing"],
     "docs/context_parallel.md": ["of_tokens", "of_tokens"],
-    "docs/data.md": ["data", "training", "training", "evaluated", "evaluated", "training", "evaluated"],
+    "docs/data.md": ["data", "training", "evaluated", "evaluated", "evaluated"],
     "docs/errors.md": ["training"],
     "docs/fast.md": ["training"],
     "docs/graphs.md": ["microbatched", "built"],

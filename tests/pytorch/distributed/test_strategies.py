@@ -71,9 +71,11 @@ def test_known_faults_are_seen(pool, broken, case, words):
 def documented() -> dict[str, list[str]]:
     """Rows of the docs' table of collectives: ``"strategy loop"`` -> cells."""
     text = (Path(__file__).parents[3] / "docs" / "strategies.md").read_text()
-    found = re.findall(r"^\| `(\w+)` \| `(plain|microbatch|no_sync)` \| (.*) \|$", text, re.MULTILINE)
+    found = re.findall(r"^\| `(\w+)` \| (`(?:plain|microbatch|no_sync)`.*?) \| (.*) \|$", text, re.MULTILINE)
     return {
-        f"{strategy} {loop}": [cell.strip() for cell in cells.split("|")] for strategy, loop, cells in found
+        f"{strategy} {loop}": [cell.strip() for cell in cells.split("|")]
+        for strategy, loops, cells in found
+        for loop in re.findall(r"\w+", loops)
     }
 
 

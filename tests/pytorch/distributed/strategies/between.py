@@ -33,7 +33,7 @@ def seen(pair: Pair) -> str:
     if are_shards == {True, False}:
         kind = "root's unsharded"
     else:
-        kind = "the optimizer's" if are_shards == {True} else "unsharded"
+        kind = "own" if are_shards == {True} else "unsharded"
     grads = [shard_of(p).grad for p in trained]
     assert sorted(state.parameters()) == sorted(name for name, _ in pair.model.named_parameters())
     if all(g is None for g in grads):
