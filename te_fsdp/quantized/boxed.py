@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, wrapper
+from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, boxed_like, wrapper
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
@@ -68,6 +68,12 @@ class QuantizedDTensor(BoxedDTensor):
         waiting = waiting_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
+
+    def view(self, *shape: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
+        """Return a view; a flat one, as of ``parameters_to_vector``, is of the values: MXFP8 has none of its bytes."""
+        if shape == (-1,) and self.ndim > 1 and _te.is_quantized(self._local_tensor):
+            return boxed_like(self._plain_values(), self).view(-1)
+        return super().view(*shape, **options)
 
     def _needs_values(self) -> bool:
         return _te.is_quantized(self._local_tensor) or super()._needs_values()

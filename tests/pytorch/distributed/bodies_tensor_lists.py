@@ -155,6 +155,29 @@ def vectors(axes: dict[str, int], strategy: str) -> dict[str, bool]:
     return found
 
 
+def vectors_of_quantized(axes: dict[str, int], recipe: str) -> dict[str, bool]:
+    """Join quantized parameters, some of them stacked: the values in the order of the unsharded module."""
+    import transformer_engine.pytorch as te
+    from quantization.models import recipe_of
+
+    import te_fsdp
+
+    meshes = make_meshes(**axes)
+    with te.quantized_model_init(enabled=True, recipe=recipe_of(recipe)):
+        options = {
+            "activation": "swiglu",
+            "params_dtype": torch.bfloat16,
+            "device": "meta",
+            **meshes.te_kwargs(),
+        }
+        model = nn.Sequential(te.LayerNormMLP(128, 128, set_parallel_mode=True, **options))
+    te_fsdp.materialize(te_fsdp.fully_shard(model, meshes, units=["0"]), seed=0)
+    parameters = _flattened(model)
+    wanted = torch.cat([whole(p.detach()).flatten() for p in parameters])
+    vector = whole(utils.parameters_to_vector(parameters).detach())
+    return {"equal": torch.equal(vector, wanted), "control": not torch.equal(vector.flip(0), wanted)}
+
+
 def norms_of_experts(axes: dict[str, int], strategy: str) -> dict[str, str]:
     """Return the error of torch's clipping, or of the step after it."""
 
