@@ -24,6 +24,7 @@ from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.context_parallel import check_attention, set_attention_cp_group
 from te_fsdp.modules.mixin import pair_of
 from te_fsdp.plan import ModelPlan
+from te_fsdp.quantized.gather_metadata import replay_gather
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.records import KEY as FACTS, binding_of, get_or_create_record, iter_param_owners, require_model
 from te_fsdp.sharded_model import KEY, ShardedModel, attach_state_to_params
@@ -250,7 +251,7 @@ def prepare_units(setup: Setup) -> None:
         _fsdp2_patches.alias_single_rank_shards(unit)
         for group in fsdp2_units.fsdp_parameter_groups(unit):
             _fsdp2_settled.swap_in_one_loop(group, pair_of, FACTS)
-            _fsdp2_settled.shorten_fsdp_calls(group)
+            _fsdp2_settled.shorten_fsdp_calls(group, replay_gather)
             if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
                 sum_at_once(group)
     for binding in filter(None, map(binding_of, state.model.modules())):

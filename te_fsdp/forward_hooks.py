@@ -71,7 +71,8 @@ def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
             run = functools.partial(first, state, run)
         run()
     # Recomputation in backward, and forwards inside a registered method, belong to a forward that has begun.
-    if not _torch.in_backward() and not state.computed.methods:
+    # backward_id() != -1 is in_backward(), without a Python call: these hooks run in every step.
+    if _torch.backward_id() == -1 and not state.computed.methods:
         recover_from_exception(state)
         has_failed_backward(state)  # forget cleared gradients before new ones exist
         for settle in state.components.settle:
@@ -111,7 +112,7 @@ def _before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> 
         _check_initialized(state)
     if name in state.unsharded.aside:
         expose_unsharded_params(state, name, unit)
-    if _torch.in_backward():  # recomputed activations
+    if _torch.backward_id() != -1:  # recomputed activations
         _fsdp2.allow_recompute(unit)
         return
     started = state.unsharded.gathers.pop(name, None) is not None  # this forward waits for it
@@ -135,7 +136,7 @@ def _choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: 
 
 def _after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, output: Any) -> None:
     """Make FSDP2 gather a unit in the backward of all tensors in its output, in objects of any class."""
-    if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.in_backward():
+    if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
         return
     # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
     opaque = _fsdp2_outputs.opaque_in(output)
@@ -155,7 +156,7 @@ def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: An
         if kept and name not in state.unsharded.known and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
             state.unsharded.known.add(name)
-    if module is state.model and not (state.computed.methods or _torch.in_backward()):
+    if module is state.model and not state.computed.methods and _torch.backward_id() == -1:
         if torch.is_grad_enabled():
             for after in state.components.after_forward:
                 after(output)

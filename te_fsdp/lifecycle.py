@@ -37,13 +37,7 @@ if TYPE_CHECKING:
 
 def parameters_of_optimizer(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParameterRecord]]:
     """Return the parameters of an optimizer that have a record of te_fsdp, with the record. Local operation."""
-    found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            facts = parameter.__dict__.get(KEY)
-            if facts:
-                found.append((parameter, facts))
-    return found
+    return Step(optimizer, (), {}).held
 
 
 class Step:
@@ -64,7 +58,13 @@ class Step:
     @functools.cached_property
     def held(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
         """Result of :func:`parameters_of_optimizer`, computed once per step."""
-        return parameters_of_optimizer(self.optimizer)
+        found = []
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                facts = parameter.__dict__.get(KEY)
+                if facts:
+                    found.append((parameter, facts))
+        return found
 
     @functools.cached_property
     def checks(self) -> CheckPoints:
@@ -160,9 +160,11 @@ def sync_tp_replicas(step: Step) -> None:
     Collective over tp. Parameters with optimizer state sharded over further axes are excluded: the optimizer's own
     hook averages their gradients first.
     """
-    broadcast_tp_gradients(
-        [p for p, facts in step.held if facts.tp_replica and facts.main_parameters is None]
-    )
+    replicas = []
+    for parameter, facts in step.held:
+        if facts.tp_replica and facts.main_parameters is None:
+            replicas.append(parameter)
+    broadcast_tp_gradients(replicas)
 
 
 @torch.no_grad()

@@ -43,7 +43,7 @@ def record_stepping_optimizer(step: Step) -> None:
     """Record the optimizer of the step, for :func:`te_fsdp.sharded_model.recover_from_exception`."""
     for state, _ in step.models:
         state.step.optimizer = weakref.ref(step.optimizer)
-        register_optimizer(step.optimizer)
+        known_optimizers().add(step.optimizer)
 
 
 def wait_for_gradients(step: Step) -> None:
@@ -97,7 +97,10 @@ def allow_mixed_parameters(step: Step) -> None:
 def has_mixed_groups(optimizer: Optimizer) -> bool:
     """Return whether torch would refuse a group's foreach and fused kernels, because only some are DTensors."""
     for group in optimizer.param_groups:
-        if len({isinstance(parameter, DTensor) for parameter in group["params"]}) == 2:
+        kinds = set[bool]()
+        for parameter in group["params"]:
+            kinds.add(isinstance(parameter, DTensor))
+        if len(kinds) == 2:
             return True
     return False
 
@@ -105,9 +108,12 @@ def has_mixed_groups(optimizer: Optimizer) -> bool:
 def count_versions(step: Step) -> None:
     """Increment version counters, which foreach and fused kernels skip for DTensors (torch 2.11 to 2.13)."""
     for _, parameters in step.models:
-        changed = zip(parameters, gradients_of(parameters), strict=True)
         # Parameters without gradients keep their version: a pending backward may still need them.
-        increment_version([parameter for parameter, gradient in changed if gradient is not None])
+        changed = []
+        for parameter, gradient in zip(parameters, gradients_of(parameters), strict=True):
+            if gradient is not None:
+                changed.append(parameter)
+        increment_version(changed)
 
 
 def undo_preparations(step: Step) -> None:

@@ -354,4 +354,8 @@ def shared_bytes(state: ShardedModel) -> int:
 
 def _all_gathers(state: ShardedModel) -> Iterable[_fsdp2_copies.CopyEngineGathers]:
     own: Any = state.components.by_class[UnitTransports]
-    return {id(t.gathers): t.gathers for t in own.by_unit.values() if t.gathers is not None}.values()
+    found = {}
+    for transport in own.by_unit.values():
+        if transport.gathers is not None:
+            found[id(transport.gathers)] = transport.gathers
+    return found.values()

@@ -56,6 +56,8 @@ class PackedLayout:
     @functools.cached_property
     def rooms(self) -> tuple[int, ...]:
         """Return the padded size of each tensor in elements."""
+        if self.align == 1:
+            return self.sizes
         return tuple([-(-size // self.align) * self.align for size in self.sizes])
 
     @functools.cached_property
@@ -84,8 +86,9 @@ class PackedLayout:
             device: Device of the buffer.
             more: Contents of the :attr:`more` extra elements.
         """
-        held = [0 if tensor is None else tensor.numel() for tensor in tensors]
-        gaps = [room - numel for room, numel in zip(self.rooms, held, strict=True)]
+        gaps = list[int]()
+        for room, tensor in zip(self.rooms, tensors, strict=True):
+            gaps.append(room if tensor is None else room - tensor.numel())
         # One zero tensor for all padding: the padding tensors are views of it.
         zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
         found = [zeros[:0]]
@@ -438,9 +441,8 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
             dist.broadcast(tensor, group=group, group_src=0)
         elif tensor.numel():
             small.setdefault(tensor.dtype, []).append(tensor)
-    for dtype, several in small.items():
-        buffer = PackedLayout(tuple(map(torch.Tensor.numel, several)))
-        packed = buffer.pack(several, dtype, several[0].device)
+    for several in small.values():
+        packed = torch.cat(list(map(torch.Tensor.flatten, several)))
         dist.broadcast(packed, group=group, group_src=0)
-        pieces = zip(several, buffer.pieces(packed), strict=True)
-        copy_all_(several, [values.view(tensor.shape) for tensor, values in pieces])
+        pieces = packed.split(list(map(torch.Tensor.numel, several)))
+        copy_all_(several, list(map(torch.Tensor.view_as, pieces, several)))

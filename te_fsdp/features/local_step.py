@@ -41,7 +41,8 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
     found: list[Replaced] = []
     if not _te.is_stock_fused_adam(optimizer) or optimizer.capturable:
         return found
-    decoupled, states, scales = optimizer.use_decoupled_grad, optimizer.state, _scales_of(optimizer)
+    decoupled, states = optimizer.use_decoupled_grad, optimizer.state
+    scales = getattr(optimizer, "_scales", {})  # of low-precision states, by parameter (TE 2.18 to 2.20)
     with without_subclasses():
         for group in optimizer.param_groups:
             members = group["params"]
@@ -71,7 +72,7 @@ def install_local_tensors(optimizer: Any) -> list[Replaced]:
 
 def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None:
     """Undo :func:`install_local_tensors`. Local operation."""
-    scales = _scales_of(optimizer)
+    scales = getattr(optimizer, "_scales", {})
     for members, place, parameter, local in replaced:
         if place < len(members) and members[place] is local:
             members[place] = parameter
@@ -81,8 +82,3 @@ def remove_local_tensors(optimizer: Optimizer, replaced: list[Replaced]) -> None
         local.grad = None
         local.__dict__.pop("decoupled_grad", None)
     replaced.clear()
-
-
-def _scales_of(optimizer: Any) -> dict[Any, Any]:
-    """Return FusedAdam's scales of low-precision states by parameter (``_scales``, TE 2.18 to 2.20)."""
-    return getattr(optimizer, "_scales", {})

@@ -235,10 +235,11 @@ class MainParameters:
         """
         if self._groups:  # a failed step has left them there
             self.restore_params(optimizer)
-        scales = getattr(optimizer, "_scales", None)  # empty without low-precision states
+        scales, count = getattr(optimizer, "_scales", None), 0  # no scales without low-precision states
         for group in optimizer.param_groups:
             live, held = group["params"], list(group["params"])
             self._groups.append((live, held))
+            count += len(held)
             live.clear()
             for parameter, pair in zip(held, self.look(held, optimizer), strict=True):
                 if pair is None:
@@ -256,8 +257,8 @@ class MainParameters:
                     rekey_scales(optimizer, parameter, pair.main)
                 self.pairs.append(pair)
                 live.append(pair.main)
-        ids = {id(parameter) for _, held in self._groups for parameter in held}
-        if len(self.known) > len(ids):  # drop parameters that the optimizer no longer has
+        if len(self.known) > count:  # drop parameters that the optimizer no longer has
+            ids = {id(parameter) for _, held in self._groups for parameter in held}
             self.known = {key: known for key, known in self.known.items() if key in ids}
         if self.averages is not None and _te.is_fused_adam(optimizer):
             # Main parameters are the main weights, so FusedAdam must not create any.
@@ -299,7 +300,7 @@ class MainParameters:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if kwargs.get("closure") is not None or any(callable(a) for a in args[1:]):
+        if kwargs.get("closure") is not None or any(map(callable, args[1:])):
             raise OrderError(
                 f"{type(optimizer).__name__}.step(closure) with main weights",
                 expected="step() after backward()",
@@ -323,13 +324,16 @@ class MainParameters:
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         cut: list[tuple[OptimizerShard, torch.Tensor]] = []
         whole: list[tuple[torch.Tensor, torch.Tensor]] = []
-        mains = _torch.local_tensors_of([pair.main for pair in self.pairs])
         with without_subclasses():  # reads .grad of DTensors without Python calls
-            for pair, main in zip(self.pairs, mains, strict=True):
-                if pair.main.grad is not None and pair.shard is not None:
-                    cut.append((pair.shard, main))
-                elif pair.main.grad is not None:
-                    whole.append((pair.local, main))
+            for pair in self.pairs:
+                main: Any = pair.main
+                if main.grad is None:
+                    continue
+                local = _torch.local_of_dtensor(main) if isinstance(main, DTensor) else main
+                if pair.shard is None:
+                    whole.append((pair.local, local))
+                else:
+                    cut.append((pair.shard, local))
         quantize_into(whole)
         if cut:
             all_gather_main_params(cut)
@@ -418,11 +422,17 @@ def _assign_without_cast(optimizer: Any, parameters: dict[int, torch.Tensor]) ->
     name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
     for group in optimizer.param_groups:
         with without_subclasses():  # attributes of DTensors are then read and set without Python calls
-            members = [p for p in group["params"] if p.dtype == torch.float32]
-            gradients = [getattr(parameters.get(id(p), p), name, None) for p in members]
-            dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
-        mains = [main for main in members if id(main) in parameters]
-        gradients = [one for main, one in zip(members, gradients, strict=True) if id(main) in parameters]
+            mains, gradients, dtypes = [], list[Any](), set[torch.dtype]()
+            for member in group["params"]:
+                if member.dtype != torch.float32:
+                    continue
+                parameter = parameters.get(id(member))
+                gradient = getattr(member if parameter is None else parameter, name, None)
+                if gradient is not None:
+                    dtypes.add(gradient.dtype)
+                if parameter is not None:
+                    mains.append(member)
+                    gradients.append(gradient)
         if len(dtypes) > 1 or optimizer.capturable:
             gradients = _torch.in_dtypes_of(gradients, mains)
         with without_subclasses():

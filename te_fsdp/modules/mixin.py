@@ -25,12 +25,12 @@ from te_fsdp.lifecycle import mark_replaced, track_replaced_parameters
 from te_fsdp.modules.extra_state import decode_extra_state, encode_extra_state
 from te_fsdp.quantized.boxed import describe_shards
 from te_fsdp.quantized.fsdp_hooks import (
-    GATHERS,
     check_shard_fits,
     gather_missing_direction,
     mark_unsharded,
     release_function_of,
 )
+from te_fsdp.quantized.gather_metadata import GATHERS
 from te_fsdp.quantized.shards import register_shard, sync_quantizers_with_history
 from te_fsdp.records import (
     BINDING,
@@ -246,7 +246,8 @@ class MeshModule(torch.nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run TE's forward on local tensors."""
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
-        if binding is None:
+        # TE's containers have no parameters of their own.
+        if binding is None or (binding.amax.group is None and not self._parameters):
             return super().forward(*args, **kwargs)
         if binding.amax.group is None:
             return self._forward(binding, *args, **kwargs)
@@ -254,12 +255,12 @@ class MeshModule(torch.nn.Module):
             return self._forward(binding, *args, **kwargs)
 
     def _forward(self, binding: ModuleBinding, *args: Any, **kwargs: Any) -> Any:
-        if not self._parameters:  # TE's containers have no parameters of their own
+        if not self._parameters:
             return super().forward(*args, **kwargs)
         if binding.on_meta:
             check_initialised(self._parameters.items(), binding.name)
             binding.on_meta = False
-        if binding.fsdp.is_managed and _torch.in_backward():
+        if binding.fsdp.is_managed and _torch.backward_id() != -1:  # in_backward(), without a Python call
             gather_missing_direction(self, binding)
         with local_parameters(self, binding) as local:
             output = super().forward(*args, **kwargs)

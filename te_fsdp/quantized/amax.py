@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from te_fsdp.lifecycle import Step
     from te_fsdp.records import ParameterRecord
 
-_AMAX_GROUP = "_te_fsdp_amax_group"
+AMAX_GROUP = "_te_fsdp_amax_group"
 #: Attribute of quantizers: how many quantizations into their tensors were counted (``write_counts.py``).
 WRITES = "_te_fsdp_writes"
-_COPIED_ATTRIBUTES = (_AMAX_GROUP, CLONES, WRITES)
-_ATTRIBUTE = PATCHES["group"].attribute
+_COPIED_ATTRIBUTES = (AMAX_GROUP, CLONES, WRITES)
+TE_AMAX_GROUP = PATCHES["group"].attribute
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
 
@@ -54,11 +54,11 @@ def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
         if has_amax_group(tensor, group_name):
             return
         keep_amax_group_in_copies()
-    tensor.__dict__.pop(_ATTRIBUTE, None)
+    tensor.__dict__.pop(TE_AMAX_GROUP, None)
     for quantizer in _te.all_one_scale_quantizers(tensor):
         _te.set_quantizer_amax_group(quantizer, None)
         if group_name is not None:
-            quantizer.__dict__[_AMAX_GROUP] = group_name
+            quantizer.__dict__[AMAX_GROUP] = group_name
 
 
 def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
@@ -67,8 +67,8 @@ def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
     return (
         group_name is not None
         and quantizer is not None
-        and quantizer.__dict__.get(_AMAX_GROUP) == group_name
-        and _ATTRIBUTE not in tensor.__dict__
+        and quantizer.__dict__.get(AMAX_GROUP) == group_name
+        and TE_AMAX_GROUP not in tensor.__dict__
         and not getattr(quantizer, _te.REDUCES_AMAX, False)
     )
 
@@ -76,7 +76,7 @@ def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
 def amax_group_name(tensor: torch.Tensor) -> str | None:
     """Return the group name set by :func:`set_amax_group`, or ``None``. Local operation."""
     found = _te.one_scale_quantizers(_te.quantizer_of(tensor))
-    return found[0].__dict__.get(_AMAX_GROUP) if found else None
+    return found[0].__dict__.get(AMAX_GROUP) if found else None
 
 
 # [Note: amax of delayed scaling] Delayed scaling does not read the group. A write stores this rank's amax in
@@ -91,8 +91,8 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
     by_group: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         quantizer: Any = getattr(tensor, _te.QUANTIZER, None)
-        if _te.has_amax_history(type(quantizer)) and _AMAX_GROUP in quantizer.__dict__:
-            by_group.setdefault(quantizer.__dict__[_AMAX_GROUP], []).append(quantizer.amax)
+        if _te.has_amax_history(type(quantizer)) and AMAX_GROUP in quantizer.__dict__:
+            by_group.setdefault(quantizer.__dict__[AMAX_GROUP], []).append(quantizer.amax)
     for name, amaxes in by_group.items():
         reduce_max(amaxes, _torch.group_by_name(name))
 
@@ -121,15 +121,15 @@ def keep_amax_group_in_copies() -> None:
 def _get_group(self: Any) -> Any:
     """Return the group of the quantizer's name, or the group that TE has set."""
     quantizer = self._quantizer
-    name = None if quantizer is None else quantizer.__dict__.get(_AMAX_GROUP)
-    return self.__dict__.get(_ATTRIBUTE) if name is None else _torch.group_by_name(name)
+    name = None if quantizer is None else quantizer.__dict__.get(AMAX_GROUP)
+    return self.__dict__.get(TE_AMAX_GROUP) if name is None else _torch.group_by_name(name)
 
 
 def _set_group(self: Any, group: Any) -> None:
     """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
     quantizer = self._quantizer
-    if quantizer is None or _AMAX_GROUP not in quantizer.__dict__:
-        self.__dict__[_ATTRIBUTE] = group
+    if quantizer is None or AMAX_GROUP not in quantizer.__dict__:
+        self.__dict__[TE_AMAX_GROUP] = group
 
 
 def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -148,7 +148,7 @@ def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
         result = stock(self, src, dst, **kwargs)
-        if _AMAX_GROUP in self.__dict__ and self is _te.quantizer_of(dst):
+        if AMAX_GROUP in self.__dict__ and self is _te.quantizer_of(dst):
             reduce_newest_amax([dst])
         return result
 
@@ -159,7 +159,7 @@ def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], di
     @functools.wraps(stock)
     def __getstate__(self: Any) -> dict[str, Any]:
         # In another process the name may refer to different ranks.
-        return {key: value for key, value in stock(self).items() if key not in (_AMAX_GROUP, WRITES)}
+        return {key: value for key, value in stock(self).items() if key not in (AMAX_GROUP, WRITES)}
 
     return __getstate__
 
@@ -388,7 +388,7 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     groups: dict[str | None, Any] = {}  # by name, because most weights share one group
     requests = []
     for target, own, value in current:
-        name = own.__dict__.get(_AMAX_GROUP)
+        name = own.__dict__.get(AMAX_GROUP)
         if name is None or name not in groups:
             groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
         requests.append(PendingQuantization(value, own, groups[name]))

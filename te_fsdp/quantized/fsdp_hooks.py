@@ -11,7 +11,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,11 +21,18 @@ from te_fsdp.layout import ParameterRule
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
 from te_fsdp.quantized.amax import has_amax_group, patch_empty_shards, set_amax_group, share_scale
 from te_fsdp.quantized.components import (
-    BufferLocations,
     bytes_of_ranks,
     components_of,
     keep_rowwise_only,
     pack_bytes,
+)
+from te_fsdp.quantized.gather_metadata import (
+    GATHERS,
+    CustomGather,
+    GatherMetadata,
+    Packed,
+    Replay,
+    replay_gather,
 )
 from te_fsdp.quantized.shards import attach_amax_group, check_weight_mesh
 from te_fsdp.records import BINDING, ModuleBinding, is_replicated
@@ -35,7 +42,7 @@ from te_fsdp.upstream import (
     te as _te,
     torch_dtensor as _torch,
 )
-from te_fsdp.upstream.fsdp2_settled import gather_conditions
+from te_fsdp.upstream.fsdp2_settled import pass_of
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
 from te_fsdp.upstream.patches import apply_patch, apply_patch_to
 from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
@@ -49,8 +56,6 @@ if TYPE_CHECKING:
 
 #: Attribute of the local tensor of an unsharded weight: its format. It stays after resharding.
 GATHERED = "_te_fsdp_gathered"
-#: Attribute of the local tensor of a quantized shard: its cached gather metadata.
-GATHERS = "_te_fsdp_gathers"
 
 
 # [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after
@@ -165,77 +170,6 @@ def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options:
     return zeros
 
 
-class _GatherMetadata(NamedTuple):
-    """Metadata shared by all all-gathers of a shard, computed in the first one and cached on the shard (``GATHERS``).
-
-    It is recomputed for a shard that replaces another one in its module (``MeshModule._on_replace``),
-    and if one of the first three fields has changed. TE replaces the quantizer when the length of delayed
-    scaling's history changes, so only its kind is cached. Its group name is checked in every all-gather.
-    """
-
-    weight_mesh: int  #: ``id`` of the binding's weight mesh, which is set at most once
-    mesh: int  #: ``id`` of the all-gather's mesh, which FSDP2 keeps with the shard
-    whole: torch.Size  #: Shape of the unsharded weight
-    row: Format
-    has_one_scale: bool  #: Whether the amax of the unsharded weight is reduced over a group
-    group: str | None  #: Name of that group; ``None`` if the weight is not sharded
-    is_unconverted: bool  #: Whether FSDP2 gathers TE's buffers without conversion
-    unit: weakref.ref[Any]  #: FSDP2's parameter group, whose state TE's hook reads
-    replays: dict[tuple[Any, ...], _Replay]  #: Results of TE's hook by :func:`gather_conditions`
-
-
-# [Note: replays] TE's hook of a float8 shard returns attributes of the shard and flags. It reads the state of
-# FSDP2's group and the quantizer's usages. The second call under equal conditions therefore reads the
-# attributes of the first. TE's hook would search the group of FSDP2 and that of the mesh in each all-gather.
-class _Replay(NamedTuple):
-    """Result of TE's hook of a float8 shard: attributes of the shard and constants ([Note: replays])."""
-
-    inputs: tuple[str, ...]  #: Attributes that are sent
-    constants: tuple[Any, ...]  #: TE's metadata, with ``None`` for attributes
-    attributes: tuple[tuple[int, str], ...]  #: Their places in the metadata, and their names
-
-    @classmethod
-    def of(cls, shard: torch.Tensor, inputs: Sequence[Any], metadata: Any) -> _Replay | None:
-        """Return the replay of a result, or ``None`` if it contains other objects."""
-        if not isinstance(metadata, tuple):
-            return None
-        names = {id(value): name for name, value in vars(shard).items()}
-        is_constant = [value is None or isinstance(value, (bool, int, str)) for value in metadata]
-        places = [place for place, constant in enumerate(is_constant) if not constant]
-        if not all(id(value) in names for value in (*inputs, *[metadata[place] for place in places])):
-            return None
-        constants = tuple(
-            [v if constant else None for v, constant in zip(metadata, is_constant, strict=True)]
-        )
-        sent = tuple([names[id(value)] for value in inputs])
-        return cls(sent, constants, tuple([(place, names[id(metadata[place])]) for place in places]))
-
-    def run(self, shard: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
-        """Return the result for the shard's present attributes."""
-        own, metadata = shard.__dict__, list(self.constants)
-        for place, name in self.attributes:
-            metadata[place] = own[name]
-        return tuple(map(own.__getitem__, self.inputs)), tuple(metadata)
-
-
-class _Packed(NamedTuple):
-    """Layout of packed tensors of a shard along columns."""
-
-    shape: tuple[int, int]  #: Shape of the shard
-    places: BufferLocations
-    #: Shape of a rank's buffer, and columns of the unsharded buffer with padding
-    buffers: list[tuple[torch.Size, int]]
-
-
-class _CustomGather(NamedTuple):
-    """Metadata of an all-gather that converts TE's buffers in one of three ways."""
-
-    metadata: Any  #: TE's metadata
-    buffers: tuple[torch.Tensor, ...] = ()  #: TE's buffers, for a shard on a single rank
-    rows: int = 0  #: Rows of the unsharded weight, for uneven shards
-    packed: _Packed | None = None  #: Layout, for shards along columns
-
-
 def patch_fsdp_hooks() -> None:
     """Wrap the hooks of every quantized tensor class with hooks. Only the first call per class has an effect."""
     patch_empty_shards()
@@ -273,7 +207,13 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         binding: ModuleBinding | None = None if module is None else module.__dict__.get(BINDING)
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        known: _GatherMetadata | None = self.__dict__.get(GATHERS)
+        known: GatherMetadata | None = self.__dict__.get(GATHERS)
+        state = None if known is None or known.unit() is None else pass_of(known.unit())
+        if (
+            state is not None
+            and (replayed := replay_gather(self, mesh, orig_size, module, state)) is not None
+        ):
+            return replayed
         now = id(binding.weight_mesh), id(mesh), orig_size
         if known is not None and known[:3] != now:
             known = None
@@ -283,14 +223,6 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
             keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
         # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
         again = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
-        conditions: tuple[Any, ...] | None = None
-        if known is not None and known.is_unconverted and known.row.block == 1 and not again:
-            if known.has_one_scale and not has_amax_group(self, known.group):
-                set_amax_group(self, known.group)
-            conditions = gather_conditions(known.unit(), self._quantizer)  # type: ignore[missing-attribute]
-            replay = known.replays.get(conditions)
-            if replay is not None:
-                return replay.run(self)
         # Gathers for backward must bring both directions where the module runs its forward again there.
         group = _te.fsdp_group_of(module) if again and _te.gathers_one_direction(self) else None
         both = group is not None and _torch.in_backward()
@@ -305,10 +237,13 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         elif known.has_one_scale and not has_amax_group(self, known.group):
             # TE's hook has set FSDP2's group, or the weight has a new quantizer.
             set_amax_group(self, known.group)
+        can_replay = known.row.block == 1 and (known.is_unconverted or known.nothing is not None)
+        if state is not None and can_replay and not again:
+            replay, quantizer = Replay.of(self, inputs, metadata), _te.quantizer_of(self)
+            if replay is not None:
+                known.replays[(*state, quantizer.rowwise_usage, quantizer.columnwise_usage)] = replay
         if not known.is_unconverted:
             inputs, metadata = _customize_gather(self, inputs, metadata, mesh, orig_size)
-        elif conditions is not None and (replay := _Replay.of(self, inputs, metadata)) is not None:
-            known.replays[conditions] = replay
         if group is not None:
             _fsdp2.resize_all_gather_outputs(group, self, [mesh.size() * buffer.numel() for buffer in inputs])
         return inputs, metadata
@@ -324,7 +259,7 @@ def _build_gather_metadata(
     binding: ModuleBinding,
     mesh: DeviceMesh,
     now: tuple[int, int, torch.Size],
-) -> _GatherMetadata:
+) -> GatherMetadata:
     """Build and cache the gather metadata of a shard. Same collective as :func:`check_weight_mesh`."""
     check_weight_mesh(binding, module, shard)
     attach_amax_group(shard, binding)
@@ -338,7 +273,8 @@ def _build_gather_metadata(
     keep_rowwise_only(shard)  # no effect if te_fsdp.fully_shard and materialize did so already
     group = _te.fsdp_group_of(module)
     unit, as_it_is = weakref.ref(group), ranks > 1 and is_even
-    known = _GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {})
+    nothing = torch.empty(0, dtype=torch.uint8, device=shard.device) if ranks == 1 else None
+    known = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
     shard.__dict__[GATHERS] = known
     return known
 
@@ -349,18 +285,18 @@ def _customize_gather(
     metadata: Any,
     mesh: DeviceMesh,
     orig_size: torch.Size,
-) -> tuple[tuple[torch.Tensor, ...], _CustomGather]:
+) -> tuple[tuple[torch.Tensor, ...], CustomGather]:
     """Return the buffers that TE would gather, converted if FSDP2 cannot gather them directly."""
     ranks = mesh.size()
     # FSDP2 copies only the first of several buffers then (pytorch PR #197999). Nothing is sent, and the
     # unsharded weight uses the shard's own buffers.
     if ranks == 1:
         nothing = torch.empty(0, dtype=torch.uint8, device=inputs[0].device)
-        return (nothing,), _CustomGather(metadata, buffers=inputs)
+        return (nothing,), CustomGather(metadata, buffers=inputs)
     # Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape.
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
         inputs, packed = _pack_columns(shard, inputs, ranks)
-        return inputs, _CustomGather(metadata, packed=packed)
+        return inputs, CustomGather(metadata, packed=packed)
     # FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows
     # that the unsharded weight omits.
     share_scale(shard, mesh, orig_size[0])
@@ -369,12 +305,12 @@ def _customize_gather(
         if data.shape[0] < rows:
             data = torch.cat([data, data.new_zeros((rows - data.shape[0], *data.shape[1:]))])
         padded.append(data)
-    return tuple(padded), _CustomGather(metadata, rows=orig_size[0])
+    return tuple(padded), CustomGather(metadata, rows=orig_size[0])
 
 
 def _pack_columns(
     local: torch.Tensor, inputs: tuple[torch.Tensor, ...], ranks: int
-) -> tuple[tuple[torch.Tensor, ...], _Packed]:
+) -> tuple[tuple[torch.Tensor, ...], Packed]:
     """Return packed tensors of the unpadded buffers that TE would gather from a shard (M, K / ranks)."""
     rows, columns = local.shape
     known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
@@ -388,10 +324,10 @@ def _pack_columns(
             whole = int(sizes[-1])
         buffers.append((component.tensor.shape, whole))
     flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
-    return tuple(flat[0] for flat in flats), _Packed((rows, columns), places, buffers)
+    return tuple(flat[0] for flat in flats), Packed((rows, columns), places, buffers)
 
 
-def _join_columns(outputs: tuple[torch.Tensor, ...], packed: _Packed) -> tuple[torch.Tensor, ...]:
+def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[torch.Tensor, ...]:
     """Return the buffers of the unsharded weight as new tensors, in TE's order and shapes."""
     rows, columns = packed.shape
     ranks = outputs[0].numel() // (rows * columns)
@@ -419,9 +355,9 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         # From the second all-gather on, FSDP2 passes `out` as the DTensor around the unsharded weight. TE
         # would set the gathered buffers on that wrapper, and kernels would keep reading the old ones.
-        target = _torch.local_of(out) if isinstance(out, DTensor) else out
+        target = _torch.local_of_dtensor(out) if isinstance(out, DTensor) else out
         buffers, own, inner = all_gather_outputs, metadata, None
-        if isinstance(metadata, _CustomGather):
+        if isinstance(metadata, CustomGather):
             # FSDP2 must not free the shard's memory.
             buffers, own, inner = metadata.buffers, metadata.metadata, ()
             if metadata.rows:
@@ -432,7 +368,7 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
                 buffers = _join_columns(all_gather_outputs, metadata.packed)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
         # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
-        known: _GatherMetadata | None = self.__dict__.get(GATHERS)
+        known: GatherMetadata | None = self.__dict__.get(GATHERS)
         row = _te.format_of(self) if known is None else known.row
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
             if getattr(tensor, buffer.attribute) is None:

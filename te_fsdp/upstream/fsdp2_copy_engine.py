@@ -34,7 +34,7 @@ import torch
 from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
-from te_fsdp.upstream.fsdp2_settled import call_all_gather_hook, takes_all
+from te_fsdp.upstream.fsdp2_settled import call_all_gather_hook, replayed_inputs, takes_all
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, owners_of
 from te_fsdp.upstream.torch_dtensor import copy_all_, local_of, local_of_dtensor
 
@@ -225,7 +225,7 @@ class CopyEngineGathers:
         if held is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, held):
             with torch.no_grad():
                 for managed in group.fsdp_params:
-                    _inputs(managed)  # hooks must run before they receive the gathered tensors
+                    _inputs(group, managed)  # hooks must run before they receive the gathered tensors
             group._all_gather_result = _PendingCopy(None)
             return
         in_pass = phase in ("FORWARD", "PRE_BACKWARD")
@@ -324,7 +324,7 @@ class CopyEngineGathers:
         records, gather = group.fsdp_params, self._gathers.get(id(group))
         plain = torch.Tensor
         sent = [
-            [m._sharded_param_data] if type(m.sharded_param._local_tensor) is plain else _inputs(m)
+            [m._sharded_param_data] if type(m.sharded_param._local_tensor) is plain else _inputs(group, m)
             for m in records
         ]
         if gather is not None and gather.is_same(records, sent):
@@ -454,8 +454,11 @@ def _current_stream(group: Any) -> Any:
     return group.device_handle.current_stream(group.device.index)
 
 
-def _inputs(managed: Any) -> list[torch.Tensor]:
+def _inputs(group: Any, managed: Any) -> list[torch.Tensor]:
     """Return the sent tensors of a shard. ``FSDPParam.all_gather_inputs`` inspects hook signatures each time."""
+    replayed = replayed_inputs(group, managed)
+    if replayed is not None:
+        return replayed
     local = local_of_dtensor(managed.sharded_param)
     if not takes_all(type(local)):
         return managed.all_gather_inputs if has_all_gather_hooks(local) else [managed._sharded_param_data]

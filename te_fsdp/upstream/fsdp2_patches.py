@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_gradients import sharded_params
+from te_fsdp.upstream.fsdp2_settled import shorten_gradients
 from te_fsdp.upstream.fsdp2_units import (
     fsdp_parameter_groups,
     managed_fsdp_params,
@@ -66,14 +67,19 @@ def _post_backward(group: Any, stock: Callable[..., None], listeners: Any, *args
     # The method itself runs also for microbatches whose gradients FSDP2 accumulates without a reduction.
     reduces = group.reduce_grads
     before, after, ended = listeners if reduces else ((), (), listeners[2])
-    # The last one added runs first, so that FSDP2 follows directly on the first one added.
-    for call in reversed(before):
-        call(group)
-    flags = group.__dict__.get(FLAGS) if reduces else None
-    if flags is None:
-        stock(*args)
-    else:
-        flags.reduce_with(group, stock, *args)
+    shortened = shorten_gradients(group) if reduces else ()
+    try:
+        # The last one added runs first, so that FSDP2 follows directly on the first one added.
+        for call in reversed(before):
+            call(group)
+        flags = group.__dict__.get(FLAGS) if reduces else None
+        if flags is None:
+            stock(*args)
+        else:
+            flags.reduce_with(group, stock, *args)
+    finally:
+        for own in shortened:
+            del own["to_sharded_dtensor"]
     for call in (*after, *ended):
         call(group)
 

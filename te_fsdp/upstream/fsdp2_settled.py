@@ -149,9 +149,14 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots])
 # --------------------------------------------------------------------------------------------- records of parameters
 
 
-def shorten_fsdp_calls(group: Any) -> None:
+#: Attribute of a parameter group: the function that it got as ``replay``.
+_REPLAY = "_te_fsdp_replay"
+
+
+def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     """Replace per-parameter calls of FSDP2 on a parameter group's records by a single call or none. Local operation.
 
+    ``replay`` returns the result of a quantized shard's all-gather hook without device work, or ``None`` to call it.
     Call this before other replacements of a group's ``unshard`` and ``wait_for_unshard``.
     """
     # For torch 2.11 to 2.14, whose records have ``accumulate_unsharded_grad_if_needed``. Later versions are
@@ -159,8 +164,9 @@ def shorten_fsdp_calls(group: Any) -> None:
     known = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
     if not all(known) or getattr(group.mesh_info, "is_spmd_mesh", False):
         return
+    group.__dict__[_REPLAY] = replay
     for managed in group.fsdp_params:
-        managed.__class__ = _with_shortcuts(type(managed))
+        managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
     alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
     wait = _wait_alone if alone else _wait_for_unshard
     group.wait_for_unshard = functools.partial(wait, group, group.wait_for_unshard)
@@ -177,13 +183,19 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
     """Replace ``FSDPParamGroup.unshard`` without a call per plain shard. Same collective."""
     if group._all_gather_result is not None or group._sharded_state is _UNSHARDED:
         return
+    replay, now = group.__dict__[_REPLAY], pass_of(group)
     for managed in group.fsdp_params:
-        if (
-            type(managed.sharded_param._local_tensor) is torch.Tensor
-            and managed.param_dtype is None
-            and managed.sharded_state is _SHARDED
-            and not managed.offload_to_cpu
-        ):
+        if managed.sharded_state is not _SHARDED or managed.offload_to_cpu:
+            continue
+        local = managed.sharded_param._local_tensor
+        if type(local) is not torch.Tensor:  # as replayed_inputs, without its call
+            mesh, module = managed.shard_mesh_from_root, managed._module_info.module
+            found = replay(local, mesh, managed._orig_size, module, now)
+            if found is not None:
+                tensors, managed._extensions_data.all_gather_metadata = found
+                managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
+                managed.__dict__["all_gather_inputs"] = list(map(_flat, tensors))
+        elif managed.param_dtype is None:
             # For a plain shard the property would return just this, after several calls.
             managed.__dict__["all_gather_inputs"] = [managed._sharded_param_data]
     try:
@@ -198,13 +210,27 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
     if group._all_gather_result is None:
         return
     for managed in group.fsdp_params:
-        own = managed.__dict__
-        if "_unsharded_param" in own and type(managed.sharded_param._local_tensor) is torch.Tensor:
+        own, outputs, local = (
+            managed.__dict__,
+            managed.all_gather_outputs,
+            managed.sharded_param._local_tensor,
+        )
+        views, extensions = own.get(_VIEWS), own.get("_extensions_data")
+        if "_unsharded_param" in own and type(local) is torch.Tensor:
             # The unsharded parameter is a view of the outputs, whose memory is allocated below: nothing is
             # left to do.
             own["init_unsharded_param"] = _nothing
-        outputs = managed.all_gather_outputs
-        for tensor in outputs:
+        elif (
+            views is not None and views[0] is outputs and views[1] == tuple(extensions.all_gather_input_sizes)
+        ):
+            own["init_unsharded_param"] = functools.partial(
+                local.fsdp_post_all_gather,
+                views[2],
+                extensions.all_gather_metadata,
+                managed.param_dtype or managed.orig_dtype,
+                out=own["_unsharded_param"],
+            )
+        for tensor in (*outputs, *managed._unsharded_inner_tensors):
             storage, size = tensor.untyped_storage(), tensor.nbytes
             if storage.nbytes() != size:
                 storage.resize_(size)
@@ -214,7 +240,8 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
         stock()
     finally:
         for managed in group.fsdp_params:
-            managed.__dict__.pop("init_unsharded_param", None)
+            if managed.__dict__.pop("init_unsharded_param", _nothing) is not _nothing:
+                managed._extensions_data.clear()
             managed.__dict__.pop("alloc_all_gather_outputs", None)
 
 
@@ -228,17 +255,27 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         stock()
         return
     has_copied = False
+    replay, now = group.__dict__[_REPLAY], pass_of(group)
     for managed in group.fsdp_params:
-        outputs = managed.all_gather_outputs
+        outputs, local, found = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
         if (
             outputs
             and outputs[0] is managed._sharded_param_data
             and "_unsharded_param" in managed.__dict__
-            and type(managed.sharded_param._local_tensor) is torch.Tensor
+            and type(local) is torch.Tensor
             and managed.param_dtype is None
         ):
             continue
-        has_copied, data = True, managed.all_gather_inputs[0]
+        has_copied, views = True, managed.__dict__.get(_VIEWS)
+        if views is not None and views[0] is outputs:
+            mesh, module = managed.shard_mesh_from_root, managed._module_info.module
+            found = replay(local, mesh, managed._orig_size, module, now)
+        if found is not None and views[1] == tuple(map(_shape, found[0])) == (torch.Size([0]),):
+            # A quantized shard sends nothing, and its unsharded weight uses its buffers.
+            dtype = managed.param_dtype or managed.orig_dtype
+            local.fsdp_post_all_gather(views[2], found[1], dtype, out=managed._unsharded_param)
+            continue
+        data = managed.all_gather_inputs[0]
         managed.init_all_gather_outputs([data.numel()], [data.dtype], 1, group.device)
         target = managed.all_gather_outputs[0]
         storage, size = target.untyped_storage(), target.nbytes
@@ -256,33 +293,38 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         group._wait_all_gather_streams_on_event(event)
 
 
-def _init_unsharded(managed: Any, stock: Callable[[Any], None]) -> None:
-    """Run ``FSDPParam.init_unsharded_param`` with the views that the previous all-gather made of its outputs."""
-    local, parameter = managed.sharded_param._local_tensor, managed.__dict__.get("_unsharded_param")
-    if parameter is None or type(local) is torch.Tensor or not takes_all(type(local)):
-        stock(managed)
-        return
-    for tensor in managed._unsharded_inner_tensors:
-        storage, size = tensor.untyped_storage(), tensor.nbytes
-        if storage.nbytes() != size:
-            storage.resize_(size)
-    extensions, outputs = managed._extensions_data, managed.all_gather_outputs
-    sizes, known = tuple(extensions.all_gather_input_sizes), managed.__dict__.get(_VIEWS)
-    if known is None or known[0] is not outputs or known[1] != sizes:
-        known = managed.__dict__[_VIEWS] = outputs, sizes, managed._unflatten_all_gather_outputs()
-    metadata, dtype = extensions.all_gather_metadata, managed.param_dtype or managed.orig_dtype
-    local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
-    extensions.clear()
-
-
 #: Attribute of a record: its all-gather outputs, the shapes of its inputs, and the outputs in these shapes.
 _VIEWS = "_te_fsdp_views"
 
 
+def replayed_inputs(group: Any, managed: Any) -> list[torch.Tensor] | None:
+    """Return the all-gather inputs of a quantized shard without a call of its hook, or ``None``. Local operation."""
+    replay = group.__dict__.get(_REPLAY)
+    if replay is None:
+        return None
+    found = replay(
+        managed.sharded_param._local_tensor,
+        managed.shard_mesh_from_root,
+        managed._orig_size,
+        managed._module_info.module,
+        pass_of(group),
+    )
+    if found is None:
+        return None
+    tensors, managed._extensions_data.all_gather_metadata = found
+    managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
+    return list(map(_flat, tensors))
+
+
+#: A plain gradient without a Python call. FSDP2 reads it if there is one.
+_plain_gradient: Callable[[Any], Any] = operator.attrgetter("_unsharded_param.grad")
+
+
 @functools.cache
-def _with_shortcuts(kind: Any) -> Any:
+def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
     """Return a subclass of the record class ``kind`` with shortcuts for parameters without cast, move or padding."""
     stock_inputs, stock_gradient = kind.all_gather_inputs.fget, kind.unsharded_grad_data.fget
+    stock_init = kind.init_unsharded_param
 
     class AllGatherInputs:
         """A property that an instance attribute of the same name overrides."""
@@ -297,22 +339,29 @@ def _with_shortcuts(kind: Any) -> Any:
                 or not takes_all(type(local))
             ):
                 return stock_inputs(managed)
-            tensors, metadata = local.fsdp_pre_all_gather(  # as call_all_gather_hook does, with one call less
-                managed.shard_mesh_from_root,
-                managed._orig_size,
-                managed._contiguous_orig_stride,
-                managed._module_info.module,
-                managed.mp_policy,
-            )
-            managed._extensions_data.all_gather_metadata = metadata
-            managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
-            return list(map(_flat, tensors))
+            return list(map(_flat, call_all_gather_hook(managed, local)))
+
+    def init_unsharded_param(self: Any) -> None:
+        # Uses the views that the previous all-gather made of its outputs.
+        local, parameter = self.sharded_param._local_tensor, self.__dict__.get("_unsharded_param")
+        if parameter is None or type(local) is torch.Tensor or not takes_all(type(local)):
+            stock_init(self)
+            return
+        for tensor in self._unsharded_inner_tensors:
+            storage, size = tensor.untyped_storage(), tensor.nbytes
+            if storage.nbytes() != size:
+                storage.resize_(size)
+        extensions, outputs = self._extensions_data, self.all_gather_outputs
+        sizes, known = tuple(extensions.all_gather_input_sizes), self.__dict__.get(_VIEWS)
+        if known is None or known[0] is not outputs or known[1] != sizes:
+            known = self.__dict__[_VIEWS] = outputs, sizes, self._unflatten_all_gather_outputs()
+        metadata, dtype = extensions.all_gather_metadata, self.param_dtype or self.orig_dtype
+        local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
+        extensions.clear()
 
     def unsharded_grad_data(self: Any) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             gradient = self._unsharded_param.grad
-        if not self.is_dtensor and gradient is not None:
-            return gradient
         # With equal placements FSDP2 would redistribute nothing, but call DTensor for it.
         if type(gradient) is DTensor and gradient._spec.placements == self._unsharded_param._spec.placements:
             return gradient._local_tensor
@@ -325,12 +374,30 @@ def _with_shortcuts(kind: Any) -> Any:
         return new_dtensor(DTensor, tensor, self._sharding_spec, requires_grad=False)
 
     answers = {
-        "init_unsharded_param": lambda self: _init_unsharded(self, kind.init_unsharded_param),
+        "init_unsharded_param": init_unsharded_param,
         "all_gather_inputs": AllGatherInputs(),
-        "unsharded_grad_data": property(unsharded_grad_data),
+        "unsharded_grad_data": property(unsharded_grad_data if is_dtensor else _plain_gradient),
         "to_sharded_dtensor": to_sharded_dtensor,
     }
     return type(kind.__name__, (kind,), answers)
+
+
+def shorten_gradients(group: Any) -> list[dict[str, Any]]:
+    """Let a reduction make the DTensor of each gradient without a call of te_fsdp. Local operation.
+
+    FSDP2 calls ``FSDPParam.to_sharded_dtensor`` with views of the parameters' shapes. Records with a function of their
+    own are not changed. Return the attributes of the changed records, to delete ``to_sharded_dtensor`` after it.
+    """
+    changed = []
+    for managed in group.fsdp_params if _REPLAY in group.__dict__ else ():
+        own = managed.__dict__
+        if "to_sharded_dtensor" not in own:
+            spec = managed._sharding_spec
+            own["to_sharded_dtensor"] = functools.partial(
+                new_dtensor, DTensor, spec=spec, requires_grad=False
+            )
+            changed.append(own)
+    return changed
 
 
 def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
@@ -348,14 +415,11 @@ def call_all_gather_hook(managed: Any, local: Any) -> Sequence[torch.Tensor]:
     return tensors
 
 
-def gather_conditions(group: Any, quantizer: Any) -> tuple[bool, ...]:
-    """Return what TE's all-gather hook of a float8 shard reads besides the shard (``_training_state``)."""
-    # These are the pass, whether the unit stays unsharded between forward and backward, and the quantizer's
-    # usages.
+def pass_of(group: Any) -> tuple[bool, bool]:
+    """Return whether a group is gathered before backward, and whether it stays unsharded after forward."""
+    # TE's all-gather hook reads both (``FSDPParamGroup._training_state``, ``post_forward_mesh_info``).
     # the property ``name`` of an enum runs Python code
-    before_backward = group._training_state._name_ == "PRE_BACKWARD"
-    stays = group.post_forward_mesh_info is None
-    return before_backward, stays, quantizer.rowwise_usage, quantizer.columnwise_usage
+    return group._training_state._name_ == "PRE_BACKWARD", group.post_forward_mesh_info is None
 
 
 @functools.cache

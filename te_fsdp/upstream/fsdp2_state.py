@@ -159,13 +159,12 @@ def interrupted_phase(root: nn.Module) -> str:
     Call it while neither is running.
     """
     context = (root.__dict__.get(FSDP_STATE) or fsdp_state_of(root))._state_ctx
-    states = context.all_states
-    groups = [
-        group
-        for state in states
-        for group in getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(state._modules[0])
-    ]
-    phases = {thing._training_state.name for thing in (*states, *groups)}
+    phases = set()
+    # ``_name_``: the property ``name`` of an enum runs Python code.
+    for state in context.all_states:
+        phases.add(state._training_state._name_)
+        for group in getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(state._modules[0]):
+            phases.add(group._training_state._name_)
     if context.post_backward_final_callback_queued or phases & {"PRE_BACKWARD", "POST_BACKWARD"}:
         return "backward"
     return "forward" if context.iter_forward_root is not None or "FORWARD" in phases else ""

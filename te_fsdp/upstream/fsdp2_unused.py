@@ -213,8 +213,13 @@ def unify_gradient_dtypes(group: Any) -> None:
 
 
 def _in_one_dtype(group: Any) -> None:
-    records = [m for m in group.fsdp_params if "unsharded_accumulated_grad" in vars(m)]
-    added = [m.unsharded_accumulated_grad for m in records if m.unsharded_accumulated_grad is not None]
+    records, added = [], []
+    for managed in group.fsdp_params:
+        own = managed.__dict__
+        if "unsharded_accumulated_grad" in own:
+            records.append(managed)
+            if own["unsharded_accumulated_grad"] is not None:
+                added.append(own["unsharded_accumulated_grad"])
     for managed in records if added else ():
         parameter = managed._unsharded_param
         if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:

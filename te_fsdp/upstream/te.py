@@ -365,12 +365,13 @@ def fused_adam_class() -> list[type]:
 
 def is_fused_adam(optimizer: object) -> bool:
     """Return whether an optimizer is TE's FusedAdam, which can keep main weights itself."""
-    return is_loaded() and isinstance(optimizer, te().optimizers.FusedAdam)
+    # is_loaded(), without its call: these two run in every step.
+    return "transformer_engine.pytorch" in sys.modules and isinstance(optimizer, te().optimizers.FusedAdam)
 
 
 def is_stock_fused_adam(optimizer: object) -> bool:
     """Return whether an optimizer is exactly TE's FusedAdam. A subclass may override ``step``."""
-    return is_loaded() and type(optimizer) is te().optimizers.FusedAdam
+    return "transformer_engine.pytorch" in sys.modules and type(optimizer) is te().optimizers.FusedAdam
 
 
 def is_fused_sgd(optimizer: object) -> bool:

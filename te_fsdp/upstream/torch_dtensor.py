@@ -275,11 +275,7 @@ flatten, unflatten = tree_flatten, tree_unflatten
 
 def disable_compile(call: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a hook from ``torch.compile`` tracing. It causes a graph break and runs on real tensors."""
-
-    def plain(*args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
-    return torch.compiler.disable(plain)
+    return torch.compiler.disable(call)
 
 
 #: Context in which no dispatch mode is active (``torch.utils._python_dispatch``). Selective checkpointing is such a
@@ -330,7 +326,7 @@ def norms(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for (_, dtype), group in _by_kind(filter(torch.Tensor.numel, tensors)).items():
         within = torch.promote_types(dtype, torch.float32)
-        found += [norm.float() for norm in torch._foreach_norm(group, order, dtype=within)]
+        found += map(torch.Tensor.float, torch._foreach_norm(group, order, dtype=within))
     return found
 
 

@@ -69,17 +69,17 @@ def test_no_level_changes_a_result(pool):
 @pytest.mark.covering(always=[{"recipe": None, "mesh": "dp"}], strength=1)
 @pytest.mark.parametrize("mesh", ["dp", "tp"])
 @pytest.mark.parametrize(
-    ("recipe", "is_fused", "most"),
-    [(None, False, 0.75), ("Float8CurrentScaling", False, 0.79), ("Float8CurrentScaling", True, 0.8)],
+    ("recipe", "is_fused"),
+    [(None, False), ("Float8CurrentScaling", False), ("Float8CurrentScaling", True)],
 )
-def test_off_saves_a_quarter_of_the_calls(pool, mesh, recipe, is_fused, most):
+def test_off_saves_a_quarter_of_the_calls(pool, mesh, recipe, is_fused):
     """Of a step in steady state, and of its optimizer step. Quantization adds calls that every level makes."""
     options = {"axes": MESHES[mesh], "recipe": recipe, "is_fused": is_fused}
     default = pool.run(check_levels.calls_of_step, 2, checks="first_steps", **options)
     off = pool.run(check_levels.calls_of_step, 2, checks="off", **options)
     for part in ("all", "optimizer"):
         for now, before in zip(off, default, strict=True):
-            assert now[part] <= most * before[part], (part, off, default)
+            assert now[part] <= 0.75 * before[part], (part, off, default)
 
 
 @pytest.mark.ranks(2)

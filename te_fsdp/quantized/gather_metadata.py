@@ -1,0 +1,138 @@
+"""Cached metadata of a quantized shard's all-gathers, and all-gathers without TE's hook.
+
+:mod:`te_fsdp.quantized.fsdp_hooks` creates the metadata in the first all-gather of a shard.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from te_fsdp.quantized.amax import AMAX_GROUP, TE_AMAX_GROUP
+from te_fsdp.quantized.components import BufferLocations
+from te_fsdp.records import BINDING, ModuleBinding
+from te_fsdp.upstream import te as _te
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from te_fsdp.upstream.te_formats import Format
+
+#: Attribute of the local tensor of a quantized shard: its cached gather metadata.
+GATHERS = "_te_fsdp_gathers"
+
+
+class GatherMetadata(NamedTuple):
+    """Metadata shared by all all-gathers of a shard, computed in the first one and cached on the shard (``GATHERS``).
+
+    It is recomputed for a shard that replaces another one in its module (``MeshModule._on_replace``),
+    and if one of the first three fields has changed. TE replaces the quantizer when the length of delayed
+    scaling's history changes, so only its kind is cached. Its group name is checked in every all-gather.
+    """
+
+    weight_mesh: int  #: ``id`` of the binding's weight mesh, which is set at most once
+    mesh: int  #: ``id`` of the all-gather's mesh, which FSDP2 keeps with the shard
+    whole: torch.Size  #: Shape of the unsharded weight
+    row: Format
+    has_one_scale: bool  #: Whether the amax of the unsharded weight is reduced over a group
+    group: str | None  #: Name of that group; ``None`` if the weight is not sharded
+    is_unconverted: bool  #: Whether FSDP2 gathers TE's buffers without conversion
+    unit: weakref.ref[Any]  #: FSDP2's parameter group, whose state TE's hook reads
+    #: Results of TE's hook by the pass (``fsdp2_settled.pass_of``) and the quantizer's usages
+    replays: dict[tuple[Any, ...], Replay]
+    #: Empty tensor, which a shard on a single rank sends; ``None`` for several ranks.
+    nothing: torch.Tensor | None
+
+
+# [Note: replays] TE's hook of a float8 shard returns attributes of the shard and flags. It reads the state of
+# FSDP2's group and the quantizer's usages. The second call under equal conditions therefore reads the
+# attributes of the first. TE's hook would search the group of FSDP2 and that of the mesh in each all-gather.
+class Replay(NamedTuple):
+    """Result of TE's hook of a float8 shard: attributes of the shard and constants ([Note: replays])."""
+
+    inputs: tuple[str, ...]  #: Attributes that are sent
+    constants: tuple[Any, ...]  #: TE's metadata, with ``None`` for attributes
+    attributes: tuple[tuple[int, str], ...]  #: Their places in the metadata, and their names
+
+    @classmethod
+    def of(cls, shard: torch.Tensor, inputs: Sequence[Any], metadata: Any) -> Replay | None:
+        """Return the replay of a result, or ``None`` if it contains other objects."""
+        if not isinstance(metadata, tuple):
+            return None
+        names = {id(value): name for name, value in vars(shard).items()}
+        is_constant = [value is None or isinstance(value, (bool, int, str)) for value in metadata]
+        places = [place for place, constant in enumerate(is_constant) if not constant]
+        if not all(id(value) in names for value in (*inputs, *[metadata[place] for place in places])):
+            return None
+        constants = tuple(
+            [v if constant else None for v, constant in zip(metadata, is_constant, strict=True)]
+        )
+        sent = tuple([names[id(value)] for value in inputs])
+        return cls(sent, constants, tuple([(place, names[id(metadata[place])]) for place in places]))
+
+
+def replay_gather(
+    shard: torch.Tensor,
+    mesh: DeviceMesh,
+    orig_size: torch.Size,
+    module: nn.Module,
+    now: tuple[bool, bool],
+) -> tuple[tuple[torch.Tensor, ...], Any] | None:
+    """Return the result of a shard's all-gather hook from an earlier one ([Note: replays]), or ``None``. Local.
+
+    ``now`` is the pass of FSDP2's group (``fsdp2_settled.pass_of``).
+    """
+    own = shard.__dict__
+    known: GatherMetadata | None = own.get(GATHERS)
+    binding: ModuleBinding | None = module.__dict__.get(BINDING)
+    if (
+        known is None
+        or not known.replays
+        or binding is None
+        or known[:3] != (id(binding.weight_mesh), id(mesh), orig_size)
+        # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
+        or binding.fsdp.recomputed
+        or module.__dict__.get("checkpoint") is True
+    ):
+        return None
+    quantizer: Any = getattr(shard, _te.QUANTIZER)
+    # has_amax_group, without its call: TE's hook has set another group, or the weight has a new quantizer.
+    if known.has_one_scale and (
+        known.group is None
+        or quantizer.__dict__.get(AMAX_GROUP) != known.group
+        or TE_AMAX_GROUP in own
+        or getattr(quantizer, _te.REDUCES_AMAX, False)
+    ):
+        return None
+    replay = known.replays.get((*now, quantizer.rowwise_usage, quantizer.columnwise_usage))
+    if replay is None:
+        return None
+    metadata = list(replay.constants)
+    for place, name in replay.attributes:
+        metadata[place] = own[name]
+    inputs = tuple(map(own.__getitem__, replay.inputs))
+    if known.nothing is not None:
+        return (known.nothing,), CustomGather(tuple(metadata), buffers=inputs)
+    return inputs, tuple(metadata)
+
+
+class Packed(NamedTuple):
+    """Layout of packed tensors of a shard along columns."""
+
+    shape: tuple[int, int]  #: Shape of the shard
+    places: BufferLocations
+    #: Shape of a rank's buffer, and columns of the unsharded buffer with padding
+    buffers: list[tuple[torch.Size, int]]
+
+
+class CustomGather(NamedTuple):
+    """Metadata of an all-gather that converts TE's buffers in one of three ways."""
+
+    metadata: Any  #: TE's metadata
+    buffers: tuple[torch.Tensor, ...] = ()  #: TE's buffers, for a shard on a single rank
+    rows: int = 0  #: Rows of the unsharded weight, for uneven shards
+    packed: Packed | None = None  #: Layout, for shards along columns
