@@ -179,8 +179,10 @@ def compare_gradients_over_ep(step: Step) -> None:
             for p in parameters
             if not isinstance(p, DTensor) and (found := get_record(p)) is not None and found.grad_checks_left
         ]
+        if not scheduled:  # parameters of the model are listed in the first steps only
+            continue
         experts = [get_record(p) for p in state.parameters().values() if _is_local_expert(p)]
-        if not scheduled or not experts or (ep_mesh := experts[0].ep_mesh) is None:  # type: ignore[union-attr]
+        if not experts or (ep_mesh := experts[0].ep_mesh) is None:  # type: ignore[union-attr]
             continue
         held = [(p, gradient) for p in scheduled if (gradient := gradient_of(p)) is not None]
         apart = [(p, ratio) for p, ratio in _deviation(ep_mesh, held) if ratio > _EQUAL] if held else []
