@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.profiler import record_function
 
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, fsdp_state_of
+from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
 from te_fsdp.upstream.torch_autograd import function_transform
 
 if TYPE_CHECKING:
@@ -44,7 +45,9 @@ def profiler_range(name: str) -> Any:
 
 def shorten_hooks(unit: nn.Module) -> None:
     """Replace FSDP2's hooks of a unit by shorter ones. Call this before other replacements. Local operation."""
-    state = fsdp_state_of(unit)
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
+    # torch searches a weak dictionary in five calls, and a step requests the state several times for each unit.
+    unit.__dict__["_get_fsdp_state"] = weakref.ref(state)
     for registered, handle, name in (
         (unit._forward_pre_hooks, "_pre_forward_hook_handle", "_pre_forward"),
         (unit._forward_hooks, "_post_forward_hook_handle", "_post_forward"),

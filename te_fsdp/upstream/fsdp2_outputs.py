@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.upstream.fsdp2_units import FSDP_STATE, fsdp_state_of
+from te_fsdp.upstream.fsdp2_units import fsdp_state_of
 from te_fsdp.upstream.torch_dtensor import flatten
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def gather_in_backward_of(unit: nn.Module, tensors: list[torch.Tensor]) -> None:
 
 def is_bound_to_root(unit: nn.Module) -> bool:
     """Return whether FSDP2 has chosen the root of a unit, as it does in the first forward (``FSDPState._is_root``)."""
-    return (unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root is not None
+    return unit._get_fsdp_state()._is_root is not None  # type: ignore[operator]
 
 
 def make_root(unit: nn.Module) -> None:

@@ -13,7 +13,7 @@ import copy
 import functools
 import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,10 +21,13 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_settled import shorten_gradients
 from te_fsdp.upstream.fsdp2_units import (
+    GroupRecord,
+    Listener,
     fsdp_parameter_groups,
     managed_fsdp_params,
     owners_of,
     record_of,
+    record_of_group,
     replace_property,
 )
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
@@ -35,48 +38,43 @@ if TYPE_CHECKING:
 
 # --- FSDPParamGroup.post_backward
 
-#: Attribute of a parameter group: functions called before its reduction, after it, and after each backward.
-LISTENERS = "_te_fsdp_listeners"
-#: Attribute of a parameter group: record reduced with its gradients (``fsdp2_unused.UseFlags``).
-FLAGS = "_te_fsdp_use_flags"
-
-
-#: Function of the parameter group.
-Listener: TypeAlias = "Callable[[Any], None] | None"
-
 
 def add_reduction_listener(
-    group: Any, *, before: Listener = None, after: Listener = None, ended: Listener = None
+    group: Any,
+    *,
+    before: Listener | None = None,
+    after: Listener | None = None,
+    ended: Listener | None = None,
 ) -> None:
     """Call functions before and after a parameter group's reductions (``FSDPParamGroup.post_backward``, one wrapper).
 
     The function added last is called first before a reduction, and last after it. ``ended`` is also called after
     backwards that do not reduce.
     """
-    listeners = group.__dict__.get(LISTENERS)
-    if listeners is None:
+    record = record_of_group(group)
+    if record.listeners is None:
         # One wrapper for all listeners: each further one would cost Python calls in every backward.
-        listeners = group.__dict__[LISTENERS] = [], [], []
-        group.post_backward = functools.partial(_post_backward, group, group.post_backward, listeners)
-    for known, new in zip(listeners, (before, after, ended), strict=True):
+        record.listeners = [], [], []
+        group.post_backward = functools.partial(_post_backward, group, group.post_backward, record)
+    for known, new in zip(record.listeners, (before, after, ended), strict=True):
         if new is not None:
             known.append(new)
 
 
-def _post_backward(group: Any, stock: Callable[..., None], listeners: Any, *args: Any) -> None:
+def _post_backward(group: Any, stock: Callable[..., None], record: GroupRecord, *args: Any) -> None:
     # The method itself runs also for microbatches whose gradients FSDP2 accumulates without a reduction.
-    reduces = group.reduce_grads
+    reduces, listeners = group.reduce_grads, record.listeners
+    assert listeners is not None
     before, after, ended = listeners if reduces else ((), (), listeners[2])
     shortened = shorten_gradients(group) if reduces else ()
     try:
         # The last one added runs first, so that FSDP2 follows directly on the first one added.
         for call in reversed(before):
             call(group)
-        flags = group.__dict__.get(FLAGS) if reduces else None
-        if flags is None:
+        if record.flags is None or not reduces:
             stock(*args)
         else:
-            flags.reduce_with(group, stock, *args)
+            record.flags.reduce_with(group, stock, *args)
     finally:
         for own in shortened:
             del own["to_sharded_dtensor"]
@@ -143,9 +141,7 @@ def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
         _set_gradient_dtype(group, dtype)
         for managed in group.fsdp_params:
             if not hasattr(managed, "_sharding_spec_by_dtype"):  # torch before 2.15
-                managed.to_sharded_dtensor = functools.partial(
-                    _to_sharded, managed, managed.to_sharded_dtensor
-                )
+                managed.to_sharded_dtensor = functools.partial(_to_sharded, managed.to_sharded_dtensor, [])
 
 
 def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
@@ -156,7 +152,7 @@ def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> N
     _set_gradient_dtype(group, dtype)
 
 
-def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: torch.Tensor) -> DTensor:
+def _to_sharded(stock: Callable[[torch.Tensor], DTensor], known: list[Any], tensor: torch.Tensor) -> DTensor:
     """Run ``FSDPParam.to_sharded_dtensor`` for gradients of a different dtype than their parameter's."""
     # FSDP2 gives them the parameter's spec, which contains the parameter's dtype. DTensor operations use this
     # dtype. For example, ``lerp_`` of an optimizer with fp32 main weights would treat an fp32 gradient as
@@ -165,10 +161,9 @@ def _to_sharded(managed: Any, stock: Callable[[torch.Tensor], DTensor], tensor: 
     spec = spec_of(made)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
         return made
-    # Cached: a new spec in every backward would also fill the cache of DTensor's operations.
-    known = managed.__dict__.get("_te_fsdp_gradient_spec", (None, spec))
-    if known[0] is not spec:
-        known = managed._te_fsdp_gradient_spec = (spec, with_dtype(spec, tensor.dtype))
+    # `known` caches the parameter's spec and the gradient's: a new one in every backward would also fill the cache of DTensor's operations.
+    if not known or known[0] is not spec:
+        known[:] = spec, with_dtype(spec, tensor.dtype)
     return dtensor(tensor, known[1])
 
 
@@ -234,18 +229,18 @@ def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
 def record_shard_meshes(unit: nn.Module) -> None:
     """Cache the mesh that FSDP2 passes to all-gather hooks of a unit (``FSDPParam.shard_mesh``). Local operation."""
     # Until torch 2.12 it is a property that slices the mesh of HSDP in every all-gather of every quantized
-    # weight. This takes a tenth of the host time of a step. Later versions cache it themselves and are not
-    # changed.
+    # weight. This takes a tenth of the host time of a step. Later versions cache it in `_shard_mesh`, as
+    # this does.
     for managed in managed_fsdp_params(unit):
         is_property = isinstance(getattr(type(managed), "shard_mesh", None), property)
         if hasattr(managed, "_shard_mesh") or not is_property:
             continue
-        managed._te_fsdp_shard_mesh = managed.shard_mesh
+        managed._shard_mesh = managed.shard_mesh
         replace_property(managed, "shard_mesh", _kept_shard_mesh)
 
 
 #: Reads the cached mesh without a Python call.
-_kept_shard_mesh = operator.attrgetter("_te_fsdp_shard_mesh")
+_kept_shard_mesh = operator.attrgetter("_shard_mesh")
 
 
 # --- shards that are whole
@@ -318,7 +313,8 @@ _keep: Callable[[], Any] = tuple
 
 def skips_reduction(group: Any) -> bool:
     """Return whether a parameter group passes its gradients on (:func:`alias_single_rank_shards`)."""
-    return _reduce_single_rank in group.__dict__.get(LISTENERS, ((),))[0]
+    listeners = record_of_group(group).listeners
+    return listeners is not None and _reduce_single_rank in listeners[0]
 
 
 def single_rank_parameters(unit: torch.nn.Module) -> dict[int, bool]:
@@ -374,13 +370,9 @@ def _reduce_single_rank(group: Any) -> None:
 # --- gathers
 
 
-#: Attribute of a parameter group: object that all-gathers it instead of FSDP2.
-_GATHERS = "_te_fsdp_copies"
-
-
 def set_gather_methods(group: Any, gathers: Any) -> None:
     """Replace the all-gather and reshard methods of a parameter group. They get it and the stock method. Local."""
-    group.__dict__[_GATHERS] = gathers
+    record_of_group(group).gathers = gathers
     group.unshard = functools.partial(gathers.unshard, group, group.unshard)
     group.wait_for_unshard = functools.partial(gathers.wait_for_unshard, group, group.wait_for_unshard)
     group._to_sharded = functools.partial(gathers.to_sharded, group, group._to_sharded)
@@ -390,7 +382,7 @@ def set_gather_methods(group: Any, gathers: Any) -> None:
 
 def clear_gathers(group: Any) -> None:
     """Drop the events of a parameter group's replaced all-gather. Local operation; no all-gather may be pending."""
-    gathers = group.__dict__.get(_GATHERS)
+    gathers = record_of_group(group).gathers
     if gathers is not None:
         gathers.forget()
 

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.fsdp2_units import owners_of
+from te_fsdp.upstream.fsdp2_units import GROUP, owners_of, record_of_group
 from te_fsdp.upstream.torch_dtensor import dtensor, new_dtensor, spec_of, with_dtype
 
 if TYPE_CHECKING:
@@ -149,10 +149,6 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots])
 # --------------------------------------------------------------------------------------------- records of parameters
 
 
-#: Attribute of a parameter group: the function that it got as ``replay``.
-_REPLAY = "_te_fsdp_replay"
-
-
 def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     """Replace per-parameter calls of FSDP2 on a parameter group's records by a single call or none. Local operation.
 
@@ -164,7 +160,7 @@ def shorten_fsdp_calls(group: Any, replay: Callable[..., Any]) -> None:
     known = (hasattr(managed, "accumulate_unsharded_grad_if_needed") for managed in group.fsdp_params)
     if not all(known) or getattr(group.mesh_info, "is_spmd_mesh", False):
         return
-    group.__dict__[_REPLAY] = replay
+    record_of_group(group).replay = replay
     for managed in group.fsdp_params:
         managed.__class__ = _with_shortcuts(type(managed), managed.is_dtensor)
     alone = getattr(group.mesh_info, "shard_mesh_size", 1) == 1
@@ -183,7 +179,7 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
     """Replace ``FSDPParamGroup.unshard`` without a call per plain shard. Same collective."""
     if group._all_gather_result is not None or group._sharded_state is _UNSHARDED:
         return
-    replay, now = group.__dict__[_REPLAY], pass_of(group)
+    replay, now = group.__dict__[GROUP].replay, pass_of(group)
     for managed in group.fsdp_params:
         if managed.sharded_state is not _SHARDED or managed.offload_to_cpu:
             continue
@@ -215,7 +211,7 @@ def _wait_for_unshard(group: Any, stock: Callable[[], None]) -> None:
             managed.all_gather_outputs,
             managed.sharded_param._local_tensor,
         )
-        views, extensions = own.get(_VIEWS), own.get("_extensions_data")
+        views, extensions = own.get("gathered_views"), own.get("_extensions_data")
         if "_unsharded_param" in own and type(local) is torch.Tensor:
             # The unsharded parameter is a view of the outputs, whose memory is allocated below: nothing is
             # left to do.
@@ -255,7 +251,7 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         stock()
         return
     has_copied = False
-    replay, now = group.__dict__[_REPLAY], pass_of(group)
+    replay, now = group.__dict__[GROUP].replay, pass_of(group)
     for managed in group.fsdp_params:
         outputs, local, found = managed.all_gather_outputs, managed.sharded_param._local_tensor, None
         if (
@@ -266,7 +262,7 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
             and managed.param_dtype is None
         ):
             continue
-        has_copied, views = True, managed.__dict__.get(_VIEWS)
+        has_copied, views = True, managed.gathered_views
         if views is not None and views[0] is outputs:
             mesh, module = managed.shard_mesh_from_root, managed._module_info.module
             found = replay(local, mesh, managed._orig_size, module, now)
@@ -293,13 +289,10 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         group._wait_all_gather_streams_on_event(event)
 
 
-#: Attribute of a record: its all-gather outputs, the shapes of its inputs, and the outputs in these shapes.
-_VIEWS = "_te_fsdp_views"
-
-
 def replayed_inputs(group: Any, managed: Any) -> list[torch.Tensor] | None:
     """Return the all-gather inputs of a quantized shard without a call of its hook, or ``None``. Local operation."""
-    replay = group.__dict__.get(_REPLAY)
+    record = group.__dict__.get(GROUP)
+    replay = None if record is None else record.replay
     if replay is None:
         return None
     found = replay(
@@ -352,9 +345,9 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
             if storage.nbytes() != size:
                 storage.resize_(size)
         extensions, outputs = self._extensions_data, self.all_gather_outputs
-        sizes, known = tuple(extensions.all_gather_input_sizes), self.__dict__.get(_VIEWS)
+        sizes, known = tuple(extensions.all_gather_input_sizes), self.gathered_views
         if known is None or known[0] is not outputs or known[1] != sizes:
-            known = self.__dict__[_VIEWS] = outputs, sizes, self._unflatten_all_gather_outputs()
+            known = self.gathered_views = outputs, sizes, self._unflatten_all_gather_outputs()
         metadata, dtype = extensions.all_gather_metadata, self.param_dtype or self.orig_dtype
         local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
         extensions.clear()
@@ -374,6 +367,7 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
         return new_dtensor(DTensor, tensor, self._sharding_spec, requires_grad=False)
 
     answers = {
+        "gathered_views": None,  # the all-gather outputs, the shapes of the inputs, and the outputs in these shapes
         "init_unsharded_param": init_unsharded_param,
         "all_gather_inputs": AllGatherInputs(),
         "unsharded_grad_data": property(unsharded_grad_data if is_dtensor else _plain_gradient),
@@ -389,7 +383,7 @@ def shorten_gradients(group: Any) -> list[dict[str, Any]]:
     own are not changed. Return the attributes of the changed records, to delete ``to_sharded_dtensor`` after it.
     """
     changed = []
-    for managed in group.fsdp_params if _REPLAY in group.__dict__ else ():
+    for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
         own = managed.__dict__
         if "to_sharded_dtensor" not in own:
             spec = managed._sharding_spec
@@ -435,7 +429,8 @@ def takes_all(cls: Any) -> bool:
 def replicated_records(group: Any) -> list[Any]:
     """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation."""
     # The result changes only with the parameters, which the first all-gather creates.
-    known = group.__dict__.get(_REPLICATED)
+    record = group.__dict__.get(GROUP) or record_of_group(group)
+    known = record.replicated
     if known is not None and known[0] is group.fsdp_params:
         return known[1]
     created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
@@ -447,12 +442,8 @@ def replicated_records(group: Any) -> list[Any]:
         and spec_of(parameter).placements[0].is_replicate()
     ]
     if all(parameter is not None for _, parameter in created):
-        group.__dict__[_REPLICATED] = group.fsdp_params, found
+        record.replicated = group.fsdp_params, found
     return found
-
-
-#: Attribute of a parameter group: its list of records, and :func:`replicated_records` of it.
-_REPLICATED = "_te_fsdp_replicated"
 
 
 def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[tuple[Any, DTensor]]:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_patches import clear_gathers
 from te_fsdp.upstream.fsdp2_units import (
-    FSDP_STATE,
     find_fsdp_param,
     fsdp_parameter_groups,
     fsdp_state_of,
@@ -52,14 +51,14 @@ def can_copy_gradients_into(dtype: torch.dtype, device: str) -> bool:
 def is_unit_unsharded(unit: nn.Module) -> bool:
     """Return whether a unit's parameters are unsharded (``FSDPParamGroup.is_unsharded``)."""
     # Runs in each step for each unit, so it avoids a Python call for each group.
-    state = unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit)
+    state: Any = unit._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None) or fsdp_parameter_groups(unit)
     return any(map(operator.attrgetter("is_unsharded"), groups))
 
 
 def roots_among(units: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the units that were the first of their tree to run forward (``FSDPState._is_root``, ``None`` before)."""
-    return [unit for unit in units if (unit.__dict__.get(FSDP_STATE) or fsdp_state_of(unit))._is_root]
+    return [unit for unit in units if unit._get_fsdp_state()._is_root]  # type: ignore[operator]
 
 
 def first_sharded_parameter(unit: nn.Module) -> torch.nn.Parameter | None:
@@ -158,7 +157,7 @@ def interrupted_phase(root: nn.Module) -> str:
 
     Call it while neither is running.
     """
-    context = (root.__dict__.get(FSDP_STATE) or fsdp_state_of(root))._state_ctx
+    context = root._get_fsdp_state()._state_ctx  # type: ignore[operator]
     phases = set()
     # ``_name_``: the property ``name`` of an enum runs Python code.
     for state in context.all_states:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
@@ -15,8 +16,35 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-#: Attribute of a unit that caches :func:`fsdp_state_of`. Functions that run in each step read it themselves.
-FSDP_STATE = "_te_fsdp_fsdp_state"
+#: Function of a parameter group.
+Listener: TypeAlias = "Callable[[Any], None]"
+#: Attribute of a parameter group: its :class:`GroupRecord`.
+GROUP = "_te_fsdp_group"
+
+
+@dataclass(eq=False)
+class GroupRecord:
+    """Additions of te_fsdp to a parameter group of FSDP2 (``FSDPParamGroup``)."""
+
+    #: Functions called before a reduction, after it, and after each backward (``fsdp2_patches.py``).
+    listeners: tuple[list[Listener], list[Listener], list[Listener]] | None = None
+    replay: Any = None  #: Function that replays TE's all-gather hooks (``fsdp2_settled.py``)
+    flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
+    gathers: Any = None  #: Object that all-gathers the group instead of FSDP2
+    sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)
+    parts: tuple[Any, Any] | None = (
+        None  #: The trained records, and the parts of the gradients computed from them
+    )
+    #: The group's list of records, and those with a replicated unsharded parameter (``fsdp2_settled.py``).
+    replicated: tuple[list[Any], list[Any]] | None = None
+
+
+def record_of_group(group: Any) -> GroupRecord:
+    """Return the record of a parameter group; create it if it does not exist."""
+    record = group.__dict__.get(GROUP)
+    if record is None:
+        record = group.__dict__[GROUP] = GroupRecord()
+    return record
 
 
 def is_fsdp_module(module: nn.Module) -> bool:
@@ -30,17 +58,13 @@ def inner_units(unit: nn.Module) -> list[str]:
 
 
 def fsdp_state_of(unit: nn.Module) -> Any:
-    """Return the state that FSDP2 keeps for a unit (``FSDPModule._get_fsdp_state``)."""
-    # torch searches a weak dictionary in five calls. A step requests the state several times for each unit.
-    state = unit.__dict__.get(FSDP_STATE)
-    if state is None:
-        state = unit.__dict__[FSDP_STATE] = unit._get_fsdp_state()  # type: ignore[operator]
-    return state
+    """Return the state that FSDP2 keeps for a unit. Functions that run in each step call the method themselves."""
+    return unit._get_fsdp_state()  # type: ignore[operator]
 
 
 def fsdp_parameter_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a unit (``_fsdp_param_groups``; one ``_fsdp_param_group`` in 2.11)."""
-    state = module.__dict__.get(FSDP_STATE) or fsdp_state_of(module)
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from te_fsdp.upstream.fsdp2_patches import FLAGS, LISTENERS, add_reduction_listener
-from te_fsdp.upstream.fsdp2_units import record_of, replace_property
+from te_fsdp.upstream.fsdp2_patches import add_reduction_listener
+from te_fsdp.upstream.fsdp2_units import GROUP, record_of, record_of_group, replace_property
 from te_fsdp.upstream.torch_dtensor import dtensor, local_of, spec_of, with_dtype
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 def fill_unused(group: Any) -> None:
     """Give a parameter group's trained parameters zero gradients before it reduces, if they have none."""
     # It replaces FSDP2's ``set_reduce_scatter_unused_params``, which torch 2.11 does not have.
-    if _fill not in group.__dict__.get(LISTENERS, ((), ()))[0]:
+    listeners = record_of_group(group).listeners
+    if listeners is None or _fill not in listeners[0]:
         add_reduction_listener(group, before=_fill)
 
 
@@ -42,7 +43,7 @@ def drop_unused(group: Any) -> None:
     """
     if is_alone(group) or hasattr(group, _ORDER) or group.fsdp_params[0].offload_to_cpu:
         return
-    flags = group.__dict__[FLAGS] = UseFlags()
+    flags = record_of_group(group).flags = UseFlags()
     group.finalize_backward = functools.partial(_finalize, group, flags, group.finalize_backward)
 
 
@@ -57,7 +58,7 @@ def _finalize(group: Any, flags: UseFlags, stock: Any, *args: Any) -> None:
 
 
 def _fill(group: Any) -> None:
-    flags = group.__dict__.get(FLAGS)
+    flags = group.__dict__[GROUP].flags
     for managed in group.fsdp_params:
         parameter = getattr(managed, "_unsharded_param", None)  # None before the first all-gather
         if parameter is None or not parameter.requires_grad:
@@ -229,5 +230,5 @@ def _in_one_dtype(group: Any) -> None:
             parameter.grad = None
         else:
             managed.unsharded_accumulated_grad = zero_gradient(managed, added[0].dtype)
-            if (flags := group.__dict__.get(FLAGS)) is not None:
+            if (flags := group.__dict__[GROUP].flags) is not None:
                 flags.filled.add(managed)

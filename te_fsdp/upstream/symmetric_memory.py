@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from te_fsdp.upstream.fsdp2_units import GROUP, record_of_group
 from te_fsdp.upstream.torch_dtensor import default_store
 
 # --- memory that peers read
@@ -195,14 +196,9 @@ class ZeroCopyInput(torch.Tensor):
             self.sent.append(memory)
 
 
-#: Attribute of a parameter group whose gradients are sent without a copy: its trained records, with the parts computed
-#: from them; ``None`` before the first reduction.
-_PARTS = "_te_fsdp_gradient_parts"
-
-
 def enable_zero_copy_reduce_scatter(group: Any) -> None:
     """Let a parameter group send gradients without a copy, in te_fsdp's reduce-scatter. Local operation."""
-    group.__dict__.setdefault(_PARTS)
+    record_of_group(group).sends_without_copy = True
 
 
 def zero_copy_input_of(
@@ -214,16 +210,17 @@ def zero_copy_input_of(
     parameters. All ranks return the same. ``packs_small``: every part is a collective of its own, so that small
     gradients are always copied together.
     """
-    if _PARTS not in group.__dict__:
+    record = group.__dict__.get(GROUP)
+    if record is None or not record.sends_without_copy:
         return None
     # torch 2.15 reduces the records in the order of their dtypes.
     order = getattr(group, "_reduce_scatter_param_indices", None)
     records = [group.fsdp_params[at] for at in order] if order else group.fsdp_params
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
-    key, known = (trained, packs_small), group.__dict__[_PARTS]
+    key, known = (trained, packs_small), record.parts
     if known is None or known[0] != key:
         parts = _find_parts(trained, group.mesh_info.shard_mesh_size, packs_small or len(trained) > FEW)
-        known = group.__dict__[_PARTS] = key, parts
+        known = record.parts = key, parts
     how = known[1]
     if how.numel != numel or not any(part.is_alone and part.numel >= LARGE for part in how.parts):
         return None

@@ -42,7 +42,7 @@ def adamw(
         zeros: Negative control: gradients of zeros stay.
     """
     import te_fsdp
-    from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units
+    from te_fsdp.upstream import fsdp2_units
 
     torch.manual_seed(1)
     reference = Branches()
@@ -50,7 +50,7 @@ def adamw(
     model = Branches()
     te_fsdp.fully_shard(model, meshes_of(axes), strategy=strategy, outer_strategy=outer)
     for group in fsdp2_units.fsdp_parameter_groups(model) if zeros else ():
-        del group.__dict__[_fsdp2_patches.FLAGS]
+        fsdp2_units.record_of_group(group).flags = None
     # eps: AdamW divides gradients by their size; near eps, rounding is not amplified.
     optimizers = [
         torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-2, weight_decay=0.1) for m in (reference, model)

@@ -49,7 +49,6 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
 
     import te_fsdp
     from te_fsdp.upstream import (
-        fsdp2_patches as _fsdp2_patches,
         fsdp2_units,
         fsdp2_unused as _fsdp2_unused,
     )
@@ -64,7 +63,7 @@ def unused(how: str, *, mixed: bool = False) -> dict[str, Any]:
     te_fsdp.fully_shard(model, meshes_of({}), mp_policy=policy)
     if how == "neither":
         for group in fsdp2_units.fsdp_parameter_groups(model):
-            group.__dict__[_fsdp2_patches.LISTENERS][0].remove(_fsdp2_unused._fill)
+            fsdp2_units.record_of_group(group).listeners[0].remove(_fsdp2_unused._fill)
     x = torch.randn(dist.get_world_size(), 3, 4, generator=torch.Generator().manual_seed(2)).to(
         harness.device()
     )
