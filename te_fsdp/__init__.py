@@ -13,7 +13,6 @@ from te_fsdp.version import VERSION as __version__
 if TYPE_CHECKING:
     from te_fsdp import checkpoint as checkpoint, planning as planning
     from te_fsdp.bind_device_mesh import set_device_mesh as set_device_mesh
-    from te_fsdp.collectives.redistribute import grad_comm as grad_comm
     from te_fsdp.collectives.rendezvous import set_collective_timeout as set_collective_timeout
     from te_fsdp.errors import (
         CheckpointError as CheckpointError,
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     )
     from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
+    from te_fsdp.features.gradient_dtypes import grad_comm as grad_comm
     from te_fsdp.features.graphed_step import graphed_step as graphed_step
     from te_fsdp.features.graphed_units import graphed_units as graphed_units
     from te_fsdp.features.main_weights import (
@@ -107,7 +107,7 @@ _HOMES = {
     "finish_param_gather": "te_fsdp.gradient_sync",
     "release_params": "te_fsdp.gradient_sync",
     "MixedPrecisionPolicy": "te_fsdp.precision",
-    "grad_comm": "te_fsdp.collectives.redistribute",
+    "grad_comm": "te_fsdp.features.gradient_dtypes",
     "report_nan": "te_fsdp.features.nan_report",
     "main_weights": "te_fsdp.features.main_weights",
     "shard_optimizer": "te_fsdp.features.main_weights",

@@ -26,8 +26,15 @@ from te_fsdp.modules.mixin import pair_of
 from te_fsdp.plan import ModelPlan
 from te_fsdp.quantized.gather_metadata import replay_gather
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
-from te_fsdp.records import KEY as FACTS, binding_of, get_or_create_record, iter_param_owners, require_model
-from te_fsdp.sharded_model import KEY, ShardedModel, attach_state_to_params
+from te_fsdp.records import (
+    KEY as FACTS,
+    binding_of,
+    get_or_create_record,
+    iter_param_owners,
+    module_record,
+    require_model,
+)
+from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
 from te_fsdp.tp_gradients import sum_at_once
 from te_fsdp.unit_communication import (
     choose_transports,
@@ -266,7 +273,7 @@ def reduce_unused_parameters(setup: Setup) -> None:
 def attach_state(setup: Setup) -> None:
     """Attach the state to the model and its parameters, and the context-parallel group to attention. Local."""
     state = setup.state
-    state.model.__dict__[KEY] = state
+    module_record(state.model).sharded = state
     attach_state_to_params(state)
     if state.meshes.cp is not None:
         set_attention_cp_group(state.model, state.meshes)

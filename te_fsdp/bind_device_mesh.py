@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from te_fsdp.boxed_dtensor import place_full_tensors
-from te_fsdp.check_points import CheckPoints, check_points
+from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, PlacementError, require_flags
@@ -48,10 +48,12 @@ from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.records import (
     BINDING,
-    NO_SHARD,
+    MODULE,
     ModuleBinding,
+    ModuleRecord,
     OwnDTensor,
     binding_of,
+    module_record,
     param_attrs_to_copy,
     require_model,
 )
@@ -248,13 +250,9 @@ def set_device_mesh(
     _watch_bound(model, tp_mesh if check_inputs else None)
 
 
-#: Key in the ``__dict__`` of a model that ``set_device_mesh`` was called on: the checks that watch it.
-_BOUND_CHECKS = "_te_fsdp_bound_checks"
-
-
 def _watch_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
     """Compare inputs and gradients over ``tp_mesh`` from now on, and check steps of optimizers. Local operation."""
-    points = model.__dict__[_BOUND_CHECKS] = check_points()
+    points = module_record(model).bound_checks = check_points()
     register_step_functions(BEFORE_STEP, AFTER_STEP, points)
     for check in points.bound:
         check(model, tp_mesh)
@@ -263,9 +261,11 @@ def _watch_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
 def remove_bound_checks(model: nn.Module) -> None:
     """Remove the checks of ``set_device_mesh`` on any part of a model. Local operation."""
     for module in model.modules():
-        points: CheckPoints | None = module.__dict__.pop(_BOUND_CHECKS, None)
-        for check in points.bound if points is not None else ():
-            check(module, None)
+        record: ModuleRecord | None = module.__dict__.get(MODULE)
+        if record is not None and record.bound_checks is not None:
+            for check in record.bound_checks.bound:
+                check(module, None)
+            record.bound_checks = None
 
 
 def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
@@ -281,8 +281,9 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     for item in planned:
         _bind(item, replaced)
     for module in model.modules():
-        if _WATCHED not in module.__dict__:
-            module.__dict__[_WATCHED] = True
+        hooks = module_record(module).hooks
+        if _before_load not in hooks:
+            hooks.add(_before_load)
             module.register_load_state_dict_pre_hook(_before_load)
     place_full_tensors()
     patch_loading()
@@ -390,9 +391,9 @@ def _register_globally(module: nn.Module, experts: ExpertRange) -> None:
     own = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({experts.registered_name(name): value for name, value in own.items()})
-    replicated = module.__dict__.get(NO_SHARD)
-    if isinstance(replicated, frozenset):
-        module.__dict__[NO_SHARD] = frozenset(map(experts.registered_name, replicated))
+    record = module_record(module)
+    if isinstance(record.no_shard, frozenset):
+        record.no_shard = frozenset(map(experts.registered_name, record.no_shard))
     _te_modules.rename_parameters(module, {name: experts.registered_name(name) for name in own})
 
 
@@ -420,8 +421,6 @@ def _to_dtensor(
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
 
 
-#: Key in a module's ``__dict__``: its ``load_state_dict`` is checked.
-_WATCHED = "_te_fsdp_assignments"
 _ASSIGN = "assign_to_params_buffers"
 
 

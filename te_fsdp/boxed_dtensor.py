@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,13 +29,9 @@ from te_fsdp.upstream.torch_optim import support_foreach
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES
-#: Attribute of a tensor that DCP plans to write, and not to read into.
-_WRITES = "_te_fsdp_writes"
 #: Memory format in DCP's metadata of tensors whose rows are in the order of the unsharded module. DCP writes it and
 #: does not use it; DTensors of torch have ``torch.contiguous_format``.
 ORIGINAL_ORDER = torch.preserve_format
-#: Attribute of an ordinary DTensor that a pickle of a boxed one contains.
-_LOCAL_ORDER = "_te_fsdp_local_order"
 
 
 @dataclass(frozen=True)
@@ -48,6 +44,8 @@ class BoxMap:
     placements: tuple[Placement, ...]  #: Placements for which the mapping is valid
     #: Weak reference to the module of a quantized parameter, and the parameter's name there
     owner: tuple[Any, str] | None = field(default=None, compare=False)
+    #: Whether DCP plans to write the tensor, and not to read into it.
+    to_write: bool = field(default=False, compare=False)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BoxMap:
         """Return the same object, which never changes."""
@@ -95,7 +93,7 @@ def is_reordered(tensor: DTensor, rule: ParameterRule) -> bool:
 def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
     """Return a tensor made for a parameter, such as an optimizer state, with its mapping. Local operation."""
     found = parameter.__dict__.get(_KEY)
-    if found is not None and type(tensor) is DTensor and tensor.shape == parameter.shape:
+    if isinstance(found, BoxMap) and type(tensor) is DTensor and tensor.shape == parameter.shape:
         _mark(tensor, found, parameter.kept_class if isinstance(parameter, BoxedDTensor) else None)
     return tensor
 
@@ -218,7 +216,7 @@ class BoxedDTensor(DTensor):
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         if self._map is None:
             return super().__create_write_items__(fqn, object)
-        self.__dict__[_WRITES] = True
+        self.__dict__[_KEY] = replace(self._map, to_write=True)
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         # A reader of the files can see that rows need no reordering.
         properties.memory_format = ORIGINAL_ORDER
@@ -235,7 +233,7 @@ class BoxedDTensor(DTensor):
         if self._map is None:
             return super().__create_chunk_list__()
         # DCP calls this one for a load only, and the same method returns the shards for both.
-        self.__dict__.pop(_WRITES, None)
+        self.__dict__[_KEY] = replace(self._map, to_write=False)
         return self._chunks()
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -247,7 +245,7 @@ class BoxedDTensor(DTensor):
             return super().__get_tensor_shard__(index)
         for box in self._boxes():
             if index.offset is not None and tuple(index.offset) == box.original:
-                return self._shard_of(box, to_write=self.__dict__.get(_WRITES, False))
+                return self._shard_of(box, to_write=self._map.to_write)
         raise ValueError(f"{index.fqn}: this rank has no rows at {index.offset}")
 
     def __reduce_ex__(self, proto: Any) -> Any:
@@ -255,7 +253,7 @@ class BoxedDTensor(DTensor):
         # A pickle with this class would need te_fsdp to be read.
         plain = _torch.dtensor(self._local_tensor, self._spec)
         if self._map is not None:
-            plain.__dict__[_LOCAL_ORDER] = True
+            plain.__dict__[_KEY] = True
         return plain.__reduce_ex__(proto)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -345,7 +343,7 @@ def _from_original_order(target: Any, source: Any) -> bool:
     if not isinstance(target, BoxedDTensor) or target._stacked is None or not isinstance(source, DTensor):
         return False
     same = source.device_mesh == target.device_mesh and source.placements == target.placements
-    if same and (source.__dict__.get(_KEY) == target._map or _LOCAL_ORDER in source.__dict__):
+    if same and source.__dict__.get(_KEY) in (True, target._map):
         return False
     target.fill(source.full_tensor())
     return True

@@ -18,15 +18,14 @@ from te_fsdp.quantized.shards import attach_amax_group, quantize_shard
 from te_fsdp.records import (
     KEY as FACTS,
     ModuleBinding,
-    ShardInfo,
     binding_of,
     checks_of,
     copy_param_attrs,
     name_of,
     plan_of,
     replace_local_tensor,
-    shard_info,
 )
+from te_fsdp.shard_info import ShardInfo, shard_info
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:

@@ -27,7 +27,8 @@ from te_fsdp.initialize import (
     target_device,
 )
 from te_fsdp.inline_init import STOCK, count_rewrites
-from te_fsdp.records import BINDING, KEY as FACTS, binding_of, param_attrs_to_copy, shard_info
+from te_fsdp.records import BINDING, KEY as FACTS, binding_of, param_attrs_to_copy
+from te_fsdp.shard_info import shard_info
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import plan_modules
 from te_fsdp.own_units import dense_beside_own, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
-from te_fsdp.records import NO_SHARD, ParameterPlan, ParamOwner, is_replicated, iter_param_owners
+from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
 from te_fsdp.sharded_model import check_accepted, check_order, is_container, refuse_hooks
 from te_fsdp.unshardable_params import find_odd, refuse_quantized_ops
@@ -217,7 +217,7 @@ def plan_storage(
     in ``apart``, always do.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    marked = {id(sub) for m in modules.values() if m.__dict__.get(NO_SHARD) is True for sub in m.modules()}
+    marked = {id(sub) for m in modules.values() if no_shard_mark(m) is True for sub in m.modules()}
     named = {id(modules[name]): name for name in units}
     # The innermost unit around each module; a module with several names is in several units.
     inside: dict[str, str] = {}

@@ -10,7 +10,7 @@ A sharded parameter and the unsharded parameter that FSDP2 installs in its place
 torch's hooks around their steps, get only parameters: the record contains what they need to know about the model.
 
 ``set_device_mesh`` adds a :class:`ModuleBinding` to each module: its meshes, its rules and the attributes of its
-parameters. Both records together give the global indices of a parameter's local shard (:func:`shard_info`).
+parameters. :mod:`te_fsdp.shard_info` derives the global indices of a parameter's local shard from both records.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.boxed_dtensor import coordinates_of
 from te_fsdp.check_points import CheckPoints, check_points
 from te_fsdp.errors import PlacementError
-from te_fsdp.layout import Box, Coordinates, ParameterRule, chunk_boxes, shard_boxes
 from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -38,11 +36,15 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.layout import ExpertRange, Storage
+    from te_fsdp.layout import ExpertRange, ParameterRule, Storage
+    from te_fsdp.upstream.te_formats import Format
     from te_fsdp.upstream.torch_dtensor import DTensorSpec
 
-#: The attribute.
+#: Attribute of a parameter: its :class:`ParameterRecord`.
 KEY = "_te_fsdp"
+#: Attribute of the local tensor of a quantized weight: its :class:`WeightRecord`.
+WEIGHT = "_te_fsdp_weight"
+_OWN = _torch.OWN_ATTRIBUTES | {WEIGHT}
 #: Cause in :attr:`ParameterRecord.replaced_by` of a copy.
 COPIED = "copy.deepcopy"
 
@@ -89,6 +91,8 @@ class ParameterRecord:
     #: For a sharded parameter: its ``id`` and :func:`te_fsdp.upstream.torch_dtensor.memory_of`, to detect an
     #: assignment to its ``.data``.
     memory: tuple[int, int] | None = None
+    #: A gradient, and the factor that it gets before anything is added to it (:mod:`te_fsdp.features.hfsdp.gradients`).
+    deferred_scale: tuple[weakref.ref[torch.Tensor], torch.Tensor] | None = None
     writes: int = 0  #: In-place writes to it on meta (:mod:`te_fsdp.inline_init`)
     rewrites: tuple[int, ...] = ()  #: Number of them that ``materialize`` has repeated, by owner
 
@@ -100,6 +104,7 @@ class ParameterRecord:
             state=None,
             record=None,
             main_parameters=None,
+            deferred_scale=None,
             replaced_by=("", COPIED),
             copied_from=weakref.ref(self),
         )
@@ -107,6 +112,29 @@ class ParameterRecord:
     def __reduce__(self) -> Any:
         """Return an empty dict instead of the record, which ``torch.load(weights_only=True)`` can read."""
         return OrderedDict, ()
+
+
+@dataclass(eq=False)
+class WeightRecord:
+    """Data of te_fsdp about the local tensor of a quantized weight. It belongs to this tensor alone."""
+
+    #: Format of an unsharded weight, set when FSDP2 installs it. It stays after resharding.
+    unsharded_format: Format | None = None
+    gathers: Any = (
+        None  #: Cached metadata of the all-gathers of a shard (:mod:`te_fsdp.quantized.fsdp_hooks`)
+    )
+    #: Rectangles that a load has read so far, each with its values or bytes (:mod:`te_fsdp.quantized.boxed`).
+    arrived: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    pending: torch.Tensor | None = None  #: Loaded values that wait for the scale of the unsharded weight
+    is_loaded: bool = False  #: Whether a load has written the weight, until :func:`take_written` is called
+
+
+def weight_record(local: torch.Tensor) -> WeightRecord:
+    """Return the record of a quantized weight's local tensor; create it if it does not exist. Local operation."""
+    record = local.__dict__.get(WEIGHT)
+    if record is None:
+        record = local.__dict__[WEIGHT] = WeightRecord()
+    return record
 
 
 def get_record(parameter: torch.Tensor) -> ParameterRecord | None:
@@ -153,9 +181,11 @@ def share_record(parameter: torch.Tensor, gathered: torch.Tensor) -> None:
 
 def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
     """Return the Python attributes that a successor gets, without the private ones of a tensor subclass."""
-    own: Collection[str] = _torch.OWN_ATTRIBUTES
+    own = _OWN
     if not isinstance(parameter, DTensor) and type(parameter) is not torch.nn.Parameter:
-        own = {*parameter.detach().__dict__, *_te.DATA_ATTRIBUTES}  # of quantized and of grouped tensors
+        own = own.union(
+            parameter.detach().__dict__, _te.DATA_ATTRIBUTES
+        )  # of quantized and of grouped tensors
     return {key: value for key, value in parameter.__dict__.items() if key not in own}
 
 
@@ -258,11 +288,33 @@ def require_optimizer(given: object, where: str) -> None:
         )
 
 
-#: Key in the module's ``__dict__``.
+#: Key in the ``__dict__`` of a bound module: its :class:`ModuleBinding`.
 BINDING = "_te_fsdp_binding"
-#: Key in a module's ``__dict__`` by ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or a frozenset
-#: of names of own ones.
-NO_SHARD = "_te_fsdp_no_shard"
+#: Key in the ``__dict__`` of any module: its :class:`ModuleRecord`.
+MODULE = "_te_fsdp_module"
+
+
+@dataclass(eq=False)
+class ModuleRecord:
+    """Data of te_fsdp about a module, bound or not."""
+
+    #: By ``fsdp_no_shard``: ``True`` for all parameters in it and below it, or the names of own ones.
+    no_shard: bool | frozenset[str] = frozenset()
+    sharded: Any = None  #: The ``ShardedModel``, if it is the root of one
+    #: Checks that watch it, if ``set_device_mesh`` was called on it.
+    bound_checks: CheckPoints | None = None
+    checks: dict[type, Any] = field(default_factory=dict)  #: State of checks that watch it, by class
+    hooks: set[Callable[..., Any]] = field(
+        default_factory=set
+    )  #: Functions that were registered as its hooks
+
+
+def module_record(module: nn.Module) -> ModuleRecord:
+    """Return the record of a module; create it if it does not exist. Local operation."""
+    record = module.__dict__.get(MODULE)
+    if record is None:
+        record = module.__dict__[MODULE] = ModuleRecord()
+    return record
 
 
 @dataclass(frozen=True)
@@ -402,6 +454,12 @@ class ModuleBinding:
         return copied
 
 
+def no_shard_mark(module: nn.Module) -> bool | frozenset[str]:
+    """Return :attr:`ModuleRecord.no_shard` of a module. Local operation."""
+    record: ModuleRecord | None = module.__dict__.get(MODULE)
+    return frozenset() if record is None else record.no_shard
+
+
 def binding_of(module: object) -> ModuleBinding | None:
     """Return the module's binding; ``None`` if ``set_device_mesh`` was never called for it."""
     return module.__dict__.get(BINDING)
@@ -415,72 +473,9 @@ def name_of(module: nn.Module) -> str:
 
 def is_replicated(module: Any, name: str) -> bool:
     """Return whether a module's own parameter is, or will be, replicated over data parallel. Local operation."""
-    mark = module.__dict__.get(NO_SHARD, ())
-    if mark is True or name in mark:
+    mark = no_shard_mark(module)
+    if mark is True or (mark and name in mark):
         return True
     parameter = module._parameters.get(name)
     facts = None if parameter is None else get_record(parameter)
     return facts is not None and (facts.no_shard or bool(facts.plan and facts.plan.storage.is_whole))
-
-
-_REPLICATED = ParameterRule(None)
-
-
-@dataclass(frozen=True)
-class ShardInfo:
-    """This rank's shard of one parameter."""
-
-    rule: ParameterRule  #: The parameter's rule; replicated for modules that were never bound
-    at: Coordinates  #: This rank's coordinates
-    original_shape: tuple[int, ...]  #: Shape of the original (unsharded, tp size 1) tensor
-    local_shape: tuple[int, ...]  #: Shape of the local tensor
-    boxes: tuple[Box, ...]  #: Rectangles of the original tensor that form the local tensor
-
-
-def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: str = "") -> ShardInfo:
-    """Return the rule, shapes and global indices of this rank's shard of ``module._parameters[name]``.
-
-    The parameter is a plain tensor, a tp DTensor or FSDP2's sharded DTensor; errors call it ``label``. Local operation
-    that reads no values (meta tensors are supported). Raises ``PlacementError`` if the local tensor does not have the
-    shape that follows from rule and mesh.
-    """
-    label = label or name
-    binding = binding_of(module)
-    rule = binding.rules.get(name, _REPLICATED) if binding is not None else _REPLICATED
-    has_tp = binding is not None and binding.tp_mesh is not None
-    has_ep = binding is not None and binding.ep.experts_mesh is not None and rule.layout.is_grouped
-    original = tuple(parameter.shape)
-    if binding is not None and name in binding.distributed and isinstance(parameter, DTensor):
-        at, cuts = _cuts_of(binding.distributed[name], parameter)
-        local_shape, boxes = chunk_boxes(original, cuts)
-    else:
-        at = (
-            coordinates_of(parameter, has_tp, has_ep, label)
-            if isinstance(parameter, DTensor)
-            else Coordinates()
-        )
-        local_shape, boxes = shard_boxes(original, rule, at, name=label)
-    have = tuple(_torch.local_of(parameter).shape)
-    if have != local_shape:
-        raise PlacementError(
-            f"{label}: local shape",
-            expected=f"{local_shape} of {original} at {at}",
-            got=have,
-            fix="do not replace local tensors by hand; bind and shard the model again",
-        )
-    return ShardInfo(rule, at, original, local_shape, tuple(boxes))
-
-
-def _cuts_of(own: OwnDTensor, parameter: DTensor) -> tuple[Coordinates, list[tuple[int, int, int]]]:
-    """Return this rank's coordinates and the sharded dims of a user's DTensor: the user's axes first, then FSDP2's."""
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
-    first = mesh.ndim - own.mesh.ndim
-    found: dict[int, tuple[int, int, int]] = {}
-    for axis in (*range(first, mesh.ndim), *range(first)):
-        dim = _torch.shard_dim_of(parameter.placements[axis])
-        if dim is not None:
-            found[axis] = dim, mesh.size(axis), coordinate[axis]
-    fsdp = next((cut for axis, cut in found.items() if axis < first), (0, 1, 0))
-    tp = found.get(mesh.ndim - 1, (0, 1, 0)) if own.tp_dim is not None else (0, 1, 0)
-    ep = found.get(first, (0, 1, 0)) if own.is_expert else (0, 1, 0)
-    return Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(found.values())

@@ -27,7 +27,7 @@ from te_fsdp.collectives.groups import own_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
 from te_fsdp.errors import OrderError, message
 from te_fsdp.lifecycle import registered_at
-from te_fsdp.records import NO_SHARD, binding_of, get_or_create_record
+from te_fsdp.records import binding_of, get_or_create_record, module_record
 from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
@@ -84,13 +84,13 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
     # ``deepcopy``, ``load_state_dict(assign=True)``, TE's ``reset_parameters``) and lose their attributes.
     for module in modules:
         for sub in module.modules():
-            sub.__dict__[NO_SHARD] = True
+            module_record(sub).no_shard = True
     for parameter in parameters:
         get_or_create_record(parameter).no_shard = True
     for module, name in owned:
-        known = module.__dict__.get(NO_SHARD, frozenset())
-        if known is not True:
-            module.__dict__[NO_SHARD] = known | {name}
+        record = module_record(module)
+        if isinstance(record.no_shard, frozenset):
+            record.no_shard |= {name}
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,8 @@ from te_fsdp.check_points import DEFAULT
 from te_fsdp.layout import chunk_range, expert_index
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.quantized.components import empty_on_meta, keep_rowwise_only
-from te_fsdp.records import (
-    ParamOwner,
-    binding_of,
-    is_replicated,
-    iter_param_owners,
-    plan_of,
-    require_model,
-    shard_info,
-)
+from te_fsdp.records import ParamOwner, binding_of, is_replicated, iter_param_owners, plan_of, require_model
+from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.unit_communication import shared_bytes, transports_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch

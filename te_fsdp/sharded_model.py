@@ -40,15 +40,13 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import UnshardHandle
     from torch.optim import Optimizer
 
+    from te_fsdp.collectives.redistribute import GradComm
     from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
     from te_fsdp.precision import PrecisionPlan
     from te_fsdp.records import ParameterPlan
 
 _log = logging.getLogger("te_fsdp")
-
-#: Key in the root model's ``__dict__``.
-KEY = "_te_fsdp_sharding"
 
 
 @dataclass
@@ -75,6 +73,7 @@ class GradientSync:
     """How the next backwards reduce gradients, and the state of the gradients of the last ones."""
 
     mode: SyncMode = SyncMode.LAST  #: How the next backwards count
+    comm: GradComm | None = None  #: How gradients are sent; ``None`` without a precision policy
     #: Whether the loop has marked the next backward as the last one of its step. Otherwise others may follow.
     last_microbatch: bool = False
     last_microbatches: int = 0  #: Number of microbatches that were marked so
@@ -193,10 +192,10 @@ class ShardedModel:
 
 def get_sharded_model(model: nn.Module) -> ShardedModel | None:
     """Return the state of a model after ``fully_shard``, also for ``torch.compile`` of it; ``None`` for others."""
-    found = model.__dict__.get(KEY)
-    if found is None and type(model).__name__ == "OptimizedModule":
-        return model._modules["_orig_mod"].__dict__.get(KEY)  # type: ignore[missing-attribute]
-    return found
+    if type(model).__name__ == "OptimizedModule":
+        model = model._modules["_orig_mod"]  # type: ignore[bad-assignment]
+    record: records.ModuleRecord | None = model.__dict__.get(records.MODULE)
+    return None if record is None else record.sharded
 
 
 def mesh_of(model: nn.Module) -> DeviceMesh | None:

@@ -34,3 +34,11 @@ class TensorVersion(NamedTuple):
             gradient is None if one is None else one.gradient() is gradient and one.version == version
             for one, gradient, version in together
         ]
+
+
+class WeightVersions(NamedTuple):
+    """Versions of the low-precision parameters of an optimizer."""
+
+    parameters: list[torch.Tensor]
+    versions: list[int]
+    count: int  #: Number of all parameters of the optimizer

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
 from te_fsdp.collectives.agreement import rank
-from te_fsdp.collectives.redistribute import GradComm, comm_of, redistribute, reduce_scatter
+from te_fsdp.collectives.redistribute import GradComm, redistribute, reduce_scatter
 from te_fsdp.component import Component
 from te_fsdp.errors import shorten
 from te_fsdp.peer_memory import alias, connect_peers
@@ -201,7 +201,7 @@ def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wa
     if not wanted:
         return
     transports = transports_of(state)
-    comm, precision = comm_of(state.model) or GradComm(), state.precision
+    comm, precision = state.sync.comm or GradComm(), state.precision
     labels = {id(parameter): label for label, parameter in state.parameters().items()}
     for name, unit in state.modules.items():
         groups = fsdp2_units.fsdp_parameter_groups(unit)

@@ -36,7 +36,8 @@ from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
-from te_fsdp.records import ShardInfo, binding_of, shard_info
+from te_fsdp.records import binding_of
+from te_fsdp.shard_info import ShardInfo, shard_info
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.upstream import fsdp2_units, te as _te, te_modules as _te_modules, torch_dtensor as _torch
 

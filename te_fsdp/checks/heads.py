@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import GradientError
-from te_fsdp.records import binding_of
+from te_fsdp.records import MODULE, ModuleRecord, binding_of, module_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _BACKWARDS = 2
 _ROWS = 64
 # Largest sum of a row relative to its magnitudes that counts as zero. Rounding to bf16 causes at most 1/256.
 _ZERO = 1 / 128
-#: Key of the check in the ``__dict__`` of a bound model.
-_KEY = "_te_fsdp_heads"
 
 
 def watch_head_gradients(state: ShardedModel) -> None:
@@ -51,10 +49,11 @@ def watch_head_gradients(state: ShardedModel) -> None:
 def watch_head_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
     """Check them in a bound model, or without ``tp_mesh`` no longer, unless it is a TE module. Local operation."""
     for module in model.modules():
-        if (check := module.__dict__.pop(_KEY, None)) is not None:
+        record: ModuleRecord | None = module.__dict__.get(MODULE)
+        if record is not None and (check := record.checks.pop(_HeadGradientCheck, None)) is not None:
             check.stop()
     if tp_mesh is not None and tp_mesh.size() > 1 and _te.kind_of(model) is None:
-        model.__dict__[_KEY] = _watch(model, tp_mesh)
+        module_record(model).checks[_HeadGradientCheck] = _watch(model, tp_mesh)
 
 
 def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGradientCheck:

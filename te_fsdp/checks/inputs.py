@@ -36,7 +36,7 @@ from te_fsdp.collectives.agreement import are_equal, digest, gather, rank
 from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, shorten
 from te_fsdp.initialize import checksum, is_constant
-from te_fsdp.records import binding_of
+from te_fsdp.records import MODULE, ModuleRecord, binding_of, module_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("te_fsdp")
 
-#: Key in the root's ``__dict__``: its check, ``None`` if it was removed.
-KEY = "_te_fsdp_inputs"
 # Cap on the combinations of shapes that are compared, for data with a new length in each batch.
 _MOST = 256
 # Rounding: kernels that sum in a different order give values that differ by a few units in the last place of the
@@ -80,10 +78,6 @@ class _InputCheck:
         return _InputCheck(self.tp_mesh, self.cp_mesh, self.every)
 
 
-#: Key in a sequence-parallel module's ``__dict__`` while its inputs are checked.
-_LOOKS = "_te_fsdp_parts"
-
-
 @dataclass
 class _TokenShardCheck:
     """The check of a sequence-parallel module's inputs."""
@@ -106,19 +100,22 @@ def watch_inputs(
     collective over the meshes, as the forward itself is.
     """
     for module in model.modules():
-        if module.__dict__.get(KEY) is not None:
-            module.__dict__[KEY] = None
-        if (looks := module.__dict__.pop(_LOOKS, None)) is not None:
-            looks.hook.remove()
+        known: ModuleRecord | None = module.__dict__.get(MODULE)
+        if known is not None:
+            known.checks.pop(_InputCheck, None)
+            if (check := known.checks.pop(_TokenShardCheck, None)) is not None:
+                check.hook.remove()
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     if (tp_mesh is None and cp_mesh is None) or is_simulated():
         return
-    if KEY not in model.__dict__:
+    record = module_record(model)
+    if check_inputs not in record.hooks:
+        record.hooks.add(check_inputs)
         model.register_forward_pre_hook(_torch.disable_compile(check_inputs), with_kwargs=True, prepend=True)
-    model.__dict__[KEY] = _InputCheck(tp_mesh, cp_mesh, every)
+    record.checks[_InputCheck] = _InputCheck(tp_mesh, cp_mesh, every)
     for module in _sequence_parallel_entries(model) if tp_mesh is not None else ():
         hook = module.register_forward_pre_hook(_torch.disable_compile(_check_token_shards), with_kwargs=True)
-        module.__dict__[_LOOKS] = _TokenShardCheck(hook)
+        module_record(module).checks[_TokenShardCheck] = _TokenShardCheck(hook)
 
 
 def watch_bound_inputs(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
@@ -178,7 +175,8 @@ def check_inputs(
         InputError: They differ over ``tp``, or are the same over ``cp``; on all ranks of that axis.
         CollectiveError: Only some ranks have new shapes.
     """
-    check = module.__dict__.get(KEY)
+    record: ModuleRecord | None = module.__dict__.get(MODULE)
+    check: _InputCheck | None = None if record is None else record.checks.get(_InputCheck)
     if check is None:
         return
     if check.compared is None:
@@ -275,7 +273,7 @@ def _sequence_parallel_entries(module: nn.Module) -> Iterator[nn.Module]:
 def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise if two ranks of tp have the same input of a sequence-parallel module. Collective over tp at first."""
     # The module all-gathers over tp anyway, so all its ranks arrive.
-    looks, binding = module.__dict__.get(_LOOKS), binding_of(module)
+    looks, binding = module_record(module).checks.get(_TokenShardCheck), binding_of(module)
     given = next((t for _, t in _tensors((args, kwargs), ()) if _is_floating(t) and t.ndim > 1), None)
     if looks is None or binding is None or binding.tp_mesh is None or given is None:
         return
@@ -308,7 +306,7 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
     elif looks.left:
         return
     looks.hook.remove()
-    del module.__dict__[_LOOKS]
+    del module_record(module).checks[_TokenShardCheck]
 
 
 def _refuse_uneven_shards(name: str, shards: list[str]) -> None:

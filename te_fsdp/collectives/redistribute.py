@@ -18,11 +18,10 @@ collective) and the dtype in which they are summed. It applies to FSDP2's gradie
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -31,11 +30,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from te_fsdp.collectives.async_work import Pending, current_stream
-from te_fsdp.errors import OrderError, PrecisionError
+from te_fsdp.errors import PrecisionError
 from te_fsdp.upstream.torch_dtensor import copy_all_
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed.tensor.placement_types import Placement
 
 
@@ -148,9 +146,6 @@ class RowPartition:
 #: Communication dtypes of gradients, which every transport can sum.
 COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-#: Key in the ``__dict__`` of a sharded model.
-_KEY = "_te_fsdp_grad_comm"
-
 
 @dataclass
 class GradComm:
@@ -169,55 +164,6 @@ class GradComm:
     def wire(self, dtype: torch.dtype) -> torch.dtype:
         """Return the communication dtype of a buffer of ``dtype``. Local operation."""
         return dtype if self.dtype is None else self.dtype
-
-
-def set_comm(model: nn.Module, comm: GradComm) -> None:
-    """Set the :class:`GradComm` that :func:`grad_comm` changes for ``model``. Local operation."""
-    model.__dict__[_KEY] = comm
-
-
-def comm_of(model: nn.Module) -> GradComm | None:
-    """Return the model's :class:`GradComm`, or ``None`` if it has no precision policy. Local operation."""
-    return model.__dict__.get(_KEY)
-
-
-@contextlib.contextmanager
-def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Send gradients in a different dtype inside the context, for example bf16 in all but the last training steps.
-
-    Applies to every reduction inside the context, including those of the outer axis at an optimizer step. Contexts can
-    be nested. On exit, also after an exception, the previous setting is restored. The accumulation dtype of gradients
-    does not change. Local operation. All ranks must use the same dtype.
-
-    Args:
-        model: The model that :func:`te_fsdp.fully_shard` was called on, with a precision policy.
-        dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``None``: main_grads_dtype.
-
-    Raises:
-        OrderError: The model has no precision policy.
-        PrecisionError: The dtype is not supported.
-    """
-    comm = comm_of(model)
-    if comm is None:
-        raise OrderError(
-            f"grad_comm({type(model).__name__})",
-            expected="the model that te_fsdp.fully_shard was called on, with a precision policy",
-            got="a module without one",
-            fix="te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(...))",
-        )
-    if dtype is not None and dtype not in COMM_DTYPES:
-        raise PrecisionError(
-            "grad_comm: wrong dtype",
-            expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
-            got=dtype,
-            fix="use a floating-point dtype that every transport can sum",
-        )
-    # Reductions read the setting when they start, so one assignment changes all later ones.
-    before, comm.dtype = comm.dtype, dtype
-    try:
-        yield
-    finally:
-        comm.dtype = before
 
 
 #: Elements of a tensor that gets its own collective: packing it would cost more than it saves.

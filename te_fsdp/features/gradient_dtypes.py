@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
 
-from te_fsdp.collectives.redistribute import GradComm, set_comm
+from te_fsdp.collectives.redistribute import COMM_DTYPES, GradComm
 from te_fsdp.component import Component
-from te_fsdp.errors import PrecisionError
+from te_fsdp.errors import OrderError, PrecisionError
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import get_record
+from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.unit_communication import OuterGroup, set_unit_grad_comm
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, fsdp2_units, te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
     from torch.optim import Optimizer
 
     from te_fsdp.apply_fully_shard import Setup
@@ -31,8 +36,7 @@ def attach_gradient_dtypes(setup: Setup) -> None:
         for p in setup.plan.parameters.values()
         if p.gradient_dtype is not None and not p.storage.is_whole
     }
-    comm = GradComm(plan.policy.grad_comm_dtype, plan.policy.adds_in_fp32)
-    set_comm(model, comm)
+    comm = setup.state.sync.comm = GradComm(plan.policy.grad_comm_dtype, plan.policy.adds_in_fp32)
     for name in plan.compute:
         unit = model.get_submodule(name)
         if not fsdp2_units.is_fsdp_module(unit):
@@ -98,3 +102,43 @@ class GradientDtypes(Component):
             if now is not None:
                 parameter.grad = gradient if now is cast else now.to(gradient.dtype)
         self._casts.clear()
+
+
+@contextlib.contextmanager
+def grad_comm(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Send gradients in a different dtype inside the context, for example bf16 in all but the last training steps.
+
+    Applies to every reduction inside the context, including those of the outer axis at an optimizer step. Contexts can
+    be nested. On exit, also after an exception, the previous setting is restored. The accumulation dtype of gradients
+    does not change. Local operation. All ranks must use the same dtype.
+
+    Args:
+        model: The model that :func:`te_fsdp.fully_shard` was called on, with a precision policy.
+        dtype: ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``None``: main_grads_dtype.
+
+    Raises:
+        OrderError: The model has no precision policy.
+        PrecisionError: The dtype is not supported.
+    """
+    state = get_sharded_model(model)
+    comm = None if state is None else state.sync.comm
+    if comm is None:
+        raise OrderError(
+            f"grad_comm({type(model).__name__})",
+            expected="the model that te_fsdp.fully_shard was called on, with a precision policy",
+            got="a module without one",
+            fix="te_fsdp.fully_shard(model, meshes, precision=te_fsdp.MixedPrecisionPolicy(...))",
+        )
+    if dtype is not None and dtype not in COMM_DTYPES:
+        raise PrecisionError(
+            "grad_comm: wrong dtype",
+            expected=f"None or one of {', '.join(map(str, COMM_DTYPES))}",
+            got=dtype,
+            fix="use a floating-point dtype that every transport can sum",
+        )
+    # Reductions read the setting when they start, so one assignment changes all later ones.
+    before, comm.dtype = comm.dtype, dtype
+    try:
+        yield
+    finally:
+        comm.dtype = before

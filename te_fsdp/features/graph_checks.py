@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.errors import InputError
 from te_fsdp.features.main_params import main_parameters_of
 from te_fsdp.features.nan_report import NanReport
@@ -105,7 +104,7 @@ class Snapshot:
         return found
 
     def _set(self) -> list[Any]:
-        comm, report = comm_of(self._state.model), self._state.components.get(NanReport)
+        comm, report = self._state.sync.comm, self._state.components.get(NanReport)
         wire = None if comm is None else (comm.dtype, comm.fp32_sum)
         hooks = len(_torch.step_hooks(self._optimizer)) if self._optimizer is not None else 0
         return [self._state.sync.mode, wire, id(report), None if report is None else report.action, hooks]

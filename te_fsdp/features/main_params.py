@@ -41,6 +41,8 @@ from te_fsdp.upstream.torch_autograd import without_subclasses
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from te_fsdp.tensor_version import WeightVersions
+
 #: Name of the main weight in an optimizer's state, as in FusedAdam.
 MAIN = "master_param"
 
@@ -105,6 +107,7 @@ class MainParameters:
         #: Members of the groups that local tensors have replaced; empty between steps.
         self.locals: list[Replaced] = []
         self._groups: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self.versions: WeightVersions | None = None  # of low-precision parameters, after the last step
         self._optimizer = weakref.ref(optimizer)
         self._own_main_weights: bool | None = None
         self.lent = lent

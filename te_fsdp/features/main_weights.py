@@ -42,10 +42,10 @@ from te_fsdp.features.main_params import (
     optimizer_shard_in,
     rekey_scales,
 )
-from te_fsdp.features.unsupported_optimizers import refuse_unsupported_optimizer
+from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.lifecycle import parameters_of_optimizer
 from te_fsdp.optimizer_step import known_optimizers, register_optimizer
-from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, check_optimizer_of_quantized, quantized_among
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import label_of, require_model, require_optimizer
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch

@@ -33,7 +33,8 @@ from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.layout import Box, cut_boxes
 from te_fsdp.modules.plan import fused_matrices
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import ParamOwner, binding_of, iter_param_owners, require_model, shard_info
+from te_fsdp.records import ParamOwner, binding_of, iter_param_owners, require_model
+from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 

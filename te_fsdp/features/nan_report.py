@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.collectives.agreement import gather, maximum
-from te_fsdp.collectives.redistribute import GradComm, comm_of, set_comm
+from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Component
 from te_fsdp.errors import GradientError, OrderError, message
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
@@ -89,10 +89,9 @@ class NanReport(Component):
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
         self._first = torch.zeros(len(self._labels), dtype=torch.int32, device=state.meshes.device)
-        comm = comm_of(state.model)
-        self._comm = GradComm() if comm is None else comm
-        if comm is None:
-            set_comm(state.model, self._comm)
+        if state.sync.comm is None:
+            state.sync.comm = GradComm()
+        self._comm = state.sync.comm
         for name, unit in state.modules.items():
             set_unit_grad_comm(unit, self._comm, name)
         self._comm.look = self._look

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.async_work import UnitOrder, current_stream
 from te_fsdp.collectives.groups import group_of_ranks
-from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.collectives.rendezvous import is_simulated
 from te_fsdp.component import Component
 from te_fsdp.errors import OrderError, shorten
@@ -372,7 +371,8 @@ class ReplicatedGradients(Component):
             self._buckets = early, [bucket for unit, bucket in packed if unit not in agreed]
         early, rest = self._buckets
         model = self._model()
-        comm = comm_of(model) if model is not None else None
+        state = None if model is None else get_sharded_model(model)
+        comm = None if state is None else state.sync.comm
         # In a wider dtype than the accumulation dtype, gradients in flight would take more memory than before.
         if comm is not None and any(comm.wire(b.dtype).itemsize > b.dtype.itemsize for _, b in early):
             early, rest = [], [*(bucket for _, bucket in early), *rest]
@@ -402,7 +402,7 @@ class ReplicatedGradients(Component):
             parameter = slot.parameter
             if parameter.grad is not None:
                 # The earlier gradient may have a scale that is applied lazily (HFSDP). The new one has none.
-                apply_deferred_grad_scale(parameter.grad)
+                apply_deferred_grad_scale(parameter, parameter.grad)
                 _torch.local_of(parameter.grad).add_(value)
             elif isinstance(parameter, DTensor):
                 parameter.grad = _torch.dtensor(value, _torch.spec_of(parameter))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from te_fsdp.apply_fully_shard import Setup
     from te_fsdp.sharded_model import ShardedModel
 
-#: Attribute of a marker: a function that returns the name of its parameter.
-_NAME = "_te_fsdp_name"
-#: Attribute of a marker that was filled with zeros, which clears the gradient.
-_ZEROED = "_te_fsdp_zeroed"
-
 
 # [Note: markers] FSDP2 and ``replicated_gradients.py`` store an unreduced gradient outside ``.grad`` of the
 # optimizer's parameter. In one process that gradient would be in ``.grad``. So every way to clear ``.grad`` must drop
@@ -51,11 +46,14 @@ class _Unreduced(UnreadableGradient):
     """Operations of markers ([Note: markers])."""
 
     __slots__ = ()
+    name_of: Callable[[], str] | None = None  #: Returns the name of the parameter
+    is_zeroed = False  #: Whether it was filled with zeros, which clears the gradient
 
     @staticmethod
     def refuse(gradient: Any, what: str) -> NoReturn:
         """Raise :class:`OrderError` for an operation that reads a gradient before its reduction."""
-        name = gradient.__dict__[_NAME]() if gradient is not None and _NAME in gradient.__dict__ else ""
+        name_of = getattr(gradient, "name_of", None)
+        name = "" if name_of is None else name_of()
         raise OrderError(
             f"{what} on the gradient of {name or 'a parameter'}",
             expected="a gradient that is reduced over the data-parallel ranks",
@@ -71,8 +69,9 @@ class _Unreduced(UnreadableGradient):
         name, is_read = reads_values(func)
         given = tensor_arguments(args)
         if name in ("zero_", "_foreach_zero_"):
-            for marker in filter(is_marker, given):
-                setattr(marker, _ZEROED, True)
+            for marker in given:
+                if isinstance(marker, _Unreduced):
+                    marker.is_zeroed = True  # type: ignore[missing-attribute]
             rest = [item for item in given if not is_marker(item)]
             if rest:
                 func(rest, **kwargs)
@@ -114,7 +113,7 @@ class _Marked(NamedTuple):
     @property
     def is_cleared(self) -> bool:
         """Return whether the user has cleared ``.grad``."""
-        return self.parameter.grad is None or _ZEROED in self.seen.__dict__
+        return self.parameter.grad is None or getattr(self.seen, "is_zeroed", False)
 
 
 class UnreducedGradients(Component):
@@ -154,11 +153,11 @@ class UnreducedGradients(Component):
         # Not `expand`: its result is a view of a tensor of 0 dimensions, which torch 2.11 cannot trace.
         empty = zero.new_empty(0).set_(zero.untyped_storage(), 0, local.shape, (0,) * local.dim())
         if isinstance(parameter, DTensor):
-            marker: torch.Tensor = _torch.placed_like(empty, parameter)
+            marker: Any = _torch.placed_like(empty, parameter)
             marker.__class__ = UnreducedShard
         else:
             marker = empty.as_subclass(UnreducedTensor)
-        setattr(marker, _NAME, functools.partial(self._name, id(parameter)))
+        marker.name_of = functools.partial(self._name, id(parameter))
         return marker
 
     def names(self) -> dict[int, str]:
@@ -212,7 +211,7 @@ class UnreducedGradients(Component):
         """Undo :meth:`mark_unsharded`, and clear the gradients whose markers were cleared. Local operation."""
         marked, self._unsharded = self._unsharded, []
         for sharded, unsharded, seen in marked:
-            if unsharded.grad is None or _ZEROED in seen.__dict__:
+            if unsharded.grad is None or getattr(seen, "is_zeroed", False):
                 sharded.grad = None
             if is_marker(unsharded.grad):
                 unsharded.grad = None

@@ -1,13 +1,14 @@
-"""Optimizers of torch and TransformerEngine that cannot update sharded parameters."""
+"""Optimizers of torch and TransformerEngine that cannot update sharded or quantized parameters."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import PlacementError, PrecisionError
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import label_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
@@ -98,3 +99,37 @@ def _has_empty_shards(parameter: DTensor) -> bool:
             if lengths[dim] * (ranks - 1) >= length and ranks > 1:
                 return True
     return False
+
+
+# [Note: main weights of quantized weights] torch's optimizers would update quantized weights by dequantizing
+# and requantizing in each operation, which silently loses most small updates. They need fp32 main weights.
+# TE's FusedAdam without main weights raises or does not update delayed-scaling weights. With main weights it
+# writes a shard's amax to their histories and does not update cached transposes of the Hopper layout (TE
+# 2.20.2).
+def check_optimizer_of_quantized(optimizer: Optimizer, label: str) -> None:
+    """Raise if an optimizer would update a quantized weight without fp32 main weights.
+
+    Local operation. All ranks have the same optimizer and raise the same error.
+
+    Raises:
+        PrecisionError: Names the weight, and the option or call that fixes it.
+    """
+    if hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
+        return
+    got, fix = "none", "call te_fsdp.main_weights(model, optimizer) once, before the first step"
+    if _te.is_fused_adam(optimizer):
+        fused: Any = optimizer
+        options = fused.master_weights, fused.master_weight_dtype, fused.store_param_remainders
+        if options[0] and options[1] == torch.float32 and not options[2]:
+            return
+        got = "master_weights={}, master_weight_dtype={}, store_param_remainders={}".format(*options)
+        fix = (
+            "FusedAdam(..., master_weights=True), with default master_weight_dtype and store_param_remainders"
+        )
+    raise PrecisionError(
+        f"{label}: {type(optimizer).__name__} on a quantized weight",
+        expected="fp32 main weights, from which the quantized weight is quantized",
+        got=got,
+        why="Updates smaller than the spacing of quantized values would be lost",
+        fix=fix,
+    )

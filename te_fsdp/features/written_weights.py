@@ -2,53 +2,42 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from te_fsdp.collectives.rendezvous import is_capturing
-from te_fsdp.features.main_params import MAIN, is_low_precision, optimizer_shard_in
+from te_fsdp.features.main_params import MAIN, MainParameters, is_low_precision, optimizer_shard_in
 from te_fsdp.features.main_weights import main_weight
+from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.quantized.rounding import rounded_values
 from te_fsdp.quantized.write_counts import write_numbers_of
-from te_fsdp.upstream import torch_dtensor as _torch
+from te_fsdp.tensor_version import WeightVersions
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
 
-#: Attribute of an optimizer: the versions of its low-precision parameters after its last step.
-_WRITTEN = "_te_fsdp_written"
 
-
-class _WeightVersions(NamedTuple):
-    """Versions of the low-precision parameters of an optimizer."""
-
-    parameters: list[torch.Tensor]
-    versions: list[int]
-    count: int  #: Number of all parameters of the optimizer
-
-    @classmethod
-    def now(cls, optimizer: Optimizer) -> _WeightVersions:
-        """Return the current versions. The parameters are listed again if the optimizer has a different number."""
-        known: _WeightVersions | None = optimizer.__dict__.get(_WRITTEN)
-        count = 0
-        for group in optimizer.param_groups:
-            count += len(group["params"])
-        if known is not None and known.count == count:
-            parameters = known.parameters
-        else:
-            parameters = [
-                p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)
-            ]
-        return cls(parameters, write_numbers_of(parameters), count)
+def _versions_now(optimizer: Optimizer, known: WeightVersions | None) -> WeightVersions:
+    """Return the current versions. The parameters are listed again if the optimizer has a different number."""
+    count = 0
+    for group in optimizer.param_groups:
+        count += len(group["params"])
+    if known is not None and known.count == count:
+        parameters = known.parameters
+    else:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if is_low_precision(p)]
+    return WeightVersions(parameters, write_numbers_of(parameters), count)
 
 
 def record_weight_versions(step: Step) -> None:
     """Record the versions of low-precision parameters after a step."""
-    if step.models:
-        setattr(step.optimizer, _WRITTEN, _WeightVersions.now(step.optimizer))
+    main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if step.models and main_parameters is not None:
+        main_parameters.versions = _versions_now(step.optimizer, main_parameters.versions)
 
 
 # [Note: written weights] An optimizer step updates the main weight and writes it to the parameter. It must start from
@@ -58,18 +47,20 @@ def record_weight_versions(step: Step) -> None:
 # parameter's value. Versions of tensors and counts of quantizations detect writes, so that other steps read no values.
 def update_written_main_weights(step: Step) -> None:
     """Update the main weights of parameters that user code has written to. Local operation."""
-    if not step.models:
+    main_parameters: MainParameters | None = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
+    if not step.models or (main_parameters is None and not _te.is_fused_adam(step.optimizer)):
         return
     # The first step compares all main weights with their parameters.
-    known: _WeightVersions | None = step.optimizer.__dict__.get(_WRITTEN)
-    now = _WeightVersions.now(step.optimizer)
+    known = None if main_parameters is None else main_parameters.versions
+    now = _versions_now(step.optimizer, known)
     if not now.parameters or (known is not None and known.versions == now.versions) or is_capturing():
         return
     before = known.versions if known is not None and known.parameters is now.parameters else None
     for index, parameter in enumerate(now.parameters):
         if before is None or before[index] != now.versions[index]:
             _update_main_weight(step.optimizer, parameter)
-    setattr(step.optimizer, _WRITTEN, now)
+    if main_parameters is not None:
+        main_parameters.versions = now
 
 
 @torch.no_grad()

@@ -35,7 +35,8 @@ from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.integrations import needs, raising_method
 from te_fsdp.quantized.components import drop_derived_state
 from te_fsdp.quantized.shards import quantize_with_shared_scale
-from te_fsdp.records import binding_of, shard_info
+from te_fsdp.records import binding_of
+from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import require_sharded_model
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 

@@ -26,6 +26,7 @@ from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError, meant, require_flags
+from te_fsdp.records import module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ _log = logging.getLogger("te_fsdp")
 #: TE's names of the communication patterns of attention over cp.
 COMM_TYPES = ("p2p", "all_gather", "a2a", "a2a+p2p")
 _Batch = TypeVar("_Batch")
-#: Key in a module's ``__dict__``: its calls are checked.
-_WATCHED = "_te_fsdp_cp_watched"
 
 
 def set_context_parallel(
@@ -94,8 +93,9 @@ def set_context_parallel(
 def _hook_attention_calls(model: nn.Module) -> None:
     """Register a check of every call of attention over ``cp``. Local operation."""
     for module in _attentions(model).values():
-        if _WATCHED not in module.__dict__:
-            module.__dict__[_WATCHED] = True
+        hooks = module_record(module).hooks
+        if _check_call not in hooks:
+            hooks.add(_check_call)
             module.register_forward_pre_hook(_torch.disable_compile(_check_call), with_kwargs=True)
 
 

@@ -30,7 +30,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from te_fsdp import boxed_dtensor
 from te_fsdp.errors import CheckpointError
-from te_fsdp.records import binding_of, name_of, shard_info
+from te_fsdp.records import binding_of, name_of
+from te_fsdp.shard_info import shard_info
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:

@@ -30,11 +30,11 @@ from te_fsdp.quantized.fsdp_hooks import (
     mark_unsharded,
     release_function_of,
 )
-from te_fsdp.quantized.gather_metadata import GATHERS
 from te_fsdp.quantized.shards import register_shard, sync_quantizers_with_history
 from te_fsdp.records import (
     BINDING,
     KEY as FACTS,
+    WEIGHT,
     ModuleBinding,
     ShardedUnshardedPair,
     binding_of,
@@ -328,7 +328,8 @@ class MeshModule(torch.nn.Module):
             pair.gathered, pair.release = value, release_function_of(value, pair.shard, binding)
             return
         # Another tensor may have been the shard since this one was, so its cached gather metadata is dropped.
-        _torch.local_of(value).__dict__.pop(GATHERS, None)
+        if (record := _torch.local_of(value).__dict__.get(WEIGHT)) is not None:
+            record.gathers = None
         release = release_function_of(old, value, binding)
         if release is not None:
             release()

@@ -12,31 +12,60 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from te_fsdp.errors import PrecisionError
-from te_fsdp.quantized.block_copies import CLONES, patch_block_copies
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import PATCHES, apply_patch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
     from te_fsdp.lifecycle import Step
     from te_fsdp.records import ParameterRecord
 
-AMAX_GROUP = "_te_fsdp_amax_group"
-#: Attribute of quantizers: how many quantizations into their tensors were counted (``write_counts.py``).
-WRITES = "_te_fsdp_writes"
-_COPIED_ATTRIBUTES = (AMAX_GROUP, CLONES, WRITES)
+#: Attribute of a quantizer: its :class:`QuantizerRecord`.
+QUANTIZER_RECORD = "_te_fsdp_quantizer"
 TE_AMAX_GROUP = PATCHES["group"].attribute
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
+
+
+@dataclass(frozen=True)
+class QuantizerRecord:
+    """Data of te_fsdp about a quantizer. Copies of the quantizer share it until one of them changes."""
+
+    amax_group: str | None = None  #: Name of the group over which quantizations reduce the amax
+    clones_scales: bool = False  #: Whether clones of its tensors have their own scales
+    #: Number of quantizations into its tensors, if they are counted (``write_counts.py``). Copies share the list.
+    writes: list[int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerRecord:
+        """Return a copy that counts on its own."""
+        return replace(self, writes=None if self.writes is None else [*self.writes])
+
+    def __reduce__(self) -> Any:
+        """Return an empty dict, which processes without te_fsdp can read. There the name may be of other ranks."""
+        return OrderedDict, ()
+
+
+_UNRECORDED = QuantizerRecord()
+
+
+def quantizer_record(quantizer: Any) -> QuantizerRecord:
+    """Return the record of a quantizer, an empty one if it has none. Local operation."""
+    return quantizer.__dict__.get(QUANTIZER_RECORD) or _UNRECORDED
+
+
+def change_quantizer_record(quantizer: Any, **changes: Any) -> None:
+    """Change fields of the record of one quantizer. Later copies of it have them, too. Local operation."""
+    keep_amax_group_in_copies()
+    quantizer.__dict__[QUANTIZER_RECORD] = replace(quantizer_record(quantizer), **changes)
 
 
 # [Note: name of the amax group] TE 2.20 stores the amax group as an attribute of the tensor object. Every
@@ -50,24 +79,23 @@ def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
     Local operation. ``None`` removes the process group that TE's all-gather has set. Formats without one scale per
     tensor are not changed.
     """
-    if group_name is not None:
-        if has_amax_group(tensor, group_name):
-            return
-        keep_amax_group_in_copies()
+    if has_amax_group(tensor, group_name):
+        return
     tensor.__dict__.pop(TE_AMAX_GROUP, None)
     for quantizer in _te.all_one_scale_quantizers(tensor):
         _te.set_quantizer_amax_group(quantizer, None)
         if group_name is not None:
-            quantizer.__dict__[AMAX_GROUP] = group_name
+            change_quantizer_record(quantizer, amax_group=group_name)
 
 
 def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
     """Return whether a tensor still has this group. Always false for hybrids. Every all-gather calls it."""
     quantizer = getattr(tensor, _te.QUANTIZER, None)
-    return (
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    return bool(
         group_name is not None
-        and quantizer is not None
-        and quantizer.__dict__.get(AMAX_GROUP) == group_name
+        and record
+        and record.amax_group == group_name
         and TE_AMAX_GROUP not in tensor.__dict__
         and not getattr(quantizer, _te.REDUCES_AMAX, False)
     )
@@ -76,7 +104,7 @@ def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
 def amax_group_name(tensor: torch.Tensor) -> str | None:
     """Return the group name set by :func:`set_amax_group`, or ``None``. Local operation."""
     found = _te.one_scale_quantizers(_te.quantizer_of(tensor))
-    return found[0].__dict__.get(AMAX_GROUP) if found else None
+    return quantizer_record(found[0]).amax_group if found else None
 
 
 # [Note: amax of delayed scaling] Delayed scaling does not read the group. A write stores this rank's amax in
@@ -91,8 +119,10 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
     by_group: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         quantizer: Any = getattr(tensor, _te.QUANTIZER, None)
-        if _te.has_amax_history(type(quantizer)) and AMAX_GROUP in quantizer.__dict__:
-            by_group.setdefault(quantizer.__dict__[AMAX_GROUP], []).append(quantizer.amax)
+        if _te.has_amax_history(type(quantizer)):
+            record = quantizer.__dict__.get(QUANTIZER_RECORD)
+            if record and record.amax_group is not None:
+                by_group.setdefault(record.amax_group, []).append(quantizer.amax)
     for name, amaxes in by_group.items():
         reduce_max(amaxes, _torch.group_by_name(name))
 
@@ -112,7 +142,6 @@ def keep_amax_group_in_copies() -> None:
     """Patch TE's classes to support group names, once per process. Other tensors are not affected."""
     apply_patch("copy", _wrap_copy)
     apply_patch("deepcopy", lambda stock: _deepcopy)
-    apply_patch("pickle", _wrap_getstate)
     apply_patch("group", lambda stock: property(_get_group, _set_group))
     apply_patch("delayed", _wrap_update_delayed)
     apply_patch("clone", _wrap_clone)
@@ -121,24 +150,25 @@ def keep_amax_group_in_copies() -> None:
 def _get_group(self: Any) -> Any:
     """Return the group of the quantizer's name, or the group that TE has set."""
     quantizer = self._quantizer
-    name = None if quantizer is None else quantizer.__dict__.get(AMAX_GROUP)
-    return self.__dict__.get(TE_AMAX_GROUP) if name is None else _torch.group_by_name(name)
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if not record or record.amax_group is None:
+        return self.__dict__.get(TE_AMAX_GROUP)
+    return _torch.group_by_name(record.amax_group)
 
 
 def _set_group(self: Any, group: Any) -> None:
     """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
     quantizer = self._quantizer
-    if quantizer is None or AMAX_GROUP not in quantizer.__dict__:
+    if quantizer is None or quantizer_record(quantizer).amax_group is None:
         self.__dict__[TE_AMAX_GROUP] = group
 
 
 def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def copy(self: Any) -> Any:
-        new, attributes = stock(self), self.__dict__
-        for name in _COPIED_ATTRIBUTES:
-            if name in attributes:
-                new.__dict__[name] = attributes[name]
+        new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
+        if record:
+            new.__dict__[QUANTIZER_RECORD] = record
         return new
 
     return copy
@@ -148,20 +178,11 @@ def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
         result = stock(self, src, dst, **kwargs)
-        if AMAX_GROUP in self.__dict__ and self is _te.quantizer_of(dst):
+        if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
             reduce_newest_amax([dst])
         return result
 
     return update_quantized
-
-
-def _wrap_getstate(stock: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
-    @functools.wraps(stock)
-    def __getstate__(self: Any) -> dict[str, Any]:
-        # In another process the name may refer to different ranks.
-        return {key: value for key, value in stock(self).items() if key not in (AMAX_GROUP, WRITES)}
-
-    return __getstate__
 
 
 def _with_group(quantizer: Any, group: Any) -> Any:
@@ -176,25 +197,11 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     return _with_group(self, None)
 
 
-def patch_clone_of_scales(tensor: torch.Tensor) -> None:
-    """Let clones of a quantized weight, and their clones, have their own scales. Local operation.
-
-    TE's clones share scales (2.18 to 2.20.2). A clone kept by the user (the best weights so far, values to be
-    restored) would combine old data with new scales after the next step.
-    """
-    for part in (tensor, *_te.storage_parts_of(tensor)):
-        quantizer = _te.quantizer_of(part)
-        if quantizer is not None and CLONES not in quantizer.__dict__:
-            keep_amax_group_in_copies()  # TE copies the attribute to every tensor derived from this one
-            patch_block_copies()
-            quantizer.__dict__[CLONES] = True
-
-
 def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(stock)
     def clone(self: Any) -> Any:
         new, quantizer = stock(self), _te.quantizer_of(self)
-        if quantizer is not None and CLONES in quantizer.__dict__:
+        if quantizer is not None and quantizer_record(quantizer).clones_scales:
             _te.clone_scales(new)
         return new
 
@@ -283,40 +290,6 @@ def quantized_among(
     return found
 
 
-# [Note: main weights of quantized weights] torch's optimizers would update quantized weights by dequantizing
-# and requantizing in each operation, which silently loses most small updates. They need fp32 main weights.
-# TE's FusedAdam without main weights raises or does not update delayed-scaling weights. With main weights it
-# writes a shard's amax to their histories and does not update cached transposes of the Hopper layout (TE
-# 2.20.2).
-def check_optimizer_of_quantized(optimizer: Optimizer, label: str) -> None:
-    """Raise if an optimizer would update a quantized weight without fp32 main weights.
-
-    Local operation. All ranks have the same optimizer and raise the same error.
-
-    Raises:
-        PrecisionError: Names the weight, and the option or call that fixes it.
-    """
-    if hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
-        return
-    got, fix = "none", "call te_fsdp.main_weights(model, optimizer) once, before the first step"
-    if _te.is_fused_adam(optimizer):
-        fused: Any = optimizer
-        options = fused.master_weights, fused.master_weight_dtype, fused.store_param_remainders
-        if options[0] and options[1] == torch.float32 and not options[2]:
-            return
-        got = "master_weights={}, master_weight_dtype={}, store_param_remainders={}".format(*options)
-        fix = (
-            "FusedAdam(..., master_weights=True), with default master_weight_dtype and store_param_remainders"
-        )
-    raise PrecisionError(
-        f"{label}: {type(optimizer).__name__} on a quantized weight",
-        expected="fp32 main weights, from which the quantized weight is quantized",
-        got=got,
-        why="Updates smaller than the spacing of quantized values would be lost",
-        fix=fix,
-    )
-
-
 def restore_optimizer_params(step: Step) -> None:
     """Restore the parameters in an optimizer's groups, if a failed step has left main weights there."""
     main_parameters = getattr(step.optimizer, KEEPS_MAIN_WEIGHTS, None)
@@ -388,7 +361,7 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     groups: dict[str | None, Any] = {}  # by name, because most weights share one group
     requests = []
     for target, own, value in current:
-        name = own.__dict__.get(AMAX_GROUP)
+        name = quantizer_record(own).amax_group
         if name is None or name not in groups:
             groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
         requests.append(PendingQuantization(value, own, groups[name]))

@@ -12,12 +12,23 @@ from typing import Any
 
 import torch
 
+from te_fsdp.quantized.amax import change_quantizer_record, quantizer_record
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.patches import apply_patch
 from te_fsdp.upstream.te_formats import has_square_blocks
 
-#: Attribute of quantizers of te_fsdp's weights, whose tensors are cloned with their scales.
-CLONES = "_te_fsdp_clones_scales"
+
+def patch_clone_of_scales(tensor: torch.Tensor) -> None:
+    """Let clones of a quantized weight, and their clones, have their own scales. Local operation.
+
+    TE's clones share scales (2.18 to 2.20.2). A clone kept by the user (the best weights so far, values to be
+    restored) would combine old data with new scales after the next step.
+    """
+    for part in (tensor, *_te.storage_parts_of(tensor)):
+        quantizer = _te.quantizer_of(part)
+        if quantizer is not None and not quantizer_record(quantizer).clones_scales:
+            patch_block_copies()
+            change_quantizer_record(quantizer, clones_scales=True)
 
 
 def patch_block_copies() -> None:
@@ -42,5 +53,5 @@ def _has_other_blocks(target: Any, source: Any) -> bool:
     if type(source) is not type(target):
         return False
     own, other = _te.quantizer_of(target), _te.quantizer_of(source)
-    is_ours = own is not None and CLONES in own.__dict__
+    is_ours = own is not None and quantizer_record(own).clones_scales
     return is_ours and has_square_blocks(own) and not has_square_blocks(other)

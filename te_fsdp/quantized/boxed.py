@@ -21,6 +21,7 @@ from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, boxed_like, wrapp
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
+from te_fsdp.records import weight_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import has_square_blocks
 
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from te_fsdp.records import ModuleBinding
-
-#: Attributes of a quantized tensor: parts read so far; values without a scale; whether a load has written it.
-_ARRIVED, _PENDING, _WRITTEN = "_te_fsdp_arrived", "_te_fsdp_waiting", "_te_fsdp_written"
 
 
 def describe_shards(
@@ -151,19 +149,25 @@ def weights_of(local: torch.Tensor) -> list[torch.Tensor]:
 def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor | None:
     """Return the values that wait for their scale, if there are any; ``take``: they wait no longer."""
     weights = weights_of(local)
-    if not any(_PENDING in one.__dict__ for one in weights):
+    records = [weight_record(one) for one in weights]
+    if all(record.pending is None for record in records):
         return None
-    waiting = [one.__dict__.get(_PENDING) for one in weights]
-    found = [values_of(w) if v is None else v for w, v in zip(weights, waiting, strict=True)]
-    for one in weights if take else ():
-        one.__dict__.pop(_PENDING, None)
+    found = [
+        values_of(weight) if record.pending is None else record.pending
+        for weight, record in zip(weights, records, strict=True)
+    ]
+    for record in records if take else ():
+        record.pending = None
     return torch.stack(found) if _te.is_grouped(local) else found[0]
 
 
 def take_written(local: torch.Tensor) -> bool:
     """Return whether a load has written bytes, and forget it."""
-    found = [one.__dict__.pop(_WRITTEN, False) for one in weights_of(local)]
-    return any(found)
+    records = [weight_record(one) for one in weights_of(local)]
+    found = any(record.is_loaded for record in records)
+    for record in records:
+        record.is_loaded = False
+    return found
 
 
 def drop_derived(local: torch.Tensor) -> None:
@@ -301,14 +305,15 @@ class QuantizedSlice(torch.Tensor):
         if not isinstance(source, QuantizedSlice) and _te.is_quantized(source):
             source = QuantizedSlice(source, (0,) * source.ndim, source.shape)
         base = self.base
-        arrived: list[tuple[QuantizedSlice, torch.Tensor]] = base.__dict__.setdefault(_ARRIVED, [])
+        record = weight_record(base)
+        arrived: list[tuple[QuantizedSlice, torch.Tensor]] = record.arrived
         if any(_overlap(self.box, one.box) for one, _ in arrived):  # parts of a failed load
             arrived.clear()
         arrived.append((self, source))
         # A scale depends on all values, so the weight is written when the last rectangle has arrived.
         if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
             return
-        del base.__dict__[_ARRIVED]
+        record.arrived = []
         if not _write_bytes(base, arrived):
             _write_values(base, arrived, waits=self.waits)
 
@@ -339,7 +344,7 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
             copies.append((component.tensor[here[name]], value))
     for into, value in copies:
         into.copy_(value)
-    base.__dict__[_WRITTEN] = True
+    weight_record(base).is_loaded = True
     return True
 
 
@@ -359,7 +364,7 @@ def _write_values(
         read = source.values() if isinstance(source, QuantizedSlice) else source
         values[slices(*target.box)] = read.to(values.device, torch.float32)
     if waits:
-        base.__dict__[_PENDING] = values
+        weight_record(base).pending = values
         return
     base.quantize_(values)  # type: ignore[operator]
-    base.__dict__[_WRITTEN] = True
+    weight_record(base).is_loaded = True

@@ -27,7 +27,6 @@ from te_fsdp.quantized.components import (
     pack_bytes,
 )
 from te_fsdp.quantized.gather_metadata import (
-    GATHERS,
     CustomGather,
     GatherMetadata,
     Packed,
@@ -35,7 +34,7 @@ from te_fsdp.quantized.gather_metadata import (
     replay_gather,
 )
 from te_fsdp.quantized.shards import attach_amax_group, check_weight_mesh
-from te_fsdp.records import BINDING, ModuleBinding, is_replicated
+from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord, is_replicated, weight_record
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
@@ -54,9 +53,6 @@ if TYPE_CHECKING:
 
     from te_fsdp.upstream.te_formats import Format
 
-#: Attribute of the local tensor of an unsharded weight: its format. It stays after resharding.
-GATHERED = "_te_fsdp_gathered"
-
 
 # [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after
 # sharding, then the unsharded parameter before each forward and backward, and the sharded one afterwards.
@@ -67,7 +63,7 @@ def mark_unsharded(old: torch.Tensor | None, new: torch.Tensor, binding: ModuleB
     if isinstance(old, DTensor) and old.device_mesh != binding.tp_mesh:
         local = _torch.local_of(new)
         if _te.is_quantized(local):
-            local.__dict__[GATHERED] = _te.format_of(local)
+            weight_record(local).unsharded_format = _te.format_of(local)
 
 
 def release_function_of(
@@ -85,11 +81,12 @@ def release_function_of(
         weight.
     """
     local = None if gathered is None else _torch.local_of(gathered)
-    if local is None or GATHERED not in local.__dict__:
+    record: WeightRecord | None = None if local is None else local.__dict__.get(WEIGHT)
+    if local is None or record is None or record.unsharded_format is None:
         return None
     if _te.is_grouped(local):
         return local.release  # type: ignore[missing-attribute]
-    row = local.__dict__[GATHERED]
+    row = record.unsharded_format
     # Is it sharded along a dim other than the first?
     within = shard is not None and any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding)))
     return functools.partial(_release_columns if within else drop_derived_buffers, local, row)
@@ -185,7 +182,9 @@ def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
     # backward.
     @functools.wraps(stock)
     def clear_columnwise_cache(weight: Any) -> None:
-        row = weight.__dict__.get(GATHERED) or _te.format_of(weight)
+        record: WeightRecord | None = weight.__dict__.get(WEIGHT)
+        row = None if record is None else record.unsharded_format
+        row = row or _te.format_of(weight)
         # Per-tensor scales apply to both directions. Blocks may have separate scales.
         if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
             stock(weight)
@@ -207,7 +206,8 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         binding: ModuleBinding | None = None if module is None else module.__dict__.get(BINDING)
         if binding is None or module is None:
             return stock(self, mesh, orig_size, contiguous_orig_stride, module, mp_policy)
-        known: GatherMetadata | None = self.__dict__.get(GATHERS)
+        record: WeightRecord | None = self.__dict__.get(WEIGHT)
+        known: GatherMetadata | None = None if record is None else record.gathers
         state = None if known is None or known.unit() is None else pass_of(known.unit())
         if (
             state is not None
@@ -275,7 +275,7 @@ def _build_gather_metadata(
     unit, as_it_is = weakref.ref(group), ranks > 1 and is_even
     nothing = torch.empty(0, dtype=torch.uint8, device=shard.device) if ranks == 1 else None
     known = GatherMetadata(*now, row, one_scale, binding.weight_group, as_it_is, unit, {}, nothing)
-    shard.__dict__[GATHERS] = known
+    weight_record(shard).gathers = known
     return known
 
 
@@ -368,7 +368,8 @@ def _wrap_post(stock: Callable[..., Any]) -> Callable[..., Any]:
                 buffers = _join_columns(all_gather_outputs, metadata.packed)
         tensor, gathered = stock(self, buffers, own, param_dtype, out=target)
         # Buffers that TE has removed for backward stay allocated until FSDP2 frees them ([Note: recomputed forwards]).
-        known: GatherMetadata | None = self.__dict__.get(GATHERS)
+        record: WeightRecord | None = self.__dict__.get(WEIGHT)
+        known: GatherMetadata | None = None if record is None else record.gathers
         row = _te.format_of(self) if known is None else known.row
         for buffer, value in zip(row.dropped if row is not None else (), buffers, strict=False):
             if getattr(tensor, buffer.attribute) is None:

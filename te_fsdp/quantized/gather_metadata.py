@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fsdp.quantized.amax import AMAX_GROUP, TE_AMAX_GROUP
+from te_fsdp.quantized.amax import QUANTIZER_RECORD, TE_AMAX_GROUP
 from te_fsdp.quantized.components import BufferLocations
-from te_fsdp.records import BINDING, ModuleBinding
+from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -22,12 +22,9 @@ if TYPE_CHECKING:
 
     from te_fsdp.upstream.te_formats import Format
 
-#: Attribute of the local tensor of a quantized shard: its cached gather metadata.
-GATHERS = "_te_fsdp_gathers"
-
 
 class GatherMetadata(NamedTuple):
-    """Metadata shared by all all-gathers of a shard, computed in the first one and cached on the shard (``GATHERS``).
+    """Metadata shared by all all-gathers of a shard, computed in the first one and cached in the shard's record.
 
     It is recomputed for a shard that replaces another one in its module (``MeshModule._on_replace``),
     and if one of the first three fields has changed. TE replaces the quantizer when the length of delayed
@@ -87,7 +84,8 @@ def replay_gather(
     ``now`` is the pass of FSDP2's group (``fsdp2_settled.pass_of``).
     """
     own = shard.__dict__
-    known: GatherMetadata | None = own.get(GATHERS)
+    weight: WeightRecord | None = own.get(WEIGHT)
+    known: GatherMetadata | None = None if weight is None else weight.gathers
     binding: ModuleBinding | None = module.__dict__.get(BINDING)
     if (
         known is None
@@ -100,10 +98,12 @@ def replay_gather(
     ):
         return None
     quantizer: Any = getattr(shard, _te.QUANTIZER)
+    record = quantizer.__dict__.get(QUANTIZER_RECORD)
     # has_amax_group, without its call: TE's hook has set another group, or the weight has a new quantizer.
     if known.has_one_scale and (
         known.group is None
-        or quantizer.__dict__.get(AMAX_GROUP) != known.group
+        or not record
+        or record.amax_group != known.group
         or TE_AMAX_GROUP in own
         or getattr(quantizer, _te.REDUCES_AMAX, False)
     ):

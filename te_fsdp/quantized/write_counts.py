@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp.quantized.amax import WRITES, keep_amax_group_in_copies
+from te_fsdp.quantized.amax import QUANTIZER_RECORD, change_quantizer_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
 
@@ -26,11 +26,12 @@ def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
         quantizer = getattr(local, _te.QUANTIZER, None)
         if quantizer is None:
             continue
-        if WRITES not in quantizer.__dict__:
-            keep_amax_group_in_copies()
+        record = quantizer.__dict__.get(QUANTIZER_RECORD)
+        if not record or record.writes is None:
             patch_quantize()
-            quantizer.__dict__[WRITES] = [0]
-        numbers[index] += quantizer.__dict__[WRITES][0]
+            change_quantizer_record(quantizer, writes=[0])
+        else:
+            numbers[index] += record.writes[0]
     return numbers
 
 
@@ -42,8 +43,9 @@ def patch_quantize() -> None:
 def count_write(tensor: Any) -> None:
     """Count one quantization into a tensor."""
     quantizer = _te.quantizer_of(tensor)
-    if quantizer is not None and WRITES in quantizer.__dict__:
-        quantizer.__dict__[WRITES][0] += 1
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if record and record.writes is not None:
+        record.writes[0] += 1
 
 
 def _wrap_quantize(stock: Callable[..., Any]) -> Callable[..., Any]:

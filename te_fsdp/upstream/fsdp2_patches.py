@@ -161,7 +161,8 @@ def _to_sharded(stock: Callable[[torch.Tensor], DTensor], known: list[Any], tens
     spec = spec_of(made)
     if spec.tensor_meta is None or spec.tensor_meta.dtype == tensor.dtype:
         return made
-    # `known` caches the parameter's spec and the gradient's: a new one in every backward would also fill the cache of DTensor's operations.
+    # `known` caches the parameter's spec and the gradient's. A new one in every backward would also fill the
+    # cache of DTensor's operations.
     if not known or known[0] is not spec:
         known[:] = spec, with_dtype(spec, tensor.dtype)
     return dtensor(tensor, known[1])

@@ -65,6 +65,12 @@ FSDP2 = (
         "test_unsupported.py::test_errors",
     ),
     Patch(
+        "unit",
+        "_get_fsdp_state",
+        "returns the state without a search",
+        "test_all_calls.py::test_budget",
+    ),
+    Patch(
         "model, unit",
         "_backward_hooks",
         "refuses `make_graphed_callables`",
@@ -302,13 +308,6 @@ PATCHES: dict[str, Patch] = {
         "test_te_faults.py::test_no_deep_copy_after_a_gather",
         "- A gathered weight cannot be deep-copied",
     ),
-    "pickle": Patch(
-        "quantizers of current scaling and NVFP4",
-        "__getstate__",
-        "drops that name",
-        "test_one_scale.py::test_copies_know_the_group_and_hold_none",
-        _GROUP,
-    ),
     "group": Patch(
         "tensors of current scaling and NVFP4, and their storages",
         "amax_reduction_group",
@@ -444,12 +443,11 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "columnwise": functools.partial(_modules_with, "clear_columnwise_cache"),
     "copy": functools.partial(_te.quantizer_classes, "amax", "history", "blocks", "parts"),
     "deepcopy": functools.partial(_te.quantizer_classes, "amax"),
-    "pickle": functools.partial(_te.quantizer_classes, "amax"),
     "group": _amax_tensors,
     "clone": lambda: [cls for cls in _tensors() if "clone" in cls.__dict__],
     "copy blocks": lambda: [c for c in _tensors() if c.__name__ in ("MXFP8Tensor", "NVFP4Tensor")],
     "count": _tensors,
-    # Delayed quantizers refer to tensors of the module, which pickle and deepcopy would copy.
+    # Delayed quantizers refer to tensors of the module, which deepcopy would copy.
     "delayed": functools.partial(_te.quantizer_classes, "history"),
     # Shards of NVFP4 consist of complete blocks, so none is empty.
     "quantize empty": functools.partial(_te.quantizer_classes, "amax", blocks=False),
@@ -459,8 +457,11 @@ _OWNERS: dict[str, Callable[[], Iterable[Any]]] = {
     "states of dicts": _te.fused_adam_class,
 }
 
-#: Attribute of a patched class or module: names of its replaced attributes.
-_PATCHED = "_te_fsdp_patched"
+
+@functools.cache
+def patched_attributes() -> set[tuple[Any, str]]:
+    """Return the classes and modules that :func:`apply_patch` has changed in this process, and the attributes."""
+    return set()
 
 
 def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
@@ -470,10 +471,9 @@ def apply_patch(name: str, make: Callable[[Any], Any]) -> None:
     """
     attribute = PATCHES[name].attribute
     for owner in _OWNERS[name]():
-        done = owner.__dict__.get(_PATCHED, ())
-        if attribute not in done:
+        if (owner, attribute) not in patched_attributes():
             setattr(owner, attribute, make(getattr(owner, attribute, None)))
-            setattr(owner, _PATCHED, (*done, attribute))
+            patched_attributes().add((owner, attribute))
 
 
 def apply_patch_to(owner: Any, name: str, replacement: Any) -> None:

@@ -184,7 +184,9 @@ def with_boxes(new: DTensor, like: torch.Tensor) -> DTensor:
     return new
 
 
-BOXES = "_te_fsdp_boxes"  #: Attribute of :mod:`te_fsdp.boxed_dtensor`
+#: Attribute of a DTensor: its ``BoxMap`` (:mod:`te_fsdp.boxed_dtensor`). Pickles contain ``True`` for a DTensor whose
+#: rows are not in the original order, so the name must not change.
+BOXES = "_te_fsdp_local_order"
 #: Python attributes of a DTensor that must not be copied to a different object.
 OWN_ATTRIBUTES = frozenset(("_local_tensor", "_spec", BOXES))
 

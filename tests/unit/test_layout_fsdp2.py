@@ -15,7 +15,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Coordinates, Layout, ParameterRule
-from te_fsdp.records import BINDING, ModuleBinding, shard_info
+from te_fsdp.records import BINDING, ModuleBinding
+from te_fsdp.shard_info import shard_info
 from tests.unit.layout_reference import GATED, from_boxes, tp_local
 
 WORLD, ME = 16, 8

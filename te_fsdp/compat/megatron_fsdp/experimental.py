@@ -25,10 +25,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp.compat.megatron_fsdp.arguments import UNUSED_ARGUMENTS, MixedPrecisionPolicy, native_meshes
-from te_fsdp.compat.megatron_fsdp.sharding import fully_shard_optimizer as first_fully_shard_optimizer
+from te_fsdp.compat.megatron_fsdp.sharding import (
+    BRIDGED,
+    fully_shard_optimizer as first_fully_shard_optimizer,
+)
 from te_fsdp.errors import OrderError, PlacementError, require_flags
 from te_fsdp.gradient_sync import microbatch as native_microbatch
 from te_fsdp.materialization import materialize
@@ -36,7 +40,6 @@ from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import get_sharded_model
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
@@ -52,8 +55,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger("te_fsdp")
-_NOTED = "_te_fsdp_megatron_noted"
-_SHARDED = "_te_fsdp_megatron_sharded"  # attribute of a replaced parameter: its sharded replacement
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,7 @@ def fully_shard(
     require_flags("experimental.fully_shard", use_symm_mem=use_symm_mem)
     if use_symm_mem:
         _log.warning("megatron_fsdp: use_symm_mem=True has no effect: %s", UNUSED_ARGUMENTS["nccl_ub"])
-    if _NOTED in module.__dict__ or any(map(get_sharded_model, module.modules())):
+    if BRIDGED in module.__dict__ or any(map(get_sharded_model, module.modules())):
         raise OrderError(
             f"experimental.fully_shard({type(module).__name__})",
             expected="one call per module, before fully_shard_optimizer",
@@ -169,9 +170,9 @@ def fully_shard(
     # Without sharding the model would run, and train on every rank by itself.
     guard = module.register_forward_pre_hook(_raise_in_forward)
     note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
-    module.__dict__[_NOTED] = note
+    module.__dict__[BRIDGED] = note
     for parameter in module.parameters():
-        setattr(parameter, _NOTED, note)  # the outermost module is the last to set it
+        setattr(parameter, BRIDGED, note)  # the outermost module is the last to set it
 
 
 def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
@@ -221,10 +222,10 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         text = UNUSED_ARGUMENTS["use_decoupled_grad"]
         _log.warning("megatron_fsdp: precision_aware=True has no effect: %s", text)
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    given = {id(note): note for p in held if (note := p.__dict__.get(_NOTED)) is not None}.values()
+    given = {id(note): note for p in held if isinstance(note := p.__dict__.get(BRIDGED), _Note)}.values()
     # With several optimizers the first call has sharded the model already.
-    notes = [note for note in given if note.module.__dict__.get(_NOTED) is note]  # not sharded yet
-    if optimizer.state and (notes or any(_SHARDED in p.__dict__ for p in held)):
+    notes = [note for note in given if note.module.__dict__.get(BRIDGED) is note]  # not sharded yet
+    if optimizer.state and (notes or any(isinstance(p.__dict__.get(BRIDGED), nn.Parameter) for p in held)):
         raise OrderError(
             f"fully_shard_optimizer({type(optimizer).__name__})",
             expected="an optimizer before its first step",
@@ -236,15 +237,17 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
         _shard(note)
         for name, parameter in note.module.named_parameters(remove_duplicate=False):
             if parameter is not before[name]:
-                before[name].__dict__[_SHARDED] = parameter
+                before[name].__dict__[BRIDGED] = parameter
     for group in optimizer.param_groups:
-        group["params"][:] = [p.__dict__.get(_SHARDED, p) for p in group["params"]]
+        replaced = [p.__dict__.get(BRIDGED) for p in group["params"]]
+        now = zip(group["params"], replaced, strict=True)
+        group["params"][:] = [new if isinstance(new, nn.Parameter) else p for p, new in now]
     first_fully_shard_optimizer(optimizer)
 
 
 def _shard(root: _Note) -> None:
     """Shard a model with its units. Collective over the world."""
-    found = {name: m.__dict__[_NOTED] for name, m in root.module.named_modules() if _NOTED in m.__dict__}
+    found = {name: m.__dict__[BRIDGED] for name, m in root.module.named_modules() if BRIDGED in m.__dict__}
     for name, note in found.items():
         if (note.mesh, note.outer, note.policy) != (root.mesh, root.outer, root.policy):
             raise PlacementError(
@@ -269,7 +272,7 @@ def _shard(root: _Note) -> None:
     native_fully_shard(root.module, meshes, units=[], strategy=strategies, **options)  # type: ignore[arg-type]
     for note in found.values():
         note.guard.remove()
-        del note.module.__dict__[_NOTED]
+        del note.module.__dict__[BRIDGED]
     if on_meta:
         materialize(root.module)
 

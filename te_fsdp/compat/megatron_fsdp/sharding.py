@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp import gradient_sync
-from te_fsdp.collectives.redistribute import comm_of
 from te_fsdp.compat.megatron_fsdp.arguments import (
     UNUSED_OPTIONS,
     Arguments,
@@ -56,7 +55,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-_BRIDGED = "_te_fsdp_megatron"
+#: Attribute of an optimizer that :func:`fully_shard_optimizer` has prepared. ``experimental.py`` sets it on modules and
+#: parameters until they are sharded, and then on each replaced parameter: its sharded replacement.
+BRIDGED = "_te_fsdp_megatron"
 #: Optimizers whose state after a step on zeros, with "step" reset, equals their initial state.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
@@ -235,7 +236,7 @@ class MegatronFSDP(torch.nn.Module):
             PrecisionError: The dtype is not supported for gradient reductions.
         """
         native = mixed_precision_policy.native()  # validates the dtypes
-        comm = comm_of(self.module)
+        comm = require_sharded_model(self.module, "reset_mixed_precision_policy").sync.comm
         assert comm is not None, "fully_shard_model always gives a policy"
         comm.dtype = native.grad_comm_dtype
         before = (self.mp_policy.main_params_dtype, self.mp_policy.main_grads_dtype)
@@ -364,8 +365,8 @@ def fully_shard_optimizer(optimizer: Optimizer, preproc_state_dict_for_dcp_ckpt:
     main_weights(models[0] if len(models) == 1 else torch.nn.ModuleList(models), optimizer)
     shard_optimizer(optimizer)
     # A second call must not wrap the methods again.
-    if not hasattr(optimizer, _BRIDGED):
-        setattr(optimizer, _BRIDGED, True)
+    if not hasattr(optimizer, BRIDGED):
+        setattr(optimizer, BRIDGED, True)
         _bridge(optimizer, models)
     return optimizer
 

@@ -24,7 +24,7 @@ from te_fsdp.lifecycle import (
     zero_gradient,
 )
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import get_record, label_of, plan_of
+from te_fsdp.records import KEY, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
@@ -88,9 +88,9 @@ class OuterAverages:
         if not cut or self._is_done(cut, gradients):
             return
         self._factor = None
-        for gradient in gradients:
-            if gradient is not None and _FACTOR in gradient.__dict__:
-                apply_deferred_grad_scale(gradient)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter.__dict__[KEY].deferred_scale is not None:
+                apply_deferred_grad_scale(parameter, gradient)
         self._main_parameters.look(parameters)
         given: list[MainParameter] = []
         averages, specs, sources = [], [], []
@@ -131,9 +131,9 @@ class OuterAverages:
         """Drop all averages. Their factor still applies to gradients that are not cleared. Local operation."""
         factor, self._factor = self._factor, None
         for own in self.ready.values():
-            gradient = own.source.gradient() if own.source is not None and factor is not None else None
-            if gradient is not None:
-                setattr(gradient, _FACTOR, factor)
+            gradient = None if own.source is None else own.source.gradient()
+            if gradient is not None and factor is not None:
+                get_or_create_record(own.parameter).deferred_scale = weakref.ref(gradient), factor
             own.source = own.main.grad = own.main.decoupled_grad = None
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -250,10 +250,6 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
 
 # --------------------------------------------------------------------------------------- gradients of one replica alone
 
-#: Attribute of an averaged gradient: the factor applied to the average only.
-_FACTOR = "_te_fsdp_factor"
-#: Attribute of a gradient: its parameter's label.
-_LABEL = "_te_fsdp_label"
 #: Linear operations, which have the same result before and after the average.
 _LINEAR = (
     *("zero_", "mul_", "div_", "__imul__", "__itruediv__", "multiply_", "divide_", "true_divide_"),
@@ -269,11 +265,12 @@ class UnaveragedGradient(UnreadableShard):
     """A gradient that is averaged within one replica of the model only ([Note: unaveraged gradients])."""
 
     __slots__ = ()
+    label = ""  #: Label of its parameter
 
     @staticmethod
     def refuse(gradient: Any, what: str) -> NoReturn:
         """Raise :class:`OrderError` for an operation on a gradient."""
-        label = "" if gradient is None else gradient.__dict__.get(_LABEL, "")
+        label = getattr(gradient, "label", "")
         shape = "" if gradient is None else f" of shape {tuple(gradient.shape)}"
         raise OrderError(
             f"{what} on the gradient of {label or f'a parameter{shape}'}",
@@ -310,11 +307,16 @@ def hide_unaveraged_grad(gradient: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def apply_deferred_grad_scale(gradient: torch.Tensor | None) -> None:
-    """Apply the deferred factor to a gradient before accumulating into it. Local operation."""
+def apply_deferred_grad_scale(parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+    """Apply the deferred factor of a parameter's gradient before accumulating into it. Local operation."""
     # The factor comes from clipping or scaling the average. Loops that clear gradients after each step never need this.
-    factor = None if gradient is None else gradient.__dict__.pop(_FACTOR, None)
-    if gradient is not None and factor is not None:
+    # Not `get_record`, because each backward calls this for each parameter.
+    record = parameter.__dict__.get(KEY)
+    if not record or record.deferred_scale is None:
+        return
+    scaled, factor = record.deferred_scale
+    if gradient is not None and scaled() is gradient:
+        record.deferred_scale = None
         local = _torch.local_of(gradient)
         local.copy_(torch.where(local == 0, local, local * factor))  # zeros stay zero for any factor
 
@@ -348,7 +350,7 @@ class ShardedOptimizer(Component):
 @torch.no_grad()
 def _before(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
-        apply_deferred_grad_scale(parameter.grad)
+        apply_deferred_grad_scale(parameter, parameter.grad)
 
 
 def _after(
@@ -362,9 +364,9 @@ def _after(
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
-            gradient.__class__ = UnaveragedGradient
+            hidden: Any = hide_unaveraged_grad(gradient)
             facts = get_record(parameter)
-            setattr(gradient, _LABEL, facts.label or "" if facts is not None else "")
+            hidden.label = facts.label or "" if facts is not None else ""
     state, own = of(), component()
     if state is not None and own is not None and own.averages is not None:
         own.averages.early.reduced(state, unit, group, event)

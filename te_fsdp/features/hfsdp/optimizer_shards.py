@@ -29,7 +29,6 @@ from te_fsdp.collectives.redistribute import (
     PackedLayout,
     RowPartition,
     all_gather_many,
-    comm_of,
     redistribute,
 )
 from te_fsdp.errors import PlacementError
@@ -124,7 +123,7 @@ class OptimizerShard:
     def comm(self) -> GradComm | None:
         """Return the gradient communication settings of the parameter's model."""
         state = sharded_model_of(self.parameter)
-        return None if state is None else comm_of(state.model)
+        return None if state is None else state.sync.comm
 
     @functools.cached_property
     def amax_group(self) -> dist.ProcessGroup | None:

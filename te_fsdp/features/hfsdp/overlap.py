@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard
 from te_fsdp.collectives.agreement import maximum
 from te_fsdp.collectives.async_work import Pending, SideStream, UnitOrder, all_of, current_stream
 from te_fsdp.collectives.groups import own_group
-from te_fsdp.collectives.redistribute import GradComm, PackedLayout, comm_of, redistribute
+from te_fsdp.collectives.redistribute import GradComm, PackedLayout, redistribute
 from te_fsdp.features.hfsdp.optimizer_shards import (
     ALIGNED,
     OUTER,
@@ -209,7 +209,7 @@ class EarlyAverages:
         if plan is not None and unit in plan.units:
             self._events.setdefault(unit, []).append(event)
             plan.order.arrived(unit, (unit, group))
-            as_before = plan.comm == comm_of(state.model)
+            as_before = plan.comm == state.sync.comm
             while as_before and (complete := plan.order.next(len(self._begun))) is not None:
                 self._begin(plan, complete)
 
@@ -264,7 +264,7 @@ class EarlyAverages:
             self._reset(0)
             if plan.state is not None:
                 self._averaged = plan.state.sync.last_microbatches
-                plan.comm = copy.copy(comm_of(plan.state.model))
+                plan.comm = copy.copy(plan.state.sync.comm)
 
     def _complete(self, plan: _OverlapPlan, agreed: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
         """Implement :meth:`finish` once the order is agreed."""

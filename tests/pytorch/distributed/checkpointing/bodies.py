@@ -137,7 +137,7 @@ def same_mesh(case: Case, axes: dict[str, int], route: str, directory: str) -> d
 
 def logical_state(run: Any) -> dict[str, torch.Tensor]:
     """Original tensors put together from the shards of all ranks, quantized weights dequantized. Collective."""
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
     found: dict[str, torch.Tensor] = {}

@@ -133,7 +133,8 @@ def _pieces(
     module: Any, own: str, parameter: torch.Tensor, value: torch.Tensor
 ) -> list[tuple[str, Any, Any]]:
     """Name, shape and rectangles of the tensors that a local one holds parts of."""
-    from te_fsdp.records import binding_of, shard_info
+    from te_fsdp.records import binding_of
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import te as _te
 
     info = shard_info(module, own, parameter)

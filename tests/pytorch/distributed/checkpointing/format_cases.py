@@ -83,7 +83,7 @@ def cut_blocks(axes: dict[str, int], directory: str, recipes: list[str], *, save
 
     import te_fsdp
     from checkpointing.models import recipe_of
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())

@@ -34,7 +34,7 @@ def values_of(local: torch.Tensor, name: str) -> dict[str, torch.Tensor]:
 
 def shards(run: Any) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Label, values and place of every parameter and its optimizer state on this rank."""
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     names = {id(p): n for n, p in run.model.named_parameters()}
@@ -181,10 +181,11 @@ def expected_values(
 
 def quantized_in_one_process(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The whole weight through a quantizer like that of a shard, without any communication."""
+    from te_fsdp.quantized.amax import QUANTIZER_RECORD
     from te_fsdp.upstream import te as _te
 
     quantizer = _te.quantizer_of(local).copy()
-    quantizer.__dict__.pop("_te_fsdp_amax_group", None)  # the mark of a weight that is cut
+    quantizer.__dict__.pop(QUANTIZER_RECORD, None)  # the amax group of a weight that is cut
     if type(quantizer).__name__ == "Float8Quantizer":
         quantizer.scale = (448.0 / whole.abs().max()).to(local.device)
         quantizer.amax = torch.zeros(1, device=local.device)

@@ -93,7 +93,7 @@ def compare(run: Any, expected: dict[str, torch.Tensor]) -> tuple[list[str], int
     Returns:
         Names of those that differ or that are missing on either side, and the number of tensors compared.
     """
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     wrong, seen = [], set()

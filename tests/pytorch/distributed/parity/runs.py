@@ -256,7 +256,7 @@ def compare_shards(
 
 def shards(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, Any]]:
     """Name, parameter and `ShardInfo` of every parameter, tied ones at each of their places."""
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
 
     for prefix, module in model.named_modules():
         for own, parameter in module._parameters.items():

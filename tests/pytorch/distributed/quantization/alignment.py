@@ -103,7 +103,7 @@ def _initial_weights_agree(model: nn.Module, reference: nn.Module) -> int:
     Returns:
         Number of rectangles compared.
     """
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     whole, names = dict(reference.named_parameters()), {id(p): n for n, p in model.named_parameters()}
@@ -123,7 +123,7 @@ def _gathered_weights_agree(model: Pair) -> int:
         Number of weights compared.
     """
     from te_fsdp.layout import chunk_range
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     owners = {"first": model.first, "second": model.second}

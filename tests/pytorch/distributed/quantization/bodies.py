@@ -114,7 +114,7 @@ def compare_with_reference(model: nn.Module, reference: nn.Module) -> int:
     Returns:
         Number of weights compared; the ranks of an unquantized model compare none.
     """
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     whole = dict(reference.named_parameters())

@@ -194,7 +194,7 @@ def named_weights(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Ten
 
 def gathered(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     """The whole original tensor of which every rank holds pieces, put together on each rank, bit for bit."""
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     info, local = shard_info(module, name, value), _torch.local_of(value)
@@ -278,7 +278,7 @@ def same_buffers(
     checks: harness.Comparisons, label: str, module: nn.Module, own: str, parameter: torch.Tensor, whole: Any
 ) -> int:
     """The buffers of one weight: this rank's are its part of the whole one's."""
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
     from te_fsdp.upstream import torch_dtensor as _torch
 
     local, info = _torch.local_of(parameter), shard_info(module, own, parameter)

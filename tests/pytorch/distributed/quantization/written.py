@@ -124,7 +124,7 @@ def parts_of(local: Any) -> list[Any]:
 
 def piece(module: nn.Module, own: str, parameter: torch.Tensor, value: torch.Tensor) -> DTensor:
     """This rank's part of a whole value, placed as the parameter."""
-    from te_fsdp.records import shard_info
+    from te_fsdp.shard_info import shard_info
 
     info = shard_info(module, own, parameter)
     local = torch.empty(info.local_shape, dtype=value.dtype, device=value.device)
