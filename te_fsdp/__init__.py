@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from te_fsdp.features.muon import Muon as Muon
     from te_fsdp.features.nan_report import report_nan as report_nan
+    from te_fsdp.features.reporting import report as report
     from te_fsdp.features.scale_gradients import scale_gradients as scale_gradients
     from te_fsdp.forward_hooks import register_forward_method as register_forward_method
     from te_fsdp.gradient_sync import (
@@ -71,7 +72,6 @@ if TYPE_CHECKING:
     )
     from te_fsdp.precision import MixedPrecisionPolicy as MixedPrecisionPolicy
     from te_fsdp.replicated_params import fsdp_no_shard as fsdp_no_shard
-    from te_fsdp.reporting import report as report
     from te_fsdp.shard_model import fully_shard as fully_shard
 
 # Where each public name lives, by role.
@@ -86,7 +86,7 @@ _HOMES = {
     "fsdp_no_shard": "te_fsdp.replicated_params",
     "register_forward_method": "te_fsdp.forward_hooks",
     "materialize": "te_fsdp.materialization",
-    "report": "te_fsdp.reporting",
+    "report": "te_fsdp.features.reporting",
     "clip_grad_norm_": "te_fsdp.features.clip_grad_norm",
     "broadcast_params": "te_fsdp.materialization",
     "check_optimizer": "te_fsdp.features.main_weights",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -36,12 +35,7 @@ from te_fsdp.records import (
 )
 from te_fsdp.sharded_model import ShardedModel, attach_state_to_params
 from te_fsdp.tp_gradients import sum_at_once
-from te_fsdp.unit_communication import (
-    choose_transports,
-    enable_zero_copy_reduce_scatter,
-    move_shards_to_shared_memory,
-    reduce_unused,
-)
+from te_fsdp.unit_communication import reduce_unused
 from te_fsdp.upstream import (
     fsdp2_hooks as _fsdp2_hooks,
     fsdp2_patches as _fsdp2_patches,
@@ -59,8 +53,6 @@ if TYPE_CHECKING:
     from te_fsdp.layout import Storage
     from te_fsdp.mesh import Meshes
     from te_fsdp.records import ParameterPlan
-
-_log = logging.getLogger("te_fsdp")
 
 ModelT = TypeVar("ModelT", bound="nn.Module")
 
@@ -295,12 +287,3 @@ def hook_forward(setup: Setup) -> None:
 def unscale_over_all_meshes(setup: Setup) -> None:
     """Let ``torch.amp.GradScaler`` find infinite gradients over all meshes of the model. Local operation."""
     _torch_amp.unscale_over_all_meshes()
-
-
-def choose_communication(setup: Setup) -> None:
-    """Choose how units are gathered and reduced. Collective over the ranks of each unit's shards."""
-    plan, state = setup.plan, setup.state
-    choose_transports(state, plan.request.transport)
-    move_shards_to_shared_memory(state)
-    enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
-    _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)

@@ -13,7 +13,6 @@ from typing import TypeAlias
 from te_fsdp.apply_fully_shard import (
     Setup,
     attach_state,
-    choose_communication,
     hook_forward,
     prepare_units,
     reduce_unused_parameters,
@@ -27,6 +26,7 @@ from te_fsdp.features.host_pace import HostPace, measure_host_pace
 from te_fsdp.features.main_weights import use_fused_adam_master_weights
 from te_fsdp.features.nan_report import NanReport
 from te_fsdp.features.replicated_gradients import ReplicatedGradients, reduce_replicated_gradients
+from te_fsdp.features.transports import UnitTransports, choose_communication
 from te_fsdp.features.unreduced_gradients import UnreducedGradients, watch_unreduced_gradients
 from te_fsdp.features.wgrad_fusion import fuse_wgrad
 from te_fsdp.features.written_weights import record_weight_versions, update_written_main_weights
@@ -44,7 +44,6 @@ from te_fsdp.optimizer_step import (
     wrap_closure,
 )
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
-from te_fsdp.unit_communication import UnitTransports
 
 SetupFunctions: TypeAlias = tuple[Callable[[Setup], None], ...]
 

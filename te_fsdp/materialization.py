@@ -43,7 +43,6 @@ from te_fsdp.records import (
 )
 from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model, leave_unset, mesh_of
-from te_fsdp.unit_communication import move_shards_to_shared_memory
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     te as _te,
@@ -118,10 +117,9 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
             )
     state = get_sharded_model(model)
     if state is not None:
+        attach_state_to_params(state)
         for renew in state.components.after_materialize:
             renew()
-        attach_state_to_params(state)
-        move_shards_to_shared_memory(state)
     _log.debug("materialize: initialized %d modules", len(pending))
     return model
 

@@ -19,7 +19,6 @@ from te_fsdp.gradient_sync import wait_for_reductions, zero_grad
 from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import gradients_of
 from te_fsdp.sharded_model import ShardedModel, undo_step
-from te_fsdp.unit_communication import invalidate_gathers
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -132,7 +131,6 @@ def finish_components(step: Step) -> None:
 def release_weights(step: Step) -> None:
     """Free weights that were kept or are being all-gathered, so that the next forward gathers the new ones."""
     for state, _ in step.models:
-        invalidate_gathers(state)
         for gather in state.unsharded.gathers.values():
             gather.wait()
         state.unsharded.gathers.clear()

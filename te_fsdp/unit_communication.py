@@ -1,53 +1,35 @@
-"""Communication of FSDP2's units: all-gather of weights, and dtype and ranks of the gradient reduction.
+"""Communication of FSDP2's units: dtype and ranks of the gradient reduction, and parameters without a gradient.
 
 For a different communication dtype each unit has a custom reduce-scatter ([Note: buffers of a reduction]). Other units
-need none, except for ``zero_copy_gradients``: gradients are then reduced from their own memory, without FSDP2's copy
-(``te_fsdp/upstream/symmetric_memory.py``). ``"auto"`` does so in units with ``copy_engine``, if any of their large
-gradients qualifies.
-
-The weights of each unit are all-gathered by NCCL as FSDP2 does, or by the copy engines:
-
-===============  ====================================================================================================
-``nccl``         FSDP2's own all-gather (gloo on the CPU): with copies before and after the communication kernels
-``copy_engine``  copies from rank to rank into the memory that kernels read (``upstream/fsdp2_copy_engine.py``)
-``auto``         ``copy_engine`` if it is possible and measurably faster, ``nccl`` otherwise
-===============  ====================================================================================================
+need none, except for ``zero_copy_gradients`` (:mod:`te_fsdp.features.transports`), which also chooses how weights are
+all-gathered if FSDP2 does not do it.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Partial, Replicate
 
-from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.redistribute import GradComm, redistribute, reduce_scatter
-from te_fsdp.component import Component
-from te_fsdp.errors import shorten
-from te_fsdp.peer_memory import alias, connect_peers
 from te_fsdp.upstream import (
-    fsdp2_copy_engine as _fsdp2_copies,
     fsdp2_state as _fsdp2,
     fsdp2_units,
     fsdp2_unused as _fsdp2_unused,
     symmetric_memory as _torch_transport,
-    te as _te,
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
 
-    from te_fsdp.layout import Storage
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 
@@ -107,7 +89,7 @@ class OuterGroup(dist.ProcessGroup):
             buffer.copy_(result)
 
 
-def _input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
+def input_dtype(comm: GradComm, dtype: torch.dtype, device: str) -> torch.dtype:
     """Return the input dtype of a reduction over several ranks that FSDP2 runs in ``dtype``."""
     wire = comm.wire(dtype)
     return wire if _fsdp2.can_copy_gradients_into(wire, device) else dtype
@@ -154,7 +136,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
             given = self.comm.wire(dtype) if outer and replicas > 1 and not self.comm.fp32_sum else dtype
         else:
             self._input = (backward, numel)
-            given = _input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
+            given = input_dtype(self.comm, dtype, device.type) if shards > 1 else dtype
             (group,) = fsdp2_units.fsdp_parameter_groups(unit)
             one_by_one = self.comm.fp32_sum and given != torch.float32  # all-to-alls, which are not coalesced
             buffer = _torch_transport.zero_copy_input_of(group, numel, given, packs_small=one_by_one)
@@ -188,174 +170,3 @@ class UnitReduceScatter(_torch.ReduceScatter):
         )
         with profiler_range(f"te_fsdp::reduce_scatter ({self.name})"):
             reduce_scatter(output_tensor, source, group, self.comm, op=op)
-
-
-def enable_zero_copy_reduce_scatter(state: ShardedModel, policy: Fsdp2Policy, wanted: bool | str) -> None:
-    """Make FSDP2 reduce large gradients without a copy. Local operation with the same result on all ranks.
-
-    Args:
-        state: State of a model that FSDP2 has just sharded, with chosen transports. Its ``copied`` is filled.
-        policy: FSDP2's own, for models without a precision policy.
-        wanted: Whether for all units, or ``"auto"``.
-    """
-    if not wanted:
-        return
-    transports = transports_of(state)
-    comm, precision = state.sync.comm or GradComm(), state.precision
-    labels = {id(parameter): label for label, parameter in state.parameters().items()}
-    for name, unit in state.modules.items():
-        groups = fsdp2_units.fsdp_parameter_groups(unit)
-        if not groups or fsdp2_units.reduction_of(unit)[0] == 1:
-            continue  # a root whose units hold all parameters; or one rank holds whole shards
-        if wanted == "auto" and transports.by_unit[name].name != "copy_engine":
-            continue
-        (group,) = groups
-        own = policy if precision is None else precision.fsdp2_policy(name)
-        reduced = _input_dtype(comm, _fsdp2.reduced_dtype(unit, own), state.meshes.device.type)
-        found = dict[str, str]()
-        for managed, why in _torch_transport.large_gradients(group):
-            parameter = _fsdp2.sharded_param_of(managed)
-            computed = own.param_dtype or parameter.dtype
-            if parameter.requires_grad:
-                casts = f"computed in {computed}, reduced in {reduced}" if computed != reduced else ""
-                found[labels[id(parameter)]] = why or casts
-        transports.copied |= found
-        if wanted == "auto" and all(found.values()):
-            continue  # FSDP2 copies all of them with one kernel
-        _torch_transport.enable_zero_copy_reduce_scatter(group)
-        if precision is None:
-            set_unit_grad_comm(unit, comm, name)
-    if rank() == 0:
-        level = logging.INFO if wanted == "auto" else logging.WARNING
-        for why in dict.fromkeys(filter(None, transports.copied.values())):
-            named = [label for label, reason in transports.copied.items() if reason == why]
-            _log.log(level, "zero_copy_gradients: gradients of %s are copied: %s", shorten(named, 3), why)
-
-
-# ------------------------------------------------------------------------------------------ transport of all-gathers
-
-
-class Transport(NamedTuple):
-    """How a unit is all-gathered.
-
-    Attributes:
-        name: ``"nccl"`` or ``"copy_engine"``; ``"none"`` if nothing is gathered.
-        why: Reason why it is not ``copy_engine``; empty if it is.
-        gathers: Object that runs the copy-engine all-gathers.
-    """
-
-    name: str
-    why: str = ""
-    gathers: _fsdp2_copies.CopyEngineGathers | None = None
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.why})" if self.why else self.name
-
-
-class UnitTransports(Component):
-    """How the units of one model are all-gathered and reduced."""
-
-    def __init__(self) -> None:
-        self.by_unit: dict[str, Transport] = {}  #: Transport of each unit that FSDP2 manages
-        #: Large parameters of units with ``zero_copy_gradients``, with the reason why the gradient is copied, or "".
-        self.copied: dict[str, str] = {}
-
-
-def transports_of(state: ShardedModel) -> UnitTransports:
-    """Return the transports of a model's units."""
-    found = state.components.get(UnitTransports)
-    if found is None:
-        found = UnitTransports()
-        state.components.attach(found)
-    return found
-
-
-def choose_transports(state: ShardedModel, wanted: str) -> None:
-    """Choose the transport of each unit of a model and set it up.
-
-    Collective over the ranks with the shards of each unit, unit by unit.
-
-    Args:
-        state: State of a model that FSDP2 has just sharded; its ``transports`` are filled.
-        wanted: One of :data:`te_fsdp.plan.WORDS`.
-    """
-    transports = transports_of(state)
-    device, known = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()
-    for name, unit in state.modules.items():
-        ranks = _fsdp2.all_gather_ranks(unit)
-        if ranks is None:
-            held = fsdp2_units.fsdp_parameter_groups(unit)
-            why = "one rank holds whole shards" if held else "it has no sharded weights"
-            transports.by_unit[name] = Transport("none", why)
-            continue
-        why = _default_transport_reason(wanted, device, state.units[name])
-        if not why:
-            # Units over the same ranks share one setup, which is collective and takes memory.
-            found = known.get(ranks.group_name)
-            if found is None:
-                made = connect_peers(device, ranks)
-                if not isinstance(made, str):
-                    peers, meeting = made
-                    made = _fsdp2_copies.CopyEngineGathers(
-                        meeting, peers.share, _te.unchanged_hook_attributes
-                    )
-                found = known[ranks.group_name] = made
-            if not isinstance(found, str):
-                found.install(unit)
-                transports.by_unit[name] = Transport("copy_engine", gathers=found)
-                continue
-            why = found
-        transports.by_unit[name] = Transport("nccl", why)
-    if wanted != "nccl" and rank() == 0:  # something else was wished for
-        level = logging.INFO if wanted == "auto" else logging.WARNING
-        for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
-            units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]
-            _log.log(level, "transport=%r: %s gathered by nccl, since %s", wanted, shorten(units, 3), why)
-
-
-def _default_transport_reason(wanted: str, device: torch.device, storage: Storage) -> str:
-    """Return the reason why copies are not tried, empty if they are. For ``auto`` see ``docs/transport.md``."""
-    if wanted == "nccl":
-        return "transport='nccl' was asked for"
-    if wanted == "copy_engine":
-        return ""
-    if device.type == "cpu":
-        return "transport='auto' takes copy_engine on GPUs"
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return "transport='auto' takes copy_engine on GPUs of compute capability 9.0 and later"
-    if storage.gather != "pass":
-        return "transport='auto' takes copy_engine for weights gathered in each pass"
-    return ""
-
-
-def move_shards_to_shared_memory(state: ShardedModel) -> None:
-    """Move shards to memory that the other ranks can read, so that all-gathers need no copy before.
-
-    Collective over the ranks of each unit with ``copy_engine``. Shards that cannot be moved are copied in every
-    all-gather, and so are meta shards until the next call.
-    """
-    for gathers in _all_gathers(state):
-        units = [
-            state.modules[name] for name, t in transports_of(state).by_unit.items() if t.gathers is gathers
-        ]
-        gathers.move_to_shared_memory(units, alias)
-
-
-def invalidate_gathers(state: ShardedModel) -> None:
-    """Mark all-gathered copies as stale after a step, so that backwards gather again. Local operation."""
-    for gathers in _all_gathers(state):
-        gathers.expire()
-
-
-def shared_bytes(state: ShardedModel) -> int:
-    """Return the bytes of this rank that others read in all-gathers; torch's allocator does not count them on a GPU."""
-    return sum(gathers.shared_bytes for gathers in _all_gathers(state))
-
-
-def _all_gathers(state: ShardedModel) -> Iterable[_fsdp2_copies.CopyEngineGathers]:
-    own: Any = state.components.by_class[UnitTransports]
-    found = {}
-    for transport in own.by_unit.values():
-        if transport.gathers is not None:
-            found[id(transport.gathers)] = transport.gathers
-    return found.values()

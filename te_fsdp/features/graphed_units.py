@@ -19,9 +19,9 @@ import torch
 
 from te_fsdp.errors import OrderError, PlacementError, shorten
 from te_fsdp.features.graph_checks import CudaRecorder, Signature, capture_failure, recorder_for
+from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
-from te_fsdp.unit_communication import transports_of
 from te_fsdp.upstream import fsdp2_units, te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
 

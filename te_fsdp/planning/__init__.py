@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from te_fsdp.checkpoint.portable.huggingface_config import read_config
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpError
+from te_fsdp.features.reporting import Report, Row, describe
 from te_fsdp.mesh import Meshes
 from te_fsdp.mesh_checks import ALL_AXES
 from te_fsdp.planning.costs import (
@@ -51,7 +52,6 @@ from te_fsdp.planning.job import (
     workload_of,
 )
 from te_fsdp.planning.step import Machine, Peak, StepTime, Traffic, peak_of, reach_of, step_time, traffic_of
-from te_fsdp.reporting import Report, Row, describe
 from te_fsdp.shard_model import fully_shard
 from te_fsdp.upstream import torch_dtensor as _torch
 

@@ -24,11 +24,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from te_fsdp.features.reporting import bytes_of, cost_of, shard_in_training
 from te_fsdp.layout import GATED_ACTIVATIONS
 from te_fsdp.planning.job import OPTIMIZERS, Gating
 from te_fsdp.quantized.components import empty_on_meta
 from te_fsdp.records import iter_param_owners, plan_of
-from te_fsdp.reporting import bytes_of, cost_of, shard_in_training
 from te_fsdp.sharded_model import require_sharded_model
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_patches import single_rank_parameters

@@ -119,8 +119,8 @@ def _steps(model: Any, optimizer: Any, made: Any, seen: dict[str, Any], steps: i
 
 def _staged(model: Any) -> int:
     """Bytes of shards that gathers have copied since the last question."""
+    from te_fsdp.features.transports import transports_of
     from te_fsdp.sharded_model import require_sharded_model
-    from te_fsdp.unit_communication import transports_of
 
     found = {
         id(t.gathers): t.gathers
@@ -153,7 +153,7 @@ def training(
     """
     from quantization.models import recipe_of
 
-    from te_fsdp.unit_communication import transports_of
+    from te_fsdp.features.transports import transports_of
     from te_fsdp.upstream import fsdp2_copy_engine as _fsdp2_copies
 
     made = None if recipe == "none" else recipe_of(recipe)
@@ -186,8 +186,8 @@ def _stale(model: Any) -> None:
 
 def _early(model: Any) -> None:
     """Memory of a gathered weight is used for another one before what has read it has ended: here, before it begins."""
+    from te_fsdp.features.transports import transports_of
     from te_fsdp.sharded_model import require_sharded_model
-    from te_fsdp.unit_communication import transports_of
 
     for transport in transports_of(require_sharded_model(model, "")).by_unit.values():
         gathers = transport.gathers

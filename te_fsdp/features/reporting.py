@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.check_points import DEFAULT
+from te_fsdp.features.transports import transports_of
 from te_fsdp.layout import chunk_range, expert_index
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.quantized.components import empty_on_meta, keep_rowwise_only
 from te_fsdp.records import ParamOwner, binding_of, is_replicated, iter_param_owners, plan_of, require_model
 from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import get_sharded_model
-from te_fsdp.unit_communication import shared_bytes, transports_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import Format
 
@@ -161,11 +161,14 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     state = get_sharded_model(model)
     if state is None:
         return Report(tuple(rows))
-    gathers = {name: str(transport) for name, transport in transports_of(state).by_unit.items()}
+    transports = transports_of(state)
+    gathers = {name: str(transport) for name, transport in transports.by_unit.items()}
     costs = _costs_of(model) if state.precision is not None else ()
-    copied, level = _group_by_value(transports_of(state).copied), state.checks.level
+    copied, level = _group_by_value(transports.copied), state.checks.level
     remarks = tuple(filter(None, (line() for line in state.components.report_line)))
-    return Report(tuple(rows), costs, _group_by_value(gathers), shared_bytes(state), copied, level, remarks)
+    return Report(
+        tuple(rows), costs, _group_by_value(gathers), transports.shared_bytes, copied, level, remarks
+    )
 
 
 def _group_by_value(words: dict[str, str]) -> tuple[tuple[str, tuple[str, ...]], ...]:
