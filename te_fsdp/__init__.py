@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         PrecisionError as PrecisionError,
         TeFsdpError as TeFsdpError,
     )
+    from te_fsdp.features.broadcast_params import broadcast_params as broadcast_params
     from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
     from te_fsdp.features.gradient_dtypes import grad_comm as grad_comm
@@ -38,22 +39,24 @@ if TYPE_CHECKING:
     )
     from te_fsdp.features.muon import Muon as Muon
     from te_fsdp.features.nan_report import report_nan as report_nan
+    from te_fsdp.features.param_gather import (
+        finish_param_gather as finish_param_gather,
+        release_params as release_params,
+        start_param_gather as start_param_gather,
+    )
     from te_fsdp.features.reporting import report as report
     from te_fsdp.features.scale_gradients import scale_gradients as scale_gradients
     from te_fsdp.forward_hooks import register_forward_method as register_forward_method
     from te_fsdp.gradient_sync import (
         finish_grad_reduce as finish_grad_reduce,
-        finish_param_gather as finish_param_gather,
         microbatch as microbatch,
         no_sync as no_sync,
-        release_params as release_params,
         set_auto_sync as set_auto_sync,
         start_grad_reduce as start_grad_reduce,
-        start_param_gather as start_param_gather,
         sync as sync,
         zero_grad as zero_grad,
     )
-    from te_fsdp.materialization import broadcast_params as broadcast_params, materialize as materialize
+    from te_fsdp.materialization import materialize as materialize
     from te_fsdp.mesh import Meshes as Meshes
     from te_fsdp.modules.classes import (
         DotProductAttention as DotProductAttention,
@@ -88,7 +91,7 @@ _HOMES = {
     "materialize": "te_fsdp.materialization",
     "report": "te_fsdp.features.reporting",
     "clip_grad_norm_": "te_fsdp.features.clip_grad_norm",
-    "broadcast_params": "te_fsdp.materialization",
+    "broadcast_params": "te_fsdp.features.broadcast_params",
     "check_optimizer": "te_fsdp.features.main_weights",
     "set_collective_timeout": "te_fsdp.collectives.rendezvous",
     # training
@@ -103,9 +106,9 @@ _HOMES = {
     "finish_grad_reduce": "te_fsdp.gradient_sync",
     "scale_gradients": "te_fsdp.features.scale_gradients",
     "zero_grad": "te_fsdp.gradient_sync",
-    "start_param_gather": "te_fsdp.gradient_sync",
-    "finish_param_gather": "te_fsdp.gradient_sync",
-    "release_params": "te_fsdp.gradient_sync",
+    "start_param_gather": "te_fsdp.features.param_gather",
+    "finish_param_gather": "te_fsdp.features.param_gather",
+    "release_params": "te_fsdp.features.param_gather",
     "MixedPrecisionPolicy": "te_fsdp.precision",
     "grad_comm": "te_fsdp.features.gradient_dtypes",
     "report_nan": "te_fsdp.features.nan_report",

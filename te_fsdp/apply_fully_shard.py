@@ -8,17 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.fsdp import (
-    MixedPrecisionPolicy as Fsdp2Policy,
-    fully_shard as fsdp2_fully_shard,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, fully_shard as fsdp2_fully_shard
 from torch.distributed.tensor import Shard
 
 from te_fsdp.bind_device_mesh import bind, remove_bound_checks
 from te_fsdp.errors import MeshError
 from te_fsdp.forward_hooks import register_forward_hooks
 from te_fsdp.lifecycle import track_replaced_parameters
-from te_fsdp.materialization import wrap_module_apply
 from te_fsdp.mesh import as_meshes
 from te_fsdp.modules.context_parallel import check_attention, set_attention_cp_group
 from te_fsdp.modules.mixin import pair_of
@@ -279,9 +275,8 @@ def start_checks(setup: Setup) -> None:
 
 
 def hook_forward(setup: Setup) -> None:
-    """Register the hooks of forward, and follow conversions of the model (``to``, ``to_empty``). Local operation."""
+    """Register the hooks of forward. Local operation."""
     register_forward_hooks(setup.state)
-    wrap_module_apply(setup.state)
 
 
 def unscale_over_all_meshes(setup: Setup) -> None:

@@ -20,6 +20,7 @@ from te_fsdp.apply_fully_shard import (
     unscale_over_all_meshes,
 )
 from te_fsdp.component import Component
+from te_fsdp.features.conversions import follow_conversions
 from te_fsdp.features.gradient_dtypes import GradientDtypes, attach_gradient_dtypes
 from te_fsdp.features.hfsdp.gradients import ShardedOptimizer, hide_unaveraged_grads
 from te_fsdp.features.host_pace import HostPace, measure_host_pace
@@ -64,6 +65,7 @@ SETUP: SetupFunctions = (
     attach_state,
     start_checks,
     hook_forward,
+    follow_conversions,
     hook_optimizer_steps,
     unscale_over_all_meshes,
     fuse_wgrad,

@@ -11,16 +11,15 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
+from te_fsdp.kept_weights import expose_sharded_params, expose_unsharded_params
 from te_fsdp.optimizer_step import wrap_zero_grad
 from te_fsdp.records import is_replicated, iter_param_owners
+from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
     ShardedModel,
     attach_state_to_params,
-    expose_sharded_params,
-    expose_unsharded_params,
     get_sharded_model,
     record_unsharded_params,
-    recover_from_exception,
     shard_of,
     sharded_model_of,
 )

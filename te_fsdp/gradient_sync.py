@@ -22,23 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import OrderError, PlacementError, require_flags
+from te_fsdp.errors import OrderError, require_flags
 from te_fsdp.layout import SyncMode
-from te_fsdp.sharded_model import (
-    ShardedModel,
-    expose_unsharded_params,
-    get_sharded_model,
-    record_unsharded_params,
-    recover_from_exception,
-    refuse_in_backward,
-    require_sharded_model,
-    versions_of,
-)
-from te_fsdp.upstream import (
-    fsdp2_gradients as _fsdp2_gradients,
-    fsdp2_state as _fsdp2,
-    fsdp2_units,
-)
+from te_fsdp.recovery import recover_from_exception
+from te_fsdp.sharded_model import ShardedModel, refuse_in_backward, require_sharded_model
+from te_fsdp.upstream import fsdp2_gradients as _fsdp2_gradients, fsdp2_state as _fsdp2
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,42 +101,6 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
             fix="run the last backward with is_last=True or outside of the context, or call "
             "te_fsdp.finish_grad_reduce(model)",
         )
-
-
-def refuse_pending_gradients(model: nn.Module) -> None:
-    """Raise OrderError between two microbatches of a step, because a save would omit their gradients.
-
-    Local operation. Unreduced gradients are found, also in units of torch's own ``fully_shard``. Strategies that
-    reduce in each microbatch have them in ``.grad``.
-    """
-    pending: dict[int, str] = {}
-    units: set[nn.Module] = set()
-    for state in filter(None, map(get_sharded_model, model.modules())):
-        pending |= state.pending()
-        # In other modes a step may have used the values of .grad already.
-        if state.sync.waiting and state.sync.mode is SyncMode.LAST:
-            pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
-        units.update(state.modules.values())
-    plain = [
-        module for module in model.modules() if fsdp2_units.is_fsdp_module(module) and module not in units
-    ]
-    records = [
-        _fsdp2.sharded_param_of(record)
-        for unit in plain
-        for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
-    ]
-    names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
-    pending |= {id(p): names.get(id(p)) or f"one of shape {tuple(p.shape)}" for p in records}
-    if not pending:
-        return
-    raise OrderError(
-        f"checkpoint.save: {len(pending)} parameter(s) have gradients of a step that is not complete, such as "
-        f"{next(iter(pending.values()))}",
-        expected="a call between two steps",
-        got="a call after a microbatch that was not the last one, before optimizer.step()",
-        why="A checkpoint holds no gradients: a resumed run would lack these microbatches",
-        fix="save after optimizer.step(), or discard the microbatches first (te_fsdp.zero_grad(model))",
-    )
 
 
 def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
@@ -297,74 +249,3 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
         fsdp.set_is_last_backward(last)  # of the tree; each unit has its own before the first forward
     for set_gradient_sync in state.components.set_gradient_sync:
         set_gradient_sync(last)
-
-
-def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
-    """Start to all-gather units before their forward.
-
-    Forward waits for them. Weights that were all-gathered and then changed are gathered again only after
-    :func:`release_params` or the optimizer's step. Collective over ``dp_shard``: one all-gather per unit that is not
-    unsharded. Call it on all ranks.
-
-    Args:
-        model: The sharded model.
-        units: Names of units, ``""`` for the root's own parameters. ``None``: all units, in the model's order.
-
-    Raises:
-        OrderError: The call is made during backward.
-        PlacementError: A name does not belong to a sharded unit.
-    """
-    state = require_sharded_model(model, "start_param_gather")
-    refuse_in_backward("start_param_gather")
-    for name in _sharded_units(state, units, "start_param_gather"):
-        unit: Any = state.modules[name]
-        expose_unsharded_params(state, name, unit)
-        if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
-            # A later write to the shards makes the gathered weights stale. The versions show it in the
-            # forward.
-            state.unsharded.versions[name] = versions_of(unit)
-            state.unsharded.gathers[name] = unit.unshard(async_op=True)
-
-
-def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
-    """All-gather units: wait for started all-gathers, and start the remaining ones.
-
-    Arguments and errors are those of :func:`start_param_gather`.
-    """
-    start_param_gather(model, units)
-    state = require_sharded_model(model, "finish_param_gather")
-    for gather in state.unsharded.gathers.values():
-        gather.wait()
-    state.unsharded.gathers.clear()
-    for _, unit in state.gathered():
-        record_unsharded_params(unit)
-
-
-def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None:
-    """Free unsharded weights; the next forward all-gathers the weights of that time. Local operation.
-
-    Afterwards ``model.parameters()`` returns shards with the values of the last step. Arguments and errors are those
-    of :func:`start_param_gather`.
-    """
-    state = require_sharded_model(model, "release_params")
-    refuse_in_backward("release_params")
-    for name in _sharded_units(state, units, "release_params"):
-        unit: Any = state.modules[name]
-        if name in state.unsharded.gathers:
-            state.unsharded.gathers.pop(name).wait()
-        unit.reshard()
-        state.unsharded.versions.pop(name, None)
-
-
-def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:
-    """Return the names of the selected units, outer before inner."""
-    order = list(reversed(state.modules))
-    wanted = set(order if units is None else [units] if isinstance(units, str) else units)
-    unknown = sorted(wanted - set(order))
-    if unknown:
-        raise PlacementError(
-            f"{where}: {unknown[0]!r} is not a sharded unit",
-            expected=f"names out of {order[:8]}",
-            fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
-        )
-    return [name for name in order if name in wanted]

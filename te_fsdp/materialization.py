@@ -6,57 +6,28 @@ process would draw. Ranks must build the same model and hold equal replicas, whi
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import raised_on_all_ranks
-from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import InitError, OrderError, shorten
-from te_fsdp.gradient_sync import release_params
-from te_fsdp.initialize import (
-    has_sentinel,
-    initialize_by_reset,
-    target_device,
-)
+from te_fsdp.errors import InitError, shorten
+from te_fsdp.initialize import has_sentinel, initialize_by_reset, target_device
 from te_fsdp.inline_init import record_writes, refuse_lost_writes
 from te_fsdp.lifecycle import track_replaced_parameters
 from te_fsdp.model_init import attributes_on_meta, dropped_by_ties, find_initializers
 from te_fsdp.modules.mixin import ForeignModule
-from te_fsdp.precision import gradient_dtype
-from te_fsdp.quantized.components import components_of, drop_derived_state
-from te_fsdp.records import (
-    ParamOwner,
-    binding_of,
-    copy_param_attrs,
-    inherit,
-    iter_param_owners,
-    param_attrs_to_copy,
-    plan_of,
-    require_model,
-)
-from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
-from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model, leave_unset, mesh_of
-from te_fsdp.upstream import (
-    fsdp2_patches as _fsdp2_patches,
-    te as _te,
-    te_modules as _te_modules,
-    torch_autograd as _torch_autograd,
-    torch_dtensor as _torch,
-)
+from te_fsdp.records import binding_of, inherit, require_model
+from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model, mesh_of
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from torch import nn
-    from torch.optim import Optimizer
 
-    from te_fsdp.sharded_model import ShardedModel
 
 _log = logging.getLogger("te_fsdp")
 
@@ -257,125 +228,5 @@ def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
 # conversions
 
 
-def wrap_module_apply(state: ShardedModel) -> None:
-    """Make ``Module._apply`` (``to``, ``half``, ``to_empty``) keep te_fsdp's records, or raise. Local operation."""
-    _fsdp2_patches.wrap_apply(state.model, functools.partial(_apply_and_carry, state))
-
-
-def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``Module._apply``, and copy the Python attributes to the DTensors that replace the parameters.
-
-    The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
-    refuses them.
-    """
-    _refuse_conversion(state, args[0])
-    for prepare in state.components.before_conversion:
-        prepare()
-    known, gradients = {}, {}
-    for name, parameter in state.parameters().items():
-        known[name] = param_attrs_to_copy(parameter)
-        plan = plan_of(parameter)
-        if plan is not None and plan.gradient_dtype is not None:
-            gradients[name], parameter.grad = parameter.grad, None
-    try:
-        with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
-            result = stock(*args, **kwargs)
-        if "to_empty" in getattr(args[0], "__qualname__", ""):
-            leave_unset(state)
-        return result
-    except NotImplementedError as error:
-        if "meta tensor" not in str(error):
-            raise
-        raise OrderError(
-            f"{type(state.model).__name__}: a move to a device before its parameters have values",
-            expected="te_fsdp.materialize(model), which moves and initializes them",
-            got="parameters on meta",
-            fix="call te_fsdp.materialize(model, seed=...) instead",
-        ) from error
-    finally:
-        for name, parameter in state.parameters().items():
-            copy_param_attrs(known[name], parameter)
-            if _te.is_quantized(parameter):
-                _torch_autograd.renew_hooks(parameter)
-            if name in gradients:
-                gradient = gradients[name]
-                parameter.grad_dtype = gradient_dtype(parameter)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        attach_state_to_params(state, moved=True)
-
-
-def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
-    """Raise OrderError if ``to(dtype)``, ``half()`` or similar would change dtypes after the first forward. Local."""
-    if not state.roots():
-        return
-    kinds = {
-        (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
-    }
-    for dtype, device in kinds:
-        became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
-        if became != dtype:
-            raise OrderError(
-                f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
-                expected="unchanged dtypes after the first forward",
-                why="FSDP2 has already allocated all-gather buffers of the first dtype",
-                fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
-            )
-
-
 # -----------------------------------------------------------------------------------------------------------
 # broadcast
-
-
-def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Broadcast every replicated parameter from the first rank that holds it; all copies are then bitwise equal.
-
-    Use it after values were written on single ranks, or after steps of an optimizer that is not torch's (with torch's
-    optimizer hooks, te_fsdp keeps copies equal). Copies exist over tp, over ``dp_replicate``, and over data parallel
-    for parameters that are not sharded. Unsharded weights are freed.
-
-    Collective over every axis along which a parameter is replicated: call on all ranks.
-
-    Args:
-        model: The sharded model, from :func:`te_fsdp.fully_shard`, or from :func:`te_fsdp.set_device_mesh` only. In
-            the second case copies over data parallel are not known.
-        optimizer: Also broadcast its states: tensors with the shape of their parameter's shard.
-
-    Raises:
-        OrderError: The call is made during backward.
-        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
-    """
-    require_model(model, "broadcast_params(model)")
-    mesh = mesh_of(model)
-    with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
-        _make_equal(model, optimizer)
-
-
-def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
-    state = get_sharded_model(model)
-    if state is not None:
-        release_params(model)
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)
-    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    quantized = []
-    for place in places.values():
-        parameter, local = place.parameter, _torch.local_of(place.parameter)
-        buffers = [local]
-        if _te.is_quantized(local):
-            buffers = [component.tensor for component in components_of(local, "broadcast_params")]
-            quantized.append(local)
-        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
-        shapes = (parameter.shape, local.shape)
-        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
-        for group in replica_groups_of_dtensor(parameter):
-            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
-        # States that are not sharded over further axes are equal on data-parallel ranks.
-        axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-        whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
-        for group in replica_groups_of_plan(state, place) if state is not None else ():
-            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
-    for group, tensors in found.items():
-        broadcast(tensors, group)
-    for local in quantized:
-        drop_derived_state(local)

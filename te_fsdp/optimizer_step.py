@@ -18,7 +18,8 @@ from torch.distributed.tensor.experimental import implicit_replication
 from te_fsdp.gradient_sync import wait_for_reductions, zero_grad
 from te_fsdp.layout import SyncMode
 from te_fsdp.lifecycle import gradients_of
-from te_fsdp.sharded_model import ShardedModel, undo_step
+from te_fsdp.recovery import undo_step
+from te_fsdp.sharded_model import ShardedModel
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
 
 if TYPE_CHECKING:

@@ -46,6 +46,7 @@ from te_fsdp.checkpoint.optimizer_state import (
     States,
     join_ranks_experts,
 )
+from te_fsdp.checkpoint.pending_gradients import refuse_pending_gradients
 from te_fsdp.checkpoint.planner import (
     WritePlan,
     Writing,
@@ -63,7 +64,6 @@ from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, w
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import CheckpointError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
-from te_fsdp.gradient_sync import refuse_pending_gradients
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.records import binding_of

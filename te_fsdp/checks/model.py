@@ -22,14 +22,9 @@ from te_fsdp.checks.initial_values import find_equal_shards, has_device_paramete
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised, checksum
-from te_fsdp.records import iter_param_owners
-from te_fsdp.sharded_model import (
-    is_assigned,
-    record_unsharded_params,
-    refuse_assigned,
-    refuse_hooks,
-    sharded_model_of,
-)
+from te_fsdp.records import get_record, iter_param_owners
+from te_fsdp.sharded_model import record_unsharded_params, sharded_model_of
+from te_fsdp.unshardable_models import refuse_hooks
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,
     fsdp2_state as _fsdp2,
@@ -392,3 +387,25 @@ def _watch_writes(state: ShardedModel, unit: nn.Module) -> None:
         unit.register_forward_pre_hook(_torch.disable_compile(before)),
         unit.register_forward_hook(_torch.disable_compile(after), prepend=True),
     ]
+
+
+def is_assigned(parameter: torch.Tensor) -> bool:
+    """Return whether ``.data`` of a sharded parameter was assigned since its record was set. Local operation."""
+    if not isinstance(parameter, DTensor):
+        return False
+    facts = get_record(parameter)
+    known = facts.memory if facts is not None else None
+    return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_id(parameter)
+
+
+def refuse_assigned(state: ShardedModel) -> None:
+    """Raise OrderError if ``.data`` of a sharded parameter was assigned. Local operation."""
+    found = [name for name, parameter in state.parameters().items() if is_assigned(parameter)]
+    if found:
+        raise OrderError(
+            f"{shorten(found, 3)}: parameter.data was assigned",
+            expected="values that are written in place",
+            got=f"an assignment to .data of {len(found)} parameter(s), as of torch.nn.utils.vector_to_parameters",
+            why="torch leaves the values of a DTensor as they are then, and says nothing",
+            fix="with torch.no_grad(): parameter.copy_(value)",
+        )

@@ -45,13 +45,8 @@ from te_fsdp.features.graph_checks import (
 from te_fsdp.features.hfsdp.gradients import averages_of
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.features.nan_report import NanReport
-from te_fsdp.gradient_sync import (
-    microbatch,
-    release_params,
-    require_reduced,
-    wait_for_reductions,
-    zero_grad,
-)
+from te_fsdp.features.param_gather import release_params
+from te_fsdp.gradient_sync import microbatch, require_reduced, wait_for_reductions, zero_grad
 from te_fsdp.sharded_model import refuse_in_backward, require_sharded_model
 from te_fsdp.upstream import fsdp2_state as _fsdp2, torch_dtensor as _torch
 

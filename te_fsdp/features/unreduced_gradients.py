@@ -18,7 +18,8 @@ from te_fsdp.features.unreadable_gradients import (
     reads_values,
     tensor_arguments,
 )
-from te_fsdp.sharded_model import expose_sharded_params, expose_unsharded_params, record_unsharded_params
+from te_fsdp.kept_weights import expose_sharded_params, expose_unsharded_params
+from te_fsdp.sharded_model import record_unsharded_params
 from te_fsdp.upstream import (
     fsdp2_gradients as _fsdp2_gradients,
     fsdp2_patches as _fsdp2_patches,

@@ -34,6 +34,8 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
     warn_about_unused,
 )
 from te_fsdp.errors import CheckpointError, InitError, OrderError
+from te_fsdp.features import param_gather
+from te_fsdp.features.broadcast_params import broadcast_params
 from te_fsdp.features.main_params import MAIN, optimizer_shard_in
 from te_fsdp.features.main_weights import (
     initialize_fused_adam,
@@ -44,7 +46,7 @@ from te_fsdp.features.main_weights import (
 from te_fsdp.features.nan_report import report_nan
 from te_fsdp.features.scale_gradients import scale_gradients
 from te_fsdp.layout import OUTER_STRATEGIES
-from te_fsdp.materialization import broadcast_params, materialize
+from te_fsdp.materialization import materialize
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.shard_model import fully_shard as native_fully_shard
 from te_fsdp.sharded_model import require_sharded_model, sharded_model_of
@@ -188,7 +190,7 @@ class MegatronFSDP(torch.nn.Module):
         if force_all_reduce:
             _log.warning("megatron_fsdp: finish_grad_sync(force_all_reduce=True) does what False does")
         gradient_sync.finish_grad_reduce(self.module)
-        gradient_sync.release_params(self.module)
+        param_gather.release_params(self.module)
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Complete all gradients. ``.grad`` already contains the gradients that the optimizer reads."""
@@ -208,18 +210,18 @@ class MegatronFSDP(torch.nn.Module):
         It can be used as a hook. ``force_dispatch`` has no effect because all-gathers are always asynchronous.
         """
         if force_sync:
-            gradient_sync.finish_param_gather(self.module)
+            param_gather.finish_param_gather(self.module)
         else:
             modules = require_sharded_model(self.module, "MegatronFSDP").modules
-            gradient_sync.start_param_gather(self.module, [""] if "" in modules else None)
+            param_gather.start_param_gather(self.module, [""] if "" in modules else None)
 
     def synchronize_param_gather(self) -> None:
         """Reshard weights so that ``parameters()`` returns sharded parameters: :func:`te_fsdp.release_params`."""
-        gradient_sync.release_params(self.module)
+        param_gather.release_params(self.module)
 
     def install_optimized_model_weights(self) -> None:
         """Reshard weights so that the next forward reads updated values. Optimizer steps do this themselves."""
-        gradient_sync.release_params(self.module)
+        param_gather.release_params(self.module)
 
     def broadcast_params(self) -> None:
         """Broadcast replicated parameters so that all replicas are equal: :func:`te_fsdp.broadcast_params`."""
@@ -259,7 +261,7 @@ class MegatronFSDP(torch.nn.Module):
     ) -> Any:
         """Load a state dict, then reshard weights so that the next forward reads the loaded values."""
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
-        gradient_sync.release_params(self.module)
+        param_gather.release_params(self.module)
         return result
 
 

@@ -1,0 +1,78 @@
+"""``broadcast_params``: make all copies of replicated parameters equal."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.redistribute import broadcast
+from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.features.param_gather import release_params
+from te_fsdp.quantized.components import components_of, drop_derived_state
+from te_fsdp.records import ParamOwner, iter_param_owners, require_model
+from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
+from te_fsdp.sharded_model import get_sharded_model, mesh_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch import nn
+    from torch.optim import Optimizer
+
+
+def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> None:
+    """Broadcast every replicated parameter from the first rank that holds it; all copies are then bitwise equal.
+
+    Use it after values were written on single ranks, or after steps of an optimizer that is not torch's (with torch's
+    optimizer hooks, te_fsdp keeps copies equal). Copies exist over tp, over ``dp_replicate``, and over data parallel
+    for parameters that are not sharded. Unsharded weights are freed.
+
+    Collective over every axis along which a parameter is replicated: call on all ranks.
+
+    Args:
+        model: The sharded model, from :func:`te_fsdp.fully_shard`, or from :func:`te_fsdp.set_device_mesh` only. In
+            the second case copies over data parallel are not known.
+        optimizer: Also broadcast its states: tensors with the shape of their parameter's shard.
+
+    Raises:
+        OrderError: The call is made during backward.
+        CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
+    """
+    require_model(model, "broadcast_params(model)")
+    mesh = mesh_of(model)
+    with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
+        _make_equal(model, optimizer)
+
+
+def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
+    state = get_sharded_model(model)
+    if state is not None:
+        release_params(model)
+    places: dict[int, ParamOwner] = {}
+    for place in iter_param_owners(model):
+        places.setdefault(id(place.parameter), place)
+    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+    quantized = []
+    for place in places.values():
+        parameter, local = place.parameter, _torch.local_of(place.parameter)
+        buffers = [local]
+        if _te.is_quantized(local):
+            buffers = [component.tensor for component in components_of(local, "broadcast_params")]
+            quantized.append(local)
+        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+        shapes = (parameter.shape, local.shape)
+        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+        for group in replica_groups_of_dtensor(parameter):
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
+        # States that are not sharded over further axes are equal on data-parallel ranks.
+        axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+        whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
+        for group in replica_groups_of_plan(state, place) if state is not None else ():
+            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
+    for group, tensors in found.items():
+        broadcast(tensors, group)
+    for local in quantized:
+        drop_derived_state(local)

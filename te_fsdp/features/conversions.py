@@ -1,0 +1,99 @@
+"""Conversions of a sharded model: ``to``, ``half``, ``to_empty`` and similar, which call ``Module._apply``."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.apply_fully_shard import Setup
+from te_fsdp.errors import OrderError
+from te_fsdp.lifecycle import track_replaced_parameters
+from te_fsdp.precision import gradient_dtype
+from te_fsdp.records import copy_param_attrs, param_attrs_to_copy, plan_of
+from te_fsdp.sharded_model import attach_state_to_params
+from te_fsdp.upstream import (
+    fsdp2_patches as _fsdp2_patches,
+    te as _te,
+    torch_autograd as _torch_autograd,
+    torch_dtensor as _torch,
+)
+
+if TYPE_CHECKING:
+    from te_fsdp.sharded_model import ShardedModel
+
+
+def follow_conversions(setup: Setup) -> None:
+    """Make ``Module._apply`` (``to``, ``half``, ``to_empty``) keep te_fsdp's records, or raise. Local operation."""
+    _fsdp2_patches.wrap_apply(setup.state.model, functools.partial(_apply_and_carry, setup.state))
+
+
+def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run ``Module._apply``, and copy the Python attributes to the DTensors that replace the parameters.
+
+    The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
+    refuses them.
+    """
+    _refuse_conversion(state, args[0])
+    for prepare in state.components.before_conversion:
+        prepare()
+    known, gradients = {}, {}
+    for name, parameter in state.parameters().items():
+        known[name] = param_attrs_to_copy(parameter)
+        plan = plan_of(parameter)
+        if plan is not None and plan.gradient_dtype is not None:
+            gradients[name], parameter.grad = parameter.grad, None
+    try:
+        with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
+            result = stock(*args, **kwargs)
+        if "to_empty" in getattr(args[0], "__qualname__", ""):
+            _leave_unset(state)
+        return result
+    except NotImplementedError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise OrderError(
+            f"{type(state.model).__name__}: a move to a device before its parameters have values",
+            expected="te_fsdp.materialize(model), which moves and initializes them",
+            got="parameters on meta",
+            fix="call te_fsdp.materialize(model, seed=...) instead",
+        ) from error
+    finally:
+        for name, parameter in state.parameters().items():
+            copy_param_attrs(known[name], parameter)
+            if _te.is_quantized(parameter):
+                _torch_autograd.renew_hooks(parameter)
+            if name in gradients:
+                gradient = gradients[name]
+                parameter.grad_dtype = gradient_dtype(parameter)
+                parameter.grad = None if gradient is None else gradient.to(parameter.device)
+        attach_state_to_params(state, moved=True)
+
+
+def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
+    """Raise OrderError if ``to(dtype)``, ``half()`` or similar would change dtypes after the first forward. Local."""
+    if not state.roots():
+        return
+    kinds = {
+        (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
+    }
+    for dtype, device in kinds:
+        became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
+        if became != dtype:
+            raise OrderError(
+                f"{type(state.model).__name__}: a conversion from {dtype} to {became} after the first forward",
+                expected="unchanged dtypes after the first forward",
+                why="FSDP2 has already allocated all-gather buffers of the first dtype",
+                fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
+            )
+
+
+@torch.no_grad()
+def _leave_unset(state: ShardedModel) -> None:
+    """Fill the memory after ``to_empty`` with NaN, which the first forward detects and any loss shows."""
+    for tensor in [*state.model.parameters(), *state.model.buffers()]:
+        local = _torch.local_of(tensor)
+        if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
+            local.fill_(float("nan"))
+    state.checked.released = state.checked.on_meta = True

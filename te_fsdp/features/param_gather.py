@@ -1,0 +1,91 @@
+"""Explicit all-gathers of weights, and their release."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from te_fsdp.errors import PlacementError
+from te_fsdp.kept_weights import expose_unsharded_params
+from te_fsdp.sharded_model import (
+    ShardedModel,
+    record_unsharded_params,
+    refuse_in_backward,
+    require_sharded_model,
+    versions_of,
+)
+from te_fsdp.upstream import fsdp2_state as _fsdp2
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
+    """Start to all-gather units before their forward.
+
+    Forward waits for them. Weights that were all-gathered and then changed are gathered again only after
+    :func:`release_params` or the optimizer's step. Collective over ``dp_shard``: one all-gather per unit that is not
+    unsharded. Call it on all ranks.
+
+    Args:
+        model: The sharded model.
+        units: Names of units, ``""`` for the root's own parameters. ``None``: all units, in the model's order.
+
+    Raises:
+        OrderError: The call is made during backward.
+        PlacementError: A name does not belong to a sharded unit.
+    """
+    state = require_sharded_model(model, "start_param_gather")
+    refuse_in_backward("start_param_gather")
+    for name in _sharded_units(state, units, "start_param_gather"):
+        unit: Any = state.modules[name]
+        expose_unsharded_params(state, name, unit)
+        if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
+            # A later write to the shards makes the gathered weights stale. The versions show it in the
+            # forward.
+            state.unsharded.versions[name] = versions_of(unit)
+            state.unsharded.gathers[name] = unit.unshard(async_op=True)
+
+
+def finish_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> None:
+    """All-gather units: wait for started all-gathers, and start the remaining ones.
+
+    Arguments and errors are those of :func:`start_param_gather`.
+    """
+    start_param_gather(model, units)
+    state = require_sharded_model(model, "finish_param_gather")
+    for gather in state.unsharded.gathers.values():
+        gather.wait()
+    state.unsharded.gathers.clear()
+    for _, unit in state.gathered():
+        record_unsharded_params(unit)
+
+
+def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None:
+    """Free unsharded weights; the next forward all-gathers the weights of that time. Local operation.
+
+    Afterwards ``model.parameters()`` returns shards with the values of the last step. Arguments and errors are those
+    of :func:`start_param_gather`.
+    """
+    state = require_sharded_model(model, "release_params")
+    refuse_in_backward("release_params")
+    for name in _sharded_units(state, units, "release_params"):
+        unit: Any = state.modules[name]
+        if name in state.unsharded.gathers:
+            state.unsharded.gathers.pop(name).wait()
+        unit.reshard()
+        state.unsharded.versions.pop(name, None)
+
+
+def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:
+    """Return the names of the selected units, outer before inner."""
+    order = list(reversed(state.modules))
+    wanted = set(order if units is None else [units] if isinstance(units, str) else units)
+    unknown = sorted(wanted - set(order))
+    if unknown:
+        raise PlacementError(
+            f"{where}: {unknown[0]!r} is not a sharded unit",
+            expected=f"names out of {order[:8]}",
+            fix="name modules as model.named_modules() does; units of strategy no_shard are never gathered",
+        )
+    return [name for name in order if name in wanted]

@@ -1,0 +1,64 @@
+"""Weights of ``optim`` and ``optim_grads`` that stay unsharded after a forward without gradients.
+
+No backward reshards them. They are kept for the next forward, but ``model.parameters()`` returns the shards. Code that
+reads or writes parameters after an evaluation (averages, manual clipping, a new optimizer) would otherwise use copies
+that the next step discards.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from te_fsdp import records
+from te_fsdp.sharded_model import ShardedModel
+from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
+    """Make ``model.parameters()`` return sharded parameters while units stay unsharded. Local operation.
+
+    No memory is freed. ``only`` is the name of one unsharded unit. The default is all units that keep their weights.
+    """
+    units = state.gathered() if only is None else [(only, state.modules[only])]
+    for name, unit in units:
+        if name in state.unsharded.aside or (only is None and state.units[name].gather == "pass"):
+            continue
+        for parameter, record in _fsdp2.unsharded_parameters(unit):
+            for module, own in fsdp2_units.owners_of(record):
+                if module._parameters.get(own) is parameter:
+                    _note_aside(module, own, True)
+                    # Not by an assignment, after which a quantized weight would free its data.
+                    module._parameters[own] = _fsdp2.sharded_param_of(record)
+        state.unsharded.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
+
+
+def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> None:
+    """Undo :func:`expose_sharded_params` for a unit; free its weights if the shards changed. Local operation."""
+    versions = state.unsharded.aside.pop(name, None)
+    if versions is None or not _fsdp2.is_unit_unsharded(unit):
+        return
+    if (
+        not _torch.in_backward()
+        and not state.sync.waiting
+        and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
+    ):
+        unit.reshard()  # type: ignore[operator]
+        state.unsharded.versions.pop(name, None)
+        return
+    for parameter, record in _fsdp2.unsharded_parameters(unit):
+        shard = _fsdp2.sharded_param_of(record)
+        if parameter.requires_grad != shard.requires_grad:
+            parameter.requires_grad_(shard.requires_grad)
+        for module, own in fsdp2_units.owners_of(record):
+            _note_aside(module, own, False)
+            setattr(module, own, parameter)
+
+
+def _note_aside(module: nn.Module, name: str, is_aside: bool) -> None:
+    binding = records.binding_of(module)
+    pair = None if binding is None else binding.fsdp.pairs.get(name)
+    if pair is not None:
+        pair.is_aside = is_aside
