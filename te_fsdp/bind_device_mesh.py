@@ -22,7 +22,7 @@ from te_fsdp.boxed_dtensor import place_full_tensors
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, PlacementError, require_flags
+from te_fsdp.errors import require_flags
 from te_fsdp.initialize import initialize_te_parameters
 from te_fsdp.inline_init import record_writes
 from te_fsdp.lifecycle import (
@@ -41,9 +41,10 @@ from te_fsdp.modules.mixin import ForeignModule, MeshModule, OpMeshModule, Reset
 from te_fsdp.modules.options import check_divisible
 from te_fsdp.modules.own_dtensors import on_known_mesh
 from te_fsdp.modules.plan import plan_modules
+from te_fsdp.modules.state_loading import watch_loading
 from te_fsdp.quantized.amax import refresh_quantized, restore_optimizer_params
 from te_fsdp.quantized.boxed import describe_shards
-from te_fsdp.quantized.boxed_loading import patch_loading, quantize_pending
+from te_fsdp.quantized.boxed_loading import patch_loading
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks, patch_new_zeros
 from te_fsdp.quantized.shards import requantize
 from te_fsdp.records import (
@@ -280,11 +281,7 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
     replaced: dict[int, torch.nn.Parameter] = {}
     for item in planned:
         _bind(item, replaced)
-    for module in model.modules():
-        hooks = module_record(module).hooks
-        if _before_load not in hooks:
-            hooks.add(_before_load)
-            module.register_load_state_dict_pre_hook(_before_load)
+    watch_loading(model)
     place_full_tensors()
     patch_loading()
     patch_expert_loading()
@@ -419,56 +416,3 @@ def _to_dtensor(
         placements[-1] = Shard(rule.shard_dim)
     like = _torch.placed(local, mesh, placements, torch.empty(shape, device="meta"))
     return _torch.with_local(local, like, requires_grad=parameter.requires_grad)
-
-
-_ASSIGN = "assign_to_params_buffers"
-
-
-# [Note: assigned tensors] ``load_state_dict(assign=True)`` of a bound model copies the loaded values into the
-# existing parameters. Assigned tensors would replace parameters to which FSDP2, optimizers and te_fsdp's
-# records refer.
-def _before_load(
-    module: nn.Module, state_dict: Any, prefix: str, metadata: dict[str, Any], *unused: Any
-) -> None:
-    """Check all modules below the loaded module before anything changes."""
-    assign = bool(metadata.get(_ASSIGN))
-    quantize_pending(module, state_dict, prefix)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = state_dict.get(prefix + name)
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor):
-            _check(prefix + name, parameter, value, assign)
-    if not assign:
-        return
-    own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
-    if own and not any(parameter.is_meta for parameter in own):
-        metadata[_ASSIGN] = False
-
-
-def _check(label: str, parameter: DTensor, value: torch.Tensor, assign: bool) -> None:
-    """Check that a loaded value has the placement of the parameter and belongs to this rank; raise otherwise."""
-    if _torch.is_shard_of_other_rank(value, parameter):
-        raise CheckpointError(
-            f"{label}: load_state_dict of a sharded parameter",
-            expected="this rank's shard",
-            got="the shard of a different rank, as in a file that one rank saved with torch.save",
-            why="torch.save writes only the calling rank's shard of a sharded tensor",
-            fix="use te_fsdp.checkpoint.save and load, on all ranks",
-        )
-    why = (
-        "It would replace this rank's shard" if assign else "Each rank needs its shard of an unsharded tensor"
-    )
-    if not isinstance(value, DTensor):
-        got = f"a plain tensor of shape {tuple(value.shape)}"
-    elif assign and (value.placements != parameter.placements or value.device_mesh != parameter.device_mesh):
-        got = f"a DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
-    else:
-        return
-    raise PlacementError(
-        f"{label}: load_state_dict({'assign=True' if assign else ''}) of a sharded parameter",
-        expected=f"a DTensor with placements {tuple(parameter.placements)}",
-        got=got,
-        why=why,
-        fix="use te_fsdp.checkpoint.load, or torch.distributed.checkpoint.state_dict.set_model_state_dict(model, "
-        "state_dict, options=StateDictOptions(full_state_dict=True)) for unsharded tensors, or load before "
-        "te_fsdp.set_device_mesh and te_fsdp.fully_shard",
-    )

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.collectives.agreement import bits_of, row_checksums
 from te_fsdp.errors import InitError, OrderError
 from te_fsdp.inline_init import count_rewrites
 from te_fsdp.layout import expert_index
@@ -37,12 +36,6 @@ if TYPE_CHECKING:
 # TE raises if it finds these attributes on a parameter that it is about to mark
 # (``set_tensor_model_parallel_attributes``).
 _TE_MARKS = ("tensor_model_parallel", "partition_dim", "partition_stride")
-# [Note: equal shards] Modules built on the device are drawn before. With equal seeds on all ranks they get
-# the same numbers on every rank of ``tp`` (and the same experts on every rank of ``ep``), although each rank
-# has a different shard. Training keeps these shards equal, so the model has only as many different rows as
-# one rank. Constant shards (zeros, ones) are ignored, because any initialization can produce them.
-#: Attribute that a user sets on a parameter whose shards are intentionally equal.
-MEANT = "equal_shards"
 
 
 def check_initialised(parameters: Iterable[tuple[str, torch.Tensor | None]], prefix: str = "") -> None:
@@ -304,23 +297,3 @@ def has_sentinel(tensor: torch.Tensor) -> bool:
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(tensor.isnan().any())
     return tensor.dtype.is_signed and bool((tensor == _sentinel_value(tensor.dtype)).all())
-
-
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a position-dependent checksum of a tensor's bytes.
-
-    It is an int64 scalar on the tensor's device, halved so that it can be negated.
-    """
-    return row_checksums(_flat(tensor).unsqueeze(0)).squeeze(0)
-
-
-def is_constant(tensor: torch.Tensor) -> torch.Tensor:
-    """Return whether all values of a tensor are equal, as a bool tensor on its device."""
-    words = bits_of(_flat(tensor))
-    return (words == words[:1]).all()
-
-
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    # Use the values of quantized tensors, because padding of their scale buffers is uninitialized.
-    tensor = tensor.dequantize() if _te.is_quantized(tensor) else tensor
-    return tensor.detach().contiguous().view(-1)

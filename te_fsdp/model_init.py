@@ -15,10 +15,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
+from te_fsdp.checksums import checksum
 from te_fsdp.errors import InitError, shorten
 from te_fsdp.initialize import (
     check_random_state,
-    checksum,
     full_of,
     has_sentinel,
     sentinel,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from te_fsdp.checksums import checksum, is_constant
 from te_fsdp.collectives.agreement import are_equal, digest, gather, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, is_simulated
 from te_fsdp.errors import InitError, shorten
-from te_fsdp.initialize import MEANT, checksum, is_constant
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -20,6 +20,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from te_fsdp.module_plan import ModulePlan
+
+# [Note: equal shards] Modules built on the device are drawn before. With equal seeds on all ranks they get
+# the same numbers on every rank of ``tp`` (and the same experts on every rank of ``ep``), although each rank
+# has a different shard. Training keeps these shards equal, so the model has only as many different rows as
+# one rank. Constant shards (zeros, ones) are ignored, because any initialization can produce them.
+#: Attribute that a user sets on a parameter whose shards are intentionally equal.
+MEANT = "equal_shards"
 
 
 def compare_random_states(mesh: DeviceMesh, label: str, device: torch.device) -> None:

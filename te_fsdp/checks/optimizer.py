@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
 from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
+from te_fsdp.checksums import checksum
 from te_fsdp.collectives.agreement import are_equal, digest, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import check_step
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
-from te_fsdp.initialize import checksum
 from te_fsdp.lifecycle import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of

@@ -12,60 +12,28 @@
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from te_fsdp.quantized.empty_shards import copy_delayed_scale
+from te_fsdp.quantized.quantizer_record import (
+    GROUP_ATTRIBUTE,
+    QUANTIZER_RECORD,
+    change_quantizer_record,
+    quantizer_record,
+)
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.patches import PATCHES, apply_patch
+from te_fsdp.upstream.patches import apply_patch
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from te_fsdp.lifecycle import Step
     from te_fsdp.records import ParameterRecord
 
-#: Attribute of a quantizer: its :class:`QuantizerRecord`.
-QUANTIZER_RECORD = "_te_fsdp_quantizer"
-TE_AMAX_GROUP = PATCHES["group"].attribute
 #: Attribute of an optimizer with main weights of te_fsdp.
 KEEPS_MAIN_WEIGHTS = "_te_fsdp_main_weights"
-
-
-@dataclass(frozen=True)
-class QuantizerRecord:
-    """Data of te_fsdp about a quantizer. Copies of the quantizer share it until one of them changes."""
-
-    amax_group: str | None = None  #: Name of the group over which quantizations reduce the amax
-    clones_scales: bool = False  #: Whether clones of its tensors have their own scales
-    #: Number of quantizations into its tensors, if they are counted (``write_counts.py``). Copies share the list.
-    writes: list[int] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerRecord:
-        """Return a copy that counts on its own."""
-        return replace(self, writes=None if self.writes is None else [*self.writes])
-
-    def __reduce__(self) -> Any:
-        """Return an empty dict, which processes without te_fsdp can read. There the name may be of other ranks."""
-        return OrderedDict, ()
-
-
-_UNRECORDED = QuantizerRecord()
-
-
-def quantizer_record(quantizer: Any) -> QuantizerRecord:
-    """Return the record of a quantizer, an empty one if it has none. Local operation."""
-    return quantizer.__dict__.get(QUANTIZER_RECORD) or _UNRECORDED
-
-
-def change_quantizer_record(quantizer: Any, **changes: Any) -> None:
-    """Change fields of the record of one quantizer. Later copies of it have them, too. Local operation."""
-    keep_amax_group_in_copies()
-    quantizer.__dict__[QUANTIZER_RECORD] = replace(quantizer_record(quantizer), **changes)
 
 
 # [Note: name of the amax group] TE 2.20 stores the amax group as an attribute of the tensor object. Every
@@ -81,10 +49,11 @@ def set_amax_group(tensor: torch.Tensor, group_name: str | None) -> None:
     """
     if has_amax_group(tensor, group_name):
         return
-    tensor.__dict__.pop(TE_AMAX_GROUP, None)
+    tensor.__dict__.pop(GROUP_ATTRIBUTE, None)
     for quantizer in _te.all_one_scale_quantizers(tensor):
         _te.set_quantizer_amax_group(quantizer, None)
         if group_name is not None:
+            patch_delayed_updates()
             change_quantizer_record(quantizer, amax_group=group_name)
 
 
@@ -96,7 +65,7 @@ def has_amax_group(tensor: torch.Tensor, group_name: str | None) -> bool:
         group_name is not None
         and record
         and record.amax_group == group_name
-        and TE_AMAX_GROUP not in tensor.__dict__
+        and GROUP_ATTRIBUTE not in tensor.__dict__
         and not getattr(quantizer, _te.REDUCES_AMAX, False)
     )
 
@@ -138,40 +107,9 @@ def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
         amax.copy_(value)
 
 
-def keep_amax_group_in_copies() -> None:
-    """Patch TE's classes to support group names, once per process. Other tensors are not affected."""
-    apply_patch("copy", _wrap_copy)
-    apply_patch("deepcopy", lambda stock: _deepcopy)
-    apply_patch("group", lambda stock: property(_get_group, _set_group))
+def patch_delayed_updates() -> None:
+    """Let writes of delayed-scaling weights reduce the newest amax ([Note: amax of delayed scaling])."""
     apply_patch("delayed", _wrap_update_delayed)
-    apply_patch("clone", _wrap_clone)
-
-
-def _get_group(self: Any) -> Any:
-    """Return the group of the quantizer's name, or the group that TE has set."""
-    quantizer = self._quantizer
-    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
-    if not record or record.amax_group is None:
-        return self.__dict__.get(TE_AMAX_GROUP)
-    return _torch.group_by_name(record.amax_group)
-
-
-def _set_group(self: Any, group: Any) -> None:
-    """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
-    quantizer = self._quantizer
-    if quantizer is None or quantizer_record(quantizer).amax_group is None:
-        self.__dict__[TE_AMAX_GROUP] = group
-
-
-def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(stock)
-    def copy(self: Any) -> Any:
-        new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
-        if record:
-            new.__dict__[QUANTIZER_RECORD] = record
-        return new
-
-    return copy
 
 
 def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,97 +121,6 @@ def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return update_quantized
-
-
-def _with_group(quantizer: Any, group: Any) -> Any:
-    """Return a copy of a quantizer that reduces over ``group``; ``None``: without reduction."""
-    new = quantizer.copy()
-    _te.set_quantizer_amax_group(new, group)
-    return new
-
-
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """Copy a quantizer with its group name but without a process group."""
-    return _with_group(self, None)
-
-
-def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(stock)
-    def clone(self: Any) -> Any:
-        new, quantizer = stock(self), _te.quantizer_of(self)
-        if quantizer is not None and quantizer_record(quantizer).clones_scales:
-            _te.clone_scales(new)
-        return new
-
-    return clone
-
-
-# --- shards without rows
-
-
-# [Note: shards without rows] FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks
-# without rows. These ranks still participate in the amax reduction and read the gathered data with their own
-# copy of the scale. TE 2.20.2 skips empty tensors in two places. Its extension returns before the all-reduce,
-# so other ranks wait forever. Its Adam kernel for delayed scaling does not update the scale.
-def patch_empty_shards() -> None:
-    """Let empty tensors participate in current scaling's amax reductions. Applied once per process."""
-    apply_patch("quantize empty", _wrap_quantize)
-    apply_patch("update empty", _wrap_update)
-
-
-def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(stock)
-    def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
-            return stock(self, tensor)
-        local = stock(_with_group(self, None), tensor)
-        _te.inverse_scale_of(local).copy_(_shared_scale(self, _te.amax_group_of(self), tensor))
-        return local
-
-    return quantize_impl
-
-
-def _wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(stock)
-    def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
-        group = _te.amax_group_of(dst)
-        if src.numel() > 0 or group is None:
-            return stock(self, src, dst, **options)
-        _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))
-        return dst
-
-    return update_quantized
-
-
-def _shared_scale(quantizer: Any, group: Any, like: torch.Tensor) -> torch.Tensor:
-    """Return the inverse scale of the unsharded weight; this rank contributes an amax of 0.
-
-    Collective over ``group``.
-    """
-    # A size that every kernel supports.
-    zeros = torch.zeros((16, 16), dtype=like.dtype, device=like.device)
-    return _te.inverse_scale_of(_with_group(quantizer, group).quantize_impl(zeros))
-
-
-def copy_delayed_scale(local: torch.Tensor) -> None:
-    """Set the scale of an empty delayed-scaling shard to the one that an update has used on other ranks.
-
-    Local operation, because the ranks of a weight have identical scales and histories. Shards with rows are not
-    changed.
-    """
-    if local.numel() == 0:
-        _te.inverse_scale_of(local).copy_(_te.quantizer_of(local).scale.reciprocal())
-
-
-def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
-    """Copy the scale of a float8 weight from the first rank, which always has rows, to ranks without rows.
-
-    Collective (broadcast of one float) over the 1-D ``mesh`` if one of its ranks is empty, else local. ``rows``
-    is the number of rows of the unsharded weight.
-    """
-    ranks = mesh.size()
-    if (ranks - 1) * -(-rows // ranks) >= rows:
-        dist.broadcast(_te.inverse_scale_of(local), group_src=0, group=mesh.get_group())
 
 
 # --- around a step

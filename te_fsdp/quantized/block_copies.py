@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.quantized.amax import change_quantizer_record, quantizer_record
+from te_fsdp.quantized.quantizer_record import change_quantizer_record, quantizer_record
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.patches import apply_patch
 from te_fsdp.upstream.te_formats import has_square_blocks

@@ -19,13 +19,14 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
 from te_fsdp.quantized.alignment import Grid, Weight, check_fit
-from te_fsdp.quantized.amax import has_amax_group, patch_empty_shards, set_amax_group, share_scale
+from te_fsdp.quantized.amax import has_amax_group, set_amax_group
 from te_fsdp.quantized.components import (
     bytes_of_ranks,
     components_of,
     keep_rowwise_only,
     pack_bytes,
 )
+from te_fsdp.quantized.empty_shards import patch_empty_shards, share_scale
 from te_fsdp.quantized.gather_metadata import (
     CustomGather,
     GatherMetadata,

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from te_fsdp.quantized.amax import QUANTIZER_RECORD, TE_AMAX_GROUP
 from te_fsdp.quantized.components import BufferLocations
+from te_fsdp.quantized.quantizer_record import GROUP_ATTRIBUTE, QUANTIZER_RECORD
 from te_fsdp.records import BINDING, WEIGHT, ModuleBinding, WeightRecord
 from te_fsdp.upstream import te as _te
 
@@ -104,7 +104,7 @@ def replay_gather(
         known.group is None
         or not record
         or record.amax_group != known.group
-        or TE_AMAX_GROUP in own
+        or GROUP_ATTRIBUTE in own
         or getattr(quantizer, _te.REDUCES_AMAX, False)
     ):
         return None

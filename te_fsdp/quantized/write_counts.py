@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp.quantized.amax import QUANTIZER_RECORD, change_quantizer_record
+from te_fsdp.quantized.quantizer_record import QUANTIZER_RECORD, change_quantizer_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import apply_patch
 

@@ -14,9 +14,10 @@ from torch import nn
 import te_fsdp
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.fused_states import patch_fused_adam
-from te_fsdp.quantized.amax import keep_amax_group_in_copies
+from te_fsdp.quantized.amax import patch_delayed_updates
 from te_fsdp.quantized.block_copies import patch_block_copies
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
+from te_fsdp.quantized.quantizer_record import keep_amax_group_in_copies
 from te_fsdp.quantized.write_counts import patch_quantize
 from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
 from te_fsdp.upstream.patches import FSDP2
@@ -46,6 +47,7 @@ def test_the_tables_are_read_without_a_change(python):
 
 def test_patches_of_classes_are_installed_once(te):
     keep_amax_group_in_copies()
+    patch_delayed_updates()
     patch_fsdp_hooks()
     patch_fused_adam()
     patch_quantize()

@@ -36,7 +36,6 @@ from te_fsdp.layout import chunk_range
 from te_fsdp.quantized.amax import (
     PendingQuantization,
     cast,
-    copy_delayed_scale,
     has_current_scale,
     quantize_into,
     reduce_max,
@@ -49,6 +48,7 @@ from te_fsdp.quantized.components import (
     drop_derived_state,
     rowwise_components,
 )
+from te_fsdp.quantized.empty_shards import copy_delayed_scale
 from te_fsdp.records import plan_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch

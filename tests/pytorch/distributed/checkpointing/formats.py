@@ -181,7 +181,7 @@ def expected_values(
 
 def quantized_in_one_process(local: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     """The whole weight through a quantizer like that of a shard, without any communication."""
-    from te_fsdp.quantized.amax import QUANTIZER_RECORD
+    from te_fsdp.quantized.quantizer_record import QUANTIZER_RECORD
     from te_fsdp.upstream import te as _te
 
     quantizer = _te.quantizer_of(local).copy()

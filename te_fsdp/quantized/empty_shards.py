@@ -1,0 +1,82 @@
+"""Scales of quantized shards without rows ([Note: shards without rows])."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from te_fsdp.quantized.quantizer_record import with_group
+from te_fsdp.upstream import te as _te
+from te_fsdp.upstream.patches import apply_patch
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+# [Note: shards without rows] FSDP2 shards rows into chunks of ceil(M / n), so small weights leave ranks
+# without rows. These ranks still participate in the amax reduction and read the gathered data with their own
+# copy of the scale. TE 2.20.2 skips empty tensors in two places. Its extension returns before the all-reduce,
+# so other ranks wait forever. Its Adam kernel for delayed scaling does not update the scale.
+def patch_empty_shards() -> None:
+    """Let empty tensors participate in current scaling's amax reductions. Applied once per process."""
+    apply_patch("quantize empty", _wrap_quantize)
+    apply_patch("update empty", _wrap_update)
+
+
+def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(stock)
+    def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
+            return stock(self, tensor)
+        local = stock(with_group(self, None), tensor)
+        _te.inverse_scale_of(local).copy_(_shared_scale(self, _te.amax_group_of(self), tensor))
+        return local
+
+    return quantize_impl
+
+
+def _wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(stock)
+    def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
+        group = _te.amax_group_of(dst)
+        if src.numel() > 0 or group is None:
+            return stock(self, src, dst, **options)
+        _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))
+        return dst
+
+    return update_quantized
+
+
+def _shared_scale(quantizer: Any, group: Any, like: torch.Tensor) -> torch.Tensor:
+    """Return the inverse scale of the unsharded weight; this rank contributes an amax of 0.
+
+    Collective over ``group``.
+    """
+    # A size that every kernel supports.
+    zeros = torch.zeros((16, 16), dtype=like.dtype, device=like.device)
+    return _te.inverse_scale_of(with_group(quantizer, group).quantize_impl(zeros))
+
+
+def copy_delayed_scale(local: torch.Tensor) -> None:
+    """Set the scale of an empty delayed-scaling shard to the one that an update has used on other ranks.
+
+    Local operation, because the ranks of a weight have identical scales and histories. Shards with rows are not
+    changed.
+    """
+    if local.numel() == 0:
+        _te.inverse_scale_of(local).copy_(_te.quantizer_of(local).scale.reciprocal())
+
+
+def share_scale(local: torch.Tensor, mesh: DeviceMesh, rows: int) -> None:
+    """Copy the scale of a float8 weight from the first rank, which always has rows, to ranks without rows.
+
+    Collective (broadcast of one float) over the 1-D ``mesh`` if one of its ranks is empty, else local. ``rows``
+    is the number of rows of the unsharded weight.
+    """
+    ranks = mesh.size()
+    if (ranks - 1) * -(-rows // ranks) >= rows:
+        dist.broadcast(_te.inverse_scale_of(local), group_src=0, group=mesh.get_group())

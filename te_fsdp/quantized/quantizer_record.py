@@ -1,0 +1,113 @@
+"""The record of te_fsdp on TE's quantizers, which TE copies to every tensor derived from a weight.
+
+Patches of TE's classes let copies of a quantizer keep its record, let tensors reduce their amax over the group of this
+record, and let clones have their own scales (``upstream/patches.py``).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream.patches import PATCHES, apply_patch
+
+#: Attribute of a quantizer: its :class:`QuantizerRecord`.
+QUANTIZER_RECORD = "_te_fsdp_quantizer"
+
+
+#: TE's attribute of a tensor with the process group over which its amax is reduced.
+GROUP_ATTRIBUTE = PATCHES["group"].attribute
+
+
+@dataclass(frozen=True)
+class QuantizerRecord:
+    """Data of te_fsdp about a quantizer. Copies of the quantizer share it until one of them changes."""
+
+    amax_group: str | None = None  #: Name of the group over which quantizations reduce the amax
+    clones_scales: bool = False  #: Whether clones of its tensors have their own scales
+    #: Number of quantizations into its tensors, if they are counted (``write_counts.py``). Copies share the list.
+    writes: list[int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerRecord:
+        """Return a copy that counts on its own."""
+        return replace(self, writes=None if self.writes is None else [*self.writes])
+
+    def __reduce__(self) -> Any:
+        """Return an empty dict, which processes without te_fsdp can read. There the name may be of other ranks."""
+        return OrderedDict, ()
+
+
+_UNRECORDED = QuantizerRecord()
+
+
+def quantizer_record(quantizer: Any) -> QuantizerRecord:
+    """Return the record of a quantizer, an empty one if it has none. Local operation."""
+    return quantizer.__dict__.get(QUANTIZER_RECORD) or _UNRECORDED
+
+
+def change_quantizer_record(quantizer: Any, **changes: Any) -> None:
+    """Change fields of the record of one quantizer. Later copies of it have them, too. Local operation."""
+    keep_amax_group_in_copies()
+    quantizer.__dict__[QUANTIZER_RECORD] = replace(quantizer_record(quantizer), **changes)
+
+
+def keep_amax_group_in_copies() -> None:
+    """Patch TE's classes to support group names, once per process. Other tensors are not affected."""
+    apply_patch("copy", _wrap_copy)
+    apply_patch("deepcopy", lambda stock: _deepcopy)
+    apply_patch("group", lambda stock: property(_get_group, _set_group))
+    apply_patch("clone", _wrap_clone)
+
+
+def _get_group(self: Any) -> Any:
+    """Return the group of the quantizer's name, or the group that TE has set."""
+    quantizer = self._quantizer
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if not record or record.amax_group is None:
+        return self.__dict__.get(GROUP_ATTRIBUTE)
+    return _torch.group_by_name(record.amax_group)
+
+
+def _set_group(self: Any, group: Any) -> None:
+    """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
+    quantizer = self._quantizer
+    if quantizer is None or quantizer_record(quantizer).amax_group is None:
+        self.__dict__[GROUP_ATTRIBUTE] = group
+
+
+def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(stock)
+    def copy(self: Any) -> Any:
+        new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
+        if record:
+            new.__dict__[QUANTIZER_RECORD] = record
+        return new
+
+    return copy
+
+
+def with_group(quantizer: Any, group: Any) -> Any:
+    """Return a copy of a quantizer that reduces over ``group``; ``None``: without reduction."""
+    new = quantizer.copy()
+    _te.set_quantizer_amax_group(new, group)
+    return new
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """Copy a quantizer with its group name but without a process group."""
+    return with_group(self, None)
+
+
+def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(stock)
+    def clone(self: Any) -> Any:
+        new, quantizer = stock(self), _te.quantizer_of(self)
+        if quantizer is not None and quantizer_record(quantizer).clones_scales:
+            _te.clone_scales(new)
+        return new
+
+    return clone
