@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from te_fsdp.features.broadcast_params import broadcast_params as broadcast_params
     from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
     from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
+    from te_fsdp.features.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.features.gradient_dtypes import grad_comm as grad_comm
     from te_fsdp.features.graphed_step import graphed_step as graphed_step
     from te_fsdp.features.graphed_units import graphed_units as graphed_units
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     )
     from te_fsdp.features.reporting import report as report
     from te_fsdp.features.scale_gradients import scale_gradients as scale_gradients
-    from te_fsdp.forward_hooks import register_forward_method as register_forward_method
     from te_fsdp.gradient_sync import (
         finish_grad_reduce as finish_grad_reduce,
         microbatch as microbatch,
@@ -87,7 +87,7 @@ _HOMES = {
     "context_parallel_shard": "te_fsdp.modules.context_parallel",
     "fully_shard": "te_fsdp.shard_model",
     "fsdp_no_shard": "te_fsdp.replicated_params",
-    "register_forward_method": "te_fsdp.forward_hooks",
+    "register_forward_method": "te_fsdp.features.forward_methods",
     "materialize": "te_fsdp.materialization",
     "report": "te_fsdp.features.reporting",
     "clip_grad_norm_": "te_fsdp.features.clip_grad_norm",

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import functools
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import register_fsdp_forward_method
 
-from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
 from te_fsdp.kept_weights import expose_sharded_params, expose_unsharded_params
 from te_fsdp.optimizer_step import wrap_zero_grad
-from te_fsdp.records import is_replicated, iter_param_owners
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
     ShardedModel,
     attach_state_to_params,
-    get_sharded_model,
     record_unsharded_params,
-    shard_of,
     sharded_model_of,
 )
 from te_fsdp.upstream import (
@@ -41,17 +35,17 @@ def register_forward_hooks(state: ShardedModel) -> None:
     for name, unit in state.modules.items():
         unit.register_forward_hook(_torch.disable_compile(functools.partial(_after_unit, state, name)))
         handle: list[Any] = []
-        choose = _torch.disable_compile(functools.partial(_choose_root, state, handle))
+        choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
         # Before FSDP2's own hook, which chooses the root and gathers.
         handle.append(unit.register_forward_pre_hook(choose, prepend=True))
-        before = _torch.disable_compile(functools.partial(_before_unit, state, name))
+        before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
         if state.units[name].gather != "pass":
             _fsdp2_patches.wrap_unshard(unit, functools.partial(expose_unsharded_params, state, name, unit))
     state.model.register_forward_pre_hook(
-        _torch.disable_compile(functools.partial(_before_forward, state)), prepend=True
+        _torch.disable_compile(functools.partial(before_forward, state)), prepend=True
     )
-    state.model.register_forward_hook(_torch.disable_compile(functools.partial(_after_forward, state)))
+    state.model.register_forward_hook(_torch.disable_compile(functools.partial(after_forward, state)))
     wrap_zero_grad(state)
 
 
@@ -62,7 +56,7 @@ def _check_initialized(state: ShardedModel) -> None:
     state.checked.on_meta = False
 
 
-def _before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
+def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
     """Prepare a forward of the model, or a method that gathers as forward does."""
     if state.checked.on_meta:
         run = functools.partial(_check_initialized, state)
@@ -105,7 +99,7 @@ def _is_marked(state: ShardedModel) -> bool:
     return True
 
 
-def _before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> None:
+def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> None:
     """Prepare a unit before FSDP2 gathers it for its forward."""
     if state.checked.on_meta:
         _check_initialized(state)
@@ -119,7 +113,7 @@ def _before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> 
         check(state, name, unit, started)
 
 
-def _choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: Any) -> None:
+def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: Any) -> None:
     """Make the outermost unit around ``unit`` FSDP2's root, before its first forward. Local operation."""
     while handle:
         handle.pop().remove()
@@ -148,7 +142,7 @@ def _after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, outp
             check(name, unit, opaque)
 
 
-def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
+def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
     """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed."""
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
@@ -163,77 +157,3 @@ def _after_forward(state: ShardedModel, module: nn.Module, args: Any, output: An
                 check(state, output)
         else:
             expose_sharded_params(state)
-
-
-def register_forward_method(module: nn.Module, method: str) -> None:
-    """Make a method of a unit all-gather its weights as ``forward`` does, for example ``generate`` or ``encode``.
-
-    FSDP2 all-gathers in hooks of ``forward``. Other methods called directly would get shards and fail. This call is
-    local; the method becomes collective over ``dp_shard``, like ``forward``. Modules that are not sharded
-    (:func:`te_fsdp.fsdp_no_shard`) need no all-gather; if the whole model is such a module, only its gradients are
-    handled.
-
-    Args:
-        module: A unit of a model after :func:`te_fsdp.fully_shard`, or its root.
-        method: Name of the method.
-
-    Raises:
-        OrderError: The module is not a unit.
-        PlacementError: It has no such method.
-
-    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which has no effect for other modules.
-    """
-    if not callable(getattr(module, method, None)):
-        raise PlacementError(
-            f"register_forward_method: {type(module).__name__} has no method {method!r}",
-            expected="the name of a method",
-        )
-    is_unit = fsdp2_units.is_fsdp_module(module)
-    if is_unit:
-        register_fsdp_forward_method(module, method)
-    if is_unit or get_sharded_model(module) is not None:
-        _wrap_method(module, method)
-        return
-    own = [is_replicated(place.owner, place.name) for place in iter_param_owners(module)]
-    if not own or not all(own):
-        raise OrderError(
-            f"register_forward_method({type(module).__name__}, {method!r})",
-            expected="a unit, after te_fsdp.fully_shard",
-            got="a module that gathers nothing by itself",
-            why="Its weights are gathered by the unit around it, so the method would see shards",
-            fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
-            "a method of the unit",
-        )
-
-
-def _wrap_method(unit: nn.Module, method: str) -> None:
-    """Handle weights and gradients around one more method of a unit, or of the model, as around forward."""
-    found = next(map(sharded_model_of, map(shard_of, unit.parameters())), None)
-    if found is None:
-        return  # torch's own fully_shard has sharded it
-    state, stock, is_root = found, getattr(unit, method), unit is found.model
-    names = [name for name, own in state.modules.items() if own is unit]
-    checks = [_torch.disable_compile(check) for check in state.checks.inputs]
-
-    @functools.wraps(stock)
-    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if is_root:
-            _before_forward(state, unit, args)
-            for check in checks:
-                check(unit, args, kwargs, method)
-            for before in state.components.before_method:
-                before()
-        for name in names:
-            _choose_root(state, [], unit, args)
-            _before_unit(state, name, unit, args)
-        state.computed.methods += is_root
-        try:
-            output = stock(*args, **kwargs)
-        finally:
-            state.computed.methods -= is_root
-        _after_forward(state, unit, args, output)
-        for after in state.components.after_method if is_root else ():
-            after(output)
-        return output
-
-    setattr(unit, method, MethodType(watched, unit))

@@ -15,8 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -224,24 +223,6 @@ def mark_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
     )
 
 
-def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
-    """Yield every module of this process that has one of the parameters, and its name there.
-
-    Parameters do not know their owners. Local operation, for setup and errors only. Parameters are given by ``id``;
-    ids removed from the collection during the iteration are not searched further.
-    """
-    for module in modules_of_process():
-        for name, parameter in module.__dict__.get("_parameters", {}).items():
-            if id(parameter) in parameters:
-                yield module, name
-
-
-def modules_of_process() -> Iterator[nn.Module]:
-    """Yield all modules of this process that the garbage collector tracks. For setup and errors only."""
-    # By type, because isinstance has side effects on some proxies.
-    return (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))
-
-
 # ---------------------------------------------------------------------------- gradients of an optimizer's parameters
 
 
@@ -258,18 +239,3 @@ def gradients_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor | None
         decoupled = getattr(parameter, "decoupled_grad", None)
         found.append(parameter.grad if decoupled is None else decoupled)
     return found
-
-
-def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
-    """Set the gradient of each main parameter under both names that optimizers read."""
-    for main, gradient in zip(mains, gradients, strict=True):
-        main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
-
-
-def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    """Set the gradient of a parameter without one to zeros. Local operation."""
-    local = _torch.local_of(parameter)
-    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
-    zeros = _torch.placed_like(torch.zeros(local.shape, dtype=dtype, device=local.device), parameter)
-    parameter.grad = zeros
-    return zeros

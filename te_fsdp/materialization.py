@@ -15,11 +15,11 @@ import torch
 
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import InitError, shorten
+from te_fsdp.errors import InitError
 from te_fsdp.initialize import has_sentinel, initialize_by_reset, target_device
 from te_fsdp.inline_init import record_writes, refuse_lost_writes
 from te_fsdp.lifecycle import track_replaced_parameters
-from te_fsdp.model_init import attributes_on_meta, dropped_by_ties, find_initializers
+from te_fsdp.model_init import attributes_on_meta, dropped_by_ties, find_initializers, refuse_computed_weights
 from te_fsdp.modules.mixin import ForeignModule
 from te_fsdp.records import binding_of, inherit, require_model
 from te_fsdp.sharded_model import attach_state_to_params, get_sharded_model, mesh_of
@@ -74,7 +74,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
         _seeded(seed, model),
         track_replaced_parameters(model, "materialize"),
     ):
-        _refuse_computed_weights(pending)
+        refuse_computed_weights(pending)
         left = _draw_all(model, pending)
         if left:
             raise InitError(
@@ -121,27 +121,6 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
 def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
     owner, _, own = name.rpartition(".")
     return _torch.local_of(getattr(model.get_submodule(owner), own))
-
-
-def _refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
-    """Raise InitError if a module computes a weight on meta from other tensors (a parametrization).
-
-    Its ``reset_parameters`` would initialize the computed weight instead of these tensors.
-    """
-    found = []
-    for name, module in pending:
-        if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
-            found.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
-        found += [f"{name} ({kind})" for kind in _torch.weight_hook_classes(module)]
-    if found:
-        raise InitError(
-            f"materialize: {shorten(found, 3)}: a parametrization on meta",
-            expected="weight_norm, spectral_norm, pruning and similar on modules with values on the device",
-            got=f"{len(found)} weight(s) that are computed from tensors on meta",
-            why="reset_parameters would write to the computed weight, and leave its source tensors uninitialized",
-            fix="build these modules on the device, with equal seeds on all ranks, and parametrize them there, before "
-            "te_fsdp.fully_shard; the rest of the model may stay on meta",
-        )
 
 
 def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:

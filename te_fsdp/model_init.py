@@ -374,3 +374,24 @@ def attributes_on_meta(model: nn.Module) -> Iterator[str]:
             for key, value in vars(module).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
                     yield f"{name}.{key}" if name else key
+
+
+def refuse_computed_weights(pending: list[tuple[str, nn.Module]]) -> None:
+    """Raise InitError if a module computes a weight on meta from other tensors (a parametrization).
+
+    Its ``reset_parameters`` would initialize the computed weight instead of these tensors.
+    """
+    found = []
+    for name, module in pending:
+        if isinstance(module, torch.nn.utils.parametrize.ParametrizationList):
+            found.append(f"{name} ({', '.join(type(step).__name__ for step in module)})")
+        found += [f"{name} ({kind})" for kind in _torch.weight_hook_classes(module)]
+    if found:
+        raise InitError(
+            f"materialize: {shorten(found, 3)}: a parametrization on meta",
+            expected="weight_norm, spectral_norm, pruning and similar on modules with values on the device",
+            got=f"{len(found)} weight(s) that are computed from tensors on meta",
+            why="reset_parameters would write to the computed weight, and leave its source tensors uninitialized",
+            fix="build these modules on the device, with equal seeds on all ranks, and parametrize them there, before "
+            "te_fsdp.fully_shard; the rest of the model may stay on meta",
+        )

@@ -26,7 +26,7 @@ from te_fsdp.collectives.async_work import Pending, current_stream
 from te_fsdp.collectives.groups import own_group
 from te_fsdp.collectives.redistribute import PackedLayout, redistribute
 from te_fsdp.errors import OrderError, message
-from te_fsdp.lifecycle import registered_at
+from te_fsdp.process_modules import registered_at
 from te_fsdp.records import binding_of, get_or_create_record, module_record
 from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_hooks import profiler_range

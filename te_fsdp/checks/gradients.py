@@ -19,7 +19,8 @@ from te_fsdp.collectives.agreement import are_equal, digest, gather_by_rank, rai
 from te_fsdp.collectives.rendezvous import format_ranks, is_capturing, is_simulated
 from te_fsdp.errors import GradientError, MeshError, PlacementError, shorten
 from te_fsdp.gradient_sync import require_reduced
-from te_fsdp.lifecycle import gradient_of, registered_at
+from te_fsdp.lifecycle import gradient_of
+from te_fsdp.process_modules import registered_at
 from te_fsdp.records import binding_of, get_or_create_record, get_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_mixed_lists import mixed_lists

@@ -32,7 +32,7 @@ from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
 from te_fsdp.features.hfsdp.gradients import check_step
 from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
-from te_fsdp.lifecycle import modules_of_process, registered_at
+from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import shard_of, sharded_model_of

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from te_fsdp.errors import CheckpointError, OrderError
-from te_fsdp.features.hfsdp.gradients import OuterAverages
+from te_fsdp.features.hfsdp.gradients import OuterAverages, assign_main_gradients
 from te_fsdp.features.hfsdp.optimizer_shards import (
     MainParameter,
     OptimizerShard,
@@ -31,7 +31,7 @@ from te_fsdp.features.hfsdp.optimizer_shards import (
 )
 from te_fsdp.features.local_step import Replaced, install_local_tensors, remove_local_tensors
 from te_fsdp.layout import chunk_range
-from te_fsdp.lifecycle import assign_main_gradients, gradients_of
+from te_fsdp.lifecycle import gradients_of
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantize_into
 from te_fsdp.records import get_or_create_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch

@@ -17,11 +17,9 @@ from te_fsdp.features.hfsdp.optimizer_shards import OUTER
 from te_fsdp.features.hfsdp.overlap import EarlyAverages, GradientAveraging
 from te_fsdp.features.unreadable_gradients import UnreadableShard, reads_values, tensor_arguments
 from te_fsdp.lifecycle import (
-    assign_main_gradients,
     broadcast_tp_gradients,
     gradient_of,
     gradients_of,
-    zero_gradient,
 )
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
 from te_fsdp.records import KEY, get_or_create_record, get_record, label_of, plan_of
@@ -370,3 +368,18 @@ def _after(
     state, own = of(), component()
     if state is not None and own is not None and own.averages is not None:
         own.averages.early.reduced(state, unit, group, event)
+
+
+def assign_main_gradients(mains: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
+    """Set the gradient of each main parameter under both names that optimizers read."""
+    for main, gradient in zip(mains, gradients, strict=True):
+        main.grad = main.decoupled_grad = gradient  # type: ignore[missing-attribute]
+
+
+def zero_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Set the gradient of a parameter without one to zeros. Local operation."""
+    local = _torch.local_of(parameter)
+    dtype = getattr(parameter, "grad_dtype", None) or parameter.dtype
+    zeros = _torch.placed_like(torch.zeros(local.shape, dtype=dtype, device=local.device), parameter)
+    parameter.grad = zeros
+    return zeros

@@ -1,0 +1,92 @@
+"""``register_forward_method``: methods of a unit that all-gather its weights as ``forward`` does."""
+
+from __future__ import annotations
+
+import functools
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from te_fsdp.errors import OrderError, PlacementError
+from te_fsdp.forward_hooks import after_forward, before_forward, before_unit, choose_root
+from te_fsdp.records import is_replicated, iter_param_owners
+from te_fsdp.sharded_model import get_sharded_model, shard_of, sharded_model_of
+from te_fsdp.upstream import fsdp2_units, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def register_forward_method(module: nn.Module, method: str) -> None:
+    """Make a method of a unit all-gather its weights as ``forward`` does, for example ``generate`` or ``encode``.
+
+    FSDP2 all-gathers in hooks of ``forward``. Other methods called directly would get shards and fail. This call is
+    local; the method becomes collective over ``dp_shard``, like ``forward``. Modules that are not sharded
+    (:func:`te_fsdp.fsdp_no_shard`) need no all-gather; if the whole model is such a module, only its gradients are
+    handled.
+
+    Args:
+        module: A unit of a model after :func:`te_fsdp.fully_shard`, or its root.
+        method: Name of the method.
+
+    Raises:
+        OrderError: The module is not a unit.
+        PlacementError: It has no such method.
+
+    Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which has no effect for other modules.
+    """
+    if not callable(getattr(module, method, None)):
+        raise PlacementError(
+            f"register_forward_method: {type(module).__name__} has no method {method!r}",
+            expected="the name of a method",
+        )
+    is_unit = fsdp2_units.is_fsdp_module(module)
+    if is_unit:
+        register_fsdp_forward_method(module, method)
+    if is_unit or get_sharded_model(module) is not None:
+        _wrap_method(module, method)
+        return
+    own = [is_replicated(place.owner, place.name) for place in iter_param_owners(module)]
+    if not own or not all(own):
+        raise OrderError(
+            f"register_forward_method({type(module).__name__}, {method!r})",
+            expected="a unit, after te_fsdp.fully_shard",
+            got="a module that gathers nothing by itself",
+            why="Its weights are gathered by the unit around it, so the method would see shards",
+            fix="call it after te_fsdp.fully_shard(..., units=...) that makes a unit of this module, or register "
+            "a method of the unit",
+        )
+
+
+def _wrap_method(unit: nn.Module, method: str) -> None:
+    """Handle weights and gradients around one more method of a unit, or of the model, as around forward."""
+    found = next(map(sharded_model_of, map(shard_of, unit.parameters())), None)
+    if found is None:
+        return  # torch's own fully_shard has sharded it
+    state, stock, is_root = found, getattr(unit, method), unit is found.model
+    names = [name for name, own in state.modules.items() if own is unit]
+    checks = [_torch.disable_compile(check) for check in state.checks.inputs]
+
+    @functools.wraps(stock)
+    def watched(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if is_root:
+            before_forward(state, unit, args)
+            for check in checks:
+                check(unit, args, kwargs, method)
+            for before in state.components.before_method:
+                before()
+        for name in names:
+            choose_root(state, [], unit, args)
+            before_unit(state, name, unit, args)
+        state.computed.methods += is_root
+        try:
+            output = stock(*args, **kwargs)
+        finally:
+            state.computed.methods -= is_root
+        after_forward(state, unit, args, output)
+        for after in state.components.after_method if is_root else ():
+            after(output)
+        return output
+
+    setattr(unit, method, MethodType(watched, unit))

@@ -1,0 +1,26 @@
+"""All modules of this process, found by the garbage collector: for setup and errors only."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+
+def registered_at(parameters: Collection[int]) -> Iterator[tuple[nn.Module, str]]:
+    """Yield every module of this process that has one of the parameters, and its name there.
+
+    Parameters do not know their owners. Local operation, for setup and errors only. Parameters are given by ``id``;
+    ids removed from the collection during the iteration are not searched further.
+    """
+    for module in modules_of_process():
+        for name, parameter in module.__dict__.get("_parameters", {}).items():
+            if id(parameter) in parameters:
+                yield module, name
+
+
+def modules_of_process() -> Iterator[nn.Module]:
+    """Yield all modules of this process that the garbage collector tracks. For setup and errors only."""
+    # By type, because isinstance has side effects on some proxies.
+    return (candidate for candidate in gc.get_objects() if issubclass(type(candidate), nn.Module))
