@@ -241,22 +241,20 @@ def set_device_mesh(
     require_flags("set_device_mesh", check_inputs=check_inputs)
     mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
-    meshings = _meshings(tp_mesh, weight_mesh, ep_mesh, expert_weight_mesh)
+    # A mesh of one rank shards nothing.
+    tp = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
+    dense = ModuleMeshes(tp, weight_mesh, single=tp_mesh if tp is None else None)
+    expert = ModuleMeshes(tp, expert_weight_mesh, ep_mesh)
     with together, track_replaced_parameters(model, "set_device_mesh"):
         with raised_on_all_ranks(mesh, "set_device_mesh"):
-            planned = plan_modules(model, *meshings, experts)
+            planned = plan_modules(model, dense, expert, experts)
         for check in check_points().binding:
             check(planned, tp_mesh, ep_mesh)
         bind(model, planned)
-    _watch_bound(model, tp_mesh if check_inputs else None)
-
-
-def _watch_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> None:
-    """Compare inputs and gradients over ``tp_mesh`` from now on, and check steps of optimizers. Local operation."""
     points = module_record(model).bound_checks = check_points()
     register_step_functions(BEFORE_STEP, AFTER_STEP, points)
     for check in points.bound:
-        check(model, tp_mesh)
+        check(model, tp_mesh if check_inputs else None)
 
 
 def remove_bound_checks(model: nn.Module) -> None:
@@ -289,23 +287,6 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
         patch_fsdp_hooks()
         patch_fused_adam()
         pickle_element_types_by_value()
-
-
-def _meshings(
-    tp_mesh: DeviceMesh | None,
-    weight_mesh: DeviceMesh | None,
-    ep_mesh: DeviceMesh | None,
-    expert_weight_mesh: DeviceMesh | None,
-) -> tuple[ModuleMeshes, ModuleMeshes]:
-    """Return the meshes of dense modules and of expert modules."""
-    tp = _split(tp_mesh)
-    single = None if tp is not None else tp_mesh
-    return ModuleMeshes(tp, weight_mesh, single=single), ModuleMeshes(tp, expert_weight_mesh, ep_mesh)
-
-
-def _split(tp_mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """Return a tensor-parallel mesh, or ``None`` for a mesh of one rank."""
-    return None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
 
 
 def _communicates_over(

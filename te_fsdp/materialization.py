@@ -109,18 +109,16 @@ def _draw_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> set[str
         initializer.run([pending[i][1] for i in inside])
         done = end
     left |= set(_initialize_all(model, [item for item in pending[done:] if item in alone]))
-    left = {name for name in left if has_sentinel(_tensor_at(model, name))}
+    tensors = dict(model.named_parameters(remove_duplicate=False))
+    tensors |= dict(model.named_buffers(remove_duplicate=False))
+    # A later initializer may have filled what an earlier one has left.
+    left = {name for name in left if has_sentinel(_torch.local_of(tensors[name]))}
     left |= {n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta}
     left |= set(attributes_on_meta(model))
     if not left:
         # Only if nothing is left: tensors that stay on meta are the clearer error.
         refuse_lost_writes(model, [item.contains for item in initializers if not item.is_reset])
     return left
-
-
-def _tensor_at(model: nn.Module, name: str) -> torch.Tensor:
-    owner, _, own = name.rpartition(".")
-    return _torch.local_of(getattr(model.get_submodule(owner), own))
 
 
 def _initialize_all(model: nn.Module, pending: list[tuple[str, nn.Module]]) -> list[str]:
