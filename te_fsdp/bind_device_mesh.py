@@ -207,10 +207,9 @@ def set_device_mesh(
     of TE are replicated over tp. Set ``sequence_parallel = True`` on a parameter if each tp rank computes only its
     term of that parameter's gradient. A repeated call with the same meshes has no effect.
 
-    Local operation for parameters on meta. With parameters on the device it is collective over ``tp_mesh`` and
-    ``weight_mesh``: ranks of tp compare a few bytes per parameter, and quantized weights with one scale per tensor are
-    requantized with the scale of the unsharded weight. With an ``ep_mesh`` it is collective over it, too: the ranks
-    exchange their numbers of experts.
+    Local operation for parameters on meta. Otherwise it is collective over ``tp_mesh`` and ``weight_mesh``: ranks of tp
+    compare a few bytes per parameter, and quantized weights with one scale per tensor get the scale of the unsharded
+    weight. It is also collective over an ``ep_mesh``, whose ranks exchange their numbers of experts.
 
     Args:
         model: A TE module, or any module tree that contains some.
@@ -218,21 +217,18 @@ def set_device_mesh(
             ``(out / tp, in)`` becomes a DTensor of global shape ``(out, in)``, and so on.
         weight_mesh: 1-D mesh of all ranks that shard one weight: FSDP shard x tp, flattened, without replicas.
             Required for weights with one scale per tensor under tensor parallelism.
-        ep_mesh: 1-D expert-parallel mesh, or ``None``. The ``GroupedLinear`` modules on each of its ranks contain
-            different experts (``num_gemms`` of them). Their parameters are registered under global indices
-            (``weight2``, ``weight3`` on the second of two ranks with two experts each).
+        ep_mesh: 1-D expert-parallel mesh, or ``None``. The ``GroupedLinear`` modules on each rank contain different
+            experts. Their parameters have global indices (``weight2``, ``weight3`` on rank 1 of two experts each).
         expert_weight_mesh: As ``weight_mesh``, for expert modules: without ``ep``.
         experts: Names or classes of the grouped modules to distribute, or of modules that contain some. Default: all.
-        check_inputs: Compare inputs of ``model`` with new shapes over tp (unless it is a TE module itself, which may
-            be part of a larger model), and gradients of replicated parameters in the first two steps.
+        check_inputs: Compare inputs of ``model`` with new shapes over tp, unless it is itself a TE module, and
+            gradients of replicated parameters in the first two steps.
 
     Raises:
-        MeshError: A mesh is not 1-D or not in ascending order, it contradicts a module's ``tp_size`` or ``tp_group``,
-            the meshes do not match each other, or experts are not distributed over ``ep_mesh`` as ``torch.chunk``
-            does.
+        MeshError: A mesh is not 1-D or not in ascending order, contradicts another mesh or a module's ``tp_size`` or
+            ``tp_group``, or experts are not distributed over ``ep_mesh`` as by ``torch.chunk``.
         OrderError: Parameters are already sharded by FSDP2, or bound to different meshes.
-        PlacementError: A module or option has no correct placement, or no sharding of a quantized weight gives full
-            blocks of its format.
+        PlacementError: A module or option has no correct placement, or a quantized weight no shards of full blocks.
         InitError: Ranks of tp have equal shards of a weight, or ranks of ep equal experts, because of equal seeds.
         CollectiveError: The call communicates, and some ranks did not make it.
 
@@ -241,7 +237,6 @@ def set_device_mesh(
     require_flags("set_device_mesh", check_inputs=check_inputs)
     mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
-    # A mesh of one rank shards nothing.
     tp = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     dense = ModuleMeshes(tp, weight_mesh, single=tp_mesh if tp is None else None)
     expert = ModuleMeshes(tp, expert_weight_mesh, ep_mesh)

@@ -40,7 +40,7 @@ def register_optimizer(optimizer: Optimizer) -> None:
 
 
 def record_stepping_optimizer(step: Step) -> None:
-    """Record the optimizer of the step, for :func:`te_fsdp.sharded_model.recover_from_exception`."""
+    """Record the optimizer of the step, for :func:`te_fsdp.recovery.recover_from_exception`."""
     for state, _ in step.models:
         state.step.optimizer = weakref.ref(step.optimizer)
         known_optimizers().add(step.optimizer)

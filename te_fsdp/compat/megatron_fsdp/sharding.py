@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-#: Attribute of an optimizer that :func:`fully_shard_optimizer` has prepared. ``experimental.py`` sets it on modules and
-#: parameters until they are sharded, and then on each replaced parameter: its sharded replacement.
+#: Attribute of prepared optimizers. In ``experimental.py``: arguments of modules, replacements of parameters.
 BRIDGED = "_te_fsdp_megatron"
 #: Optimizers whose state after a step on zeros, with "step" reset, equals their initial state.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
