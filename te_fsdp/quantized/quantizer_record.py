@@ -17,8 +17,6 @@ from te_fsdp.upstream.patches import PATCHES, apply_patch
 
 #: Attribute of a quantizer: its :class:`QuantizerRecord`.
 QUANTIZER_RECORD = "_te_fsdp_quantizer"
-
-
 #: TE's attribute of a tensor with the process group over which its amax is reduced.
 GROUP_ATTRIBUTE = PATCHES["group"].attribute
 
