@@ -15,7 +15,6 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from te_fsdp.checksums import checksum
 from te_fsdp.errors import InitError, shorten
 from te_fsdp.initialize import (
     check_random_state,
@@ -29,6 +28,7 @@ from te_fsdp.initialize import (
 from te_fsdp.inline_init import STOCK, count_rewrites
 from te_fsdp.records import BINDING, KEY as FACTS, binding_of, param_attrs_to_copy
 from te_fsdp.shard_info import shard_info
+from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:

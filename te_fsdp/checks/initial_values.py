@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from te_fsdp.checksums import checksum, is_constant
 from te_fsdp.collectives.agreement import are_equal, digest, gather, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call, is_simulated
 from te_fsdp.errors import InitError, shorten
 from te_fsdp.records import binding_of
+from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:

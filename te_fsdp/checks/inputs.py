@@ -32,11 +32,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from te_fsdp.checksums import checksum, is_constant
 from te_fsdp.collectives.agreement import are_equal, digest, gather, rank
 from te_fsdp.collectives.rendezvous import collective_call, is_capturing, is_simulated
 from te_fsdp.errors import InputError, shorten
 from te_fsdp.records import MODULE, ModuleRecord, binding_of, module_record
+from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.forward import refuse_second_derivatives
 from te_fsdp.checks.initial_values import find_equal_shards, has_device_parameters, refuse_equal_shards
-from te_fsdp.checksums import checksum
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised
 from te_fsdp.records import get_record, iter_param_owners
 from te_fsdp.sharded_model import record_unsharded_params, sharded_model_of
+from te_fsdp.tensor_checksums import checksum
 from te_fsdp.unshardable_models import refuse_hooks
 from te_fsdp.upstream import (
     fsdp2_patches as _fsdp2_patches,

@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.model import not_in_the_model, refuse_changed_parameters
 from te_fsdp.checks.weights import compare_copies, refuse_equal_parts
-from te_fsdp.checksums import checksum
 from te_fsdp.collectives.agreement import are_equal, digest, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import CheckpointError, MeshError, OrderError, shorten
@@ -36,6 +35,7 @@ from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
 from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import shard_of, sharded_model_of
+from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.torch_optim import after_failed_load
 

@@ -10,7 +10,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.initial_values import MEANT, refuse_equal_shards
-from te_fsdp.checksums import checksum, is_constant
 from te_fsdp.collectives.agreement import are_equal, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing, is_simulated
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
@@ -19,6 +18,7 @@ from te_fsdp.optimizer_step import has_mixed_groups
 from te_fsdp.records import get_record, iter_param_owners
 from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.sharded_model import shard_of
+from te_fsdp.tensor_checksums import checksum, is_constant
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 if TYPE_CHECKING:

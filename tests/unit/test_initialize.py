@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import initialize
 from te_fsdp.errors import InitError
+from te_fsdp.tensor_checksums import checksum
 
 ROOT = Path(__file__).resolve().parents[2]
 INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.bool)
@@ -190,6 +190,6 @@ except ImportError as error:
 def test_checksums_tell_patterns_of_two_values_apart():
     """Biases after Adam's first step are plus and minus the learning rate: many have equal sums of positions."""
     patterns = torch.tensor(list(itertools.product((-1.0, 1.0), repeat=12)), dtype=torch.bfloat16) * 0.003
-    sums = {int(initialize.checksum(pattern)) for pattern in patterns}
+    sums = {int(checksum(pattern)) for pattern in patterns}
     assert len(sums) == len(patterns)
-    assert int(initialize.checksum(patterns[5])) == int(initialize.checksum(patterns[5].clone()))
+    assert int(checksum(patterns[5])) == int(checksum(patterns[5].clone()))
