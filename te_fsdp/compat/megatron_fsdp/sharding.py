@@ -57,8 +57,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
-#: Attribute of prepared optimizers. In ``experimental.py``: arguments of modules, replacements of parameters.
-BRIDGED = "_te_fsdp_megatron"
+BRIDGED = "_te_fsdp_megatron"  #: Attribute of prepared optimizers, and of modules and parameters to shard
 #: Optimizers whose state after a step on zeros, with "step" reset, equals their initial state.
 _PLAIN = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop)
 
