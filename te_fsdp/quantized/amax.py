@@ -208,7 +208,8 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     groups: dict[str | None, Any] = {}  # by name, because most weights share one group
     requests = []
     for target, own, value in current:
-        name = quantizer_record(own).amax_group
+        record = own.__dict__.get(QUANTIZER_RECORD)
+        name = record.amax_group if record else None
         if name is None or name not in groups:
             groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
         requests.append(PendingQuantization(value, own, groups[name]))

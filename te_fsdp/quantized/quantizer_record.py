@@ -73,7 +73,8 @@ def _get_group(self: Any) -> Any:
 def _set_group(self: Any, group: Any) -> None:
     """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
     quantizer = self._quantizer
-    if quantizer is None or quantizer_record(quantizer).amax_group is None:
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if not record or record.amax_group is None:
         self.__dict__[GROUP_ATTRIBUTE] = group
 
 
