@@ -94,8 +94,9 @@ class UnitTransports(Component):
 
     def finish_step(self) -> None:
         """Mark all-gathered copies as stale after a step, so that backwards gather again. Local operation."""
-        for gathers in self.gathers:
-            gathers.expire()
+        for transport in self.by_unit.values():
+            if transport.gathers is not None:
+                transport.gathers.expire()
 
 
 def transports_of(state: ShardedModel) -> UnitTransports:
