@@ -21,7 +21,7 @@ def test_a_settled_step(pool, axes, budget):
     for counted in pool.run(calls.settled, 2, axes=axes):
         assert sum(dict(counted).values()) <= budget, counted[:20]
         # Calls of the gathers of its 8 weights, which show that the step was counted at all.
-        assert dict(counted)["quantized/fsdp_hooks.py:fsdp_pre_all_gather"] == 16
+        assert dict(counted)["quantized/fsdp_hooks.py:fsdp_post_all_gather"] == 16
 
 
 @pytest.mark.ranks(2)
