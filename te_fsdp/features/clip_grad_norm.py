@@ -92,9 +92,9 @@ def clip_grad_norm_(
     return total
 
 
-# [Note: norm over meshes] ``torch.nn.utils.clip_grad_norm_`` stacks the norms of all gradients. That fails if two
-# parameters are on different meshes (a tensor-parallel weight and a norm's weight, an expert and a dense layer). On
-# plain local tensors it would count replicated elements several times. Here every element counts once.
+# [Note: norm over meshes] ``torch.nn.utils.clip_grad_norm_`` cannot see that experts are spread over ranks. On plain
+# local tensors it would count replicated elements several times. Here every element counts once, with one collective
+# per mesh axis.
 def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | None) -> torch.Tensor:
     """Return the norm of all gradients over all ranks, counting each element once: fp32, zero without gradients."""
     spread: dict[tuple[_Axis, ...], list[torch.Tensor]] = {}

@@ -43,7 +43,7 @@ PAGES = {
     "docs/data.md": ["data", "training", "evaluated", "evaluated", "evaluated"],
     "docs/errors.md": ["training"],
     "docs/fast.md": ["training"],
-    "docs/graphs.md": ["microbatched", "built"],
+    "docs/graphs.md": ["microbatched", "many_microbatches", "built"],
     "docs/hfsdp.md": ["copies"],
     "docs/index.md": ["nothing"],
     "docs/logging.md": ["logged", "on_a_gpu"],
@@ -148,6 +148,12 @@ class Reader:
         pair = torch.stack([self.batch(), self.batch()])
         self.names |= {"loader": [(pair, pair)] * 2, "scheduler": SimpleNamespace(step=lambda: None)}
         self.names["loss_of"] = lambda output, labels: (output - labels).float().square().mean()
+
+    def many_microbatches(self) -> None:
+        """A step of 16 microbatches."""
+        self.microbatched()
+        self.names["optimizer"] = torch.optim.AdamW(self.names["model"].parameters())
+        self.names |= dict.fromkeys(("tokens", "labels"), torch.stack([self.batch()] * 16))
 
     def data(self) -> None:
         """A data set of tokens."""

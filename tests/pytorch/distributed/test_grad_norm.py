@@ -60,12 +60,7 @@ def test_one_rank_alone_is_wrong(pool):
 
 
 @pytest.mark.ranks(4)
-def test_parameters_on_two_meshes(pool):
-    pool.run(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"])
-
-
-@pytest.mark.ranks(4)
-def test_torch_cannot(pool):
-    """Why there is a function of our own: torch refuses gradients on different meshes."""
-    errors = pool.run_expect_error(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"], torch_alone=True)
-    assert all("mesh" in error.message for error in errors)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["te_fsdp", "torch"])
+def test_parameters_on_two_meshes(pool, by_torch):
+    """torch's function refuses several meshes, unless a model of te_fsdp has some of the parameters."""
+    pool.run(clipping.two_meshes, 4, axes=MESHES["dp2_tp2"], by_torch=by_torch)

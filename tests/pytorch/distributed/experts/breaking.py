@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 
@@ -18,6 +19,15 @@ def _placed_in_two_dims(names: Iterable[str], mode: str | None) -> dict[str, Any
     return {name: ParameterRule(dim, GROUPED, quantizable=name == "weight") for name in names}
 
 
+def _axes_of_one_mesh(meshes: Sequence[Any], groups: dict[Any, Any]) -> tuple[Any, ...]:
+    """Axes over which a norm is summed, without ``ep``, over which experts are spread."""
+    mesh = meshes[0]
+    found = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+    axes = {tuple(dist.get_process_group_ranks(group)): group for group in found}
+    groups |= axes
+    return tuple(axes)
+
+
 #: Name -> module and attribute that is replaced, and by what.
 PIECES: dict[str, tuple[str, str, Any]] = {
     # The fault of TransformerEngine's pull request 2713.
@@ -25,7 +35,7 @@ PIECES: dict[str, tuple[str, str, Any]] = {
     # FSDP2 divides gradients of experts by the ranks that share them, as it does by itself.
     "divide": ("te_fsdp.apply_fully_shard", "divide_gradients", lambda *args: None),
     # Experts of other ranks do not count in the norm.
-    "norm": ("te_fsdp.features.clip_grad_norm", "_meshes_of", lambda parameter: (parameter.device_mesh,)),
+    "norm": ("te_fsdp.features.clip_grad_norm", "_axes_of", _axes_of_one_mesh),
 }
 
 

@@ -104,12 +104,12 @@ def non_finite(axes: dict[str, int]) -> None:
     te_fsdp.clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
 
 
-def two_meshes(axes: dict[str, int], *, torch_alone: bool = False) -> None:
+def two_meshes(axes: dict[str, int], *, by_torch: bool = False) -> None:
     """A tensor-parallel model, and a head that torch's fully_shard shards only over data parallel.
 
     Args:
         axes: mesh sizes.
-        torch_alone: negative control, torch's own clipping of the two.
+        by_torch: clip by torch's function, which te_fsdp extends to several meshes.
     """
     import te_fsdp
 
@@ -120,7 +120,7 @@ def two_meshes(axes: dict[str, int], *, torch_alone: bool = False) -> None:
     fill(reference, model, lacking=False)
     fill(heads[0], heads[1], lacking=False)
     parameters = [*model.parameters(), *heads[1].parameters()]
-    clip = torch.nn.utils.clip_grad_norm_ if torch_alone else te_fsdp.clip_grad_norm_
+    clip = torch.nn.utils.clip_grad_norm_ if by_torch else te_fsdp.clip_grad_norm_
     total = clip(parameters, MAX_NORM)
     whole = [*reference.parameters(), *heads[0].parameters()]
     harness.assert_close("norm", total, torch.nn.utils.clip_grad_norm_(whole, MAX_NORM), RTOL, WHY)
