@@ -21,7 +21,7 @@ from te_fsdp.boxed_dtensor import BoxedDTensor, BoxMap, boxed, boxed_like, wrapp
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
-from te_fsdp.records import weight_record
+from te_fsdp.records import WEIGHT, weight_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_formats import has_square_blocks
 
@@ -58,6 +58,29 @@ class QuantizedDTensor(BoxedDTensor):
 
     kept_class: type[BoxedDTensor] | None
 
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the function as for any DTensor, on values that wait for their scale instead of older bytes."""
+        name = func.__name__
+        if name in ("__get__", "__set__") or not any(map(_waits, args)):
+            return super().__torch_function__(func, types, args, kwargs)
+        if name == "detach":
+            return _with_waiting(super().__torch_function__(func, types, args, kwargs), args[0])
+        # Functions in place change the waiting values. Sources of `copy_` are not rounded to the weight's dtype.
+        is_in_place = name.endswith("_")
+        newest = (_newest(one, in_fp32=is_in_place) for one in args)
+        result = super().__torch_function__(func, types, tuple(newest), kwargs)
+        return args[0] if is_in_place else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _with_waiting(super().__deepcopy__(memo), self, copies=True)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        """Pickle the newest values."""
+        return BoxedDTensor.__reduce_ex__(_newest(self), proto)
+
     def _plain_values(self) -> DTensor:
         local = self._local_tensor
         if not _te.is_quantized(local):
@@ -90,6 +113,8 @@ class QuantizedDTensor(BoxedDTensor):
         local = self._local_tensor
         if not _te.is_quantized(local):
             return super()._shard_of(box, to_write=to_write)
+        if to_write and _waits(self):
+            return _torch.local_of(_newest(self))[box.local_slices()]
         if _te.is_grouped(local):
             one = QuantizedSlice(local.experts[box.local[0]], box.local[1:], box.sizes[1:], True)  # type: ignore[missing-attribute]
         else:
@@ -156,9 +181,43 @@ def waiting_values(local: torch.Tensor, *, take: bool = False) -> torch.Tensor |
         values_of(weight) if record.pending is None else record.pending
         for weight, record in zip(weights, records, strict=True)
     ]
-    for record in records if take else ():
-        record.pending = None
-    return torch.stack(found) if _te.is_grouped(local) else found[0]
+    values = torch.stack(found) if _te.is_grouped(local) else found[0]
+    for record, value in zip(records, values if _te.is_grouped(local) else found, strict=True):
+        record.pending = None if take else value  # writes to the result change what waits
+    return values
+
+
+def _waits(one: Any) -> bool:
+    """Return whether a tensor has values that wait for their scale. Local operation."""
+    local = _torch.local_of(one) if isinstance(one, QuantizedDTensor) else None
+    return (
+        local is not None
+        and _te.is_quantized(local)
+        and any(
+            getattr(weight.__dict__.get(WEIGHT), "pending", None) is not None for weight in weights_of(local)
+        )
+    )
+
+
+def _newest(one: Any, *, in_fp32: bool = False) -> Any:
+    """Return the values of a tensor that wait for their scale, in FP32 themselves; other tensors unchanged."""
+    if not _waits(one):
+        return one
+    values = waiting_values(_torch.local_of(one))
+    assert values is not None
+    values = values if in_fp32 else values.to(one.dtype)
+    return _torch.with_local(values, one, requires_grad=False)
+
+
+def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
+    """Give a tensor made of another one the values that wait there. Local operation."""
+    if not _waits(source):
+        return result
+    weights = (weights_of(_torch.local_of(one)) for one in (result, source))
+    for new, old in zip(*weights, strict=True):
+        if (values := weight_record(old).pending) is not None:
+            weight_record(new).pending = values.clone() if copies else values
+    return result
 
 
 def take_written(local: torch.Tensor) -> bool:
@@ -314,6 +373,7 @@ class QuantizedSlice(torch.Tensor):
         if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
             return
         record.arrived = []
+        record.pending = None  # of an earlier load
         if not _write_bytes(base, arrived):
             _write_values(base, arrived, waits=self.waits)
 

@@ -197,3 +197,11 @@ def test_pieces_of_quantized_weights_in_checkpoint_load(pool, tmp_path, kind, re
         for found in pool.run(round_trip.load_checkpoint, ranks, axes=target, env=ENVIRONMENT, **where):
             assert found["control"] > 0 and found["wrong"] == [] and found["converted"] == [], (target, found)
             assert found["after"] <= NEXT_STEP[recipe], (target, found)
+
+
+@pytest.mark.recipe("mxfp8")
+@pytest.mark.ranks(2)
+def test_copies_that_wait_for_their_scale(pool, tmp_path):
+    """Values in copies of a state dict arrive in any model, and in what reads them (kind: older bytes read instead)."""
+    for found in pool.run(round_trip.copies_that_wait, 2, env=ENVIRONMENT, directory=str(tmp_path)):
+        assert found == {"wrong": [], "control": []}

@@ -395,3 +395,63 @@ def save_values(
     dcp.save({"model": values}, checkpoint_id=f"{directory}/0")
     model.load_state_dict(values)
     torch.save({"values": {n: whole(p) for n, p in model.named_parameters()}}, f"{directory}/oracle.pt")
+
+
+def copies_that_wait(directory: str) -> dict[str, list[str]]:
+    """Load values into copies of a quantized model's state dict, and use these in every way.
+
+    Returns:
+        The uses that did not get the loaded values ("wrong"), and "values" if the older ones are equal.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
+
+    def linear(recipe: str | None, seed: int = 0) -> Any:
+        found = Model("Linear", recipe or "bf16", keep=False, device="meta" if recipe else harness.device())
+        if recipe is None:  # without te_fsdp
+            return torch.distributed.fsdp.fully_shard(found, mesh=meshes.fsdp)
+        te_fsdp.fully_shard(found, meshes, units=[])
+        return te_fsdp.materialize(found, seed=seed)
+
+    name, source = "inner.weight", linear("current")
+    values = torch.randn(FFN, HIDDEN, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    dcp.save({name: values}, checkpoint_id=f"{directory}/values")
+    dcp.save({name: source.inner.weight.detach()}, checkpoint_id=f"{directory}/bytes")
+    wrong, control = [], []
+
+    def loaded(*kinds: str) -> Any:
+        state = copy.deepcopy({name: linear("current", seed=1).inner.weight.detach()})
+        for kind in kinds:
+            dcp.load(state, checkpoint_id=f"{directory}/{kind}")
+        return state
+
+    def compare(use: str, found: torch.Tensor, expected: torch.Tensor = values) -> None:
+        wrong.extend([] if torch.equal(whole(found), expected.to(harness.device()).float()) else [use])
+
+    for recipe in ("bf16", None, "mxfp8"):
+        model, state, twin = linear(recipe), loaded("values"), linear(recipe)
+        model.load_state_dict(state)
+        with torch.no_grad():
+            twin.inner.weight.copy_(state[name])
+        expected = values
+        if recipe == "mxfp8":
+            one = Model("Linear", recipe, keep=False, device=str(harness.device()))
+            one.load_state_dict({name: values}, strict=False)
+            expected = whole(one.inner.weight)
+        compare(f"load_state_dict of {recipe}", model.inner.weight, expected)
+        compare(f"copy_ of {recipe}", twin.inner.weight, expected)
+        compare(f"entry after load_state_dict of {recipe}", state[name])
+    state = loaded("values")
+    dcp.save(state, checkpoint_id=f"{directory}/copy")
+    saved = {name: torch.zeros_like(values)}
+    dcp.load(saved, checkpoint_id=f"{directory}/copy")
+    uses = {"dcp.save": saved[name], "deepcopy": copy.deepcopy(state[name]), "detach": state[name].detach()}
+    uses |= {"clone": state[name].clone(), "float": state[name].float()}
+    for use, found in uses.items():
+        compare(use, found.to(harness.device()))
+    compare("bytes after values", loaded("values", "bytes")[name], whole(source.inner.weight))
+    state[name].mul_(2)
+    compare("mul_", state[name], 2 * values)
+    control += ["values"] if torch.equal(whole(loaded()[name]), values.to(harness.device()).float()) else []
+    return {"wrong": wrong, "control": control}
