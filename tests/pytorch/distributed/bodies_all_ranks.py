@@ -29,13 +29,13 @@ class Heard(logging.Handler):
 
 
 @contextmanager
-def listening(timeout: float) -> Iterator[list[str]]:
-    """Short times within; yields the warnings."""
+def listening(timeout: float, report_after: float = REPORT_AFTER) -> Iterator[list[str]]:
+    """Set short times; yield the list that receives the warnings."""
     import te_fsdp
     from te_fsdp.collectives import rendezvous
 
     heard, log = Heard(), logging.getLogger("te_fsdp")
-    before, rendezvous.REPORT_AFTER = rendezvous.REPORT_AFTER, REPORT_AFTER
+    before, rendezvous.REPORT_AFTER = rendezvous.REPORT_AFTER, report_after
     te_fsdp.set_collective_timeout(timeout)
     log.addHandler(heard)
     try:
@@ -144,7 +144,8 @@ def groups_apart() -> list[str]:
     from te_fsdp.collectives.rendezvous import collective_call
 
     mesh = init_device_mesh(harness.device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
-    with listening(timeout=20.0) as texts:
+    # On a loaded machine ranks may be a second late, which is no error.
+    with listening(timeout=20.0, report_after=10.0) as texts:
         for _ in range(1 + 3 * mesh.get_local_rank("a")):
             with collective_call("half", mesh["b"]):
                 pass
