@@ -15,6 +15,7 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -248,7 +249,9 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
     Raise RefusedClassError for other classes.
     """
     try:
-        return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
+        # [Note: enums in pickles] of unpickling.py: TE's tensors contain members of enums.
+        with torch.serialization.safe_globals([(_enum_member, "builtins.getattr")]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
     except pickle.UnpicklingError as error:
         if isinstance(file, io.BytesIO):
             file.seek(0)
@@ -272,6 +275,13 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
             why="Anything else in a pickle may run code. TransformerEngine's tensors need TransformerEngine",
             fix="load it with torch, and save a plain state_dict() with torch.save, or te_fsdp.checkpoint.save",
         ) from problem
+
+
+def _enum_member(enum: Any, name: Any) -> Any:
+    """Replace ``builtins.getattr`` in files of torch.save: return a member of an enum, and nothing else."""
+    if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
+        raise pickle.UnpicklingError("getattr of an object that is not an enum")
+    return enum[name]
 
 
 def check_zip(file: Any) -> None:

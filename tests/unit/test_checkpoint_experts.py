@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from te_fsdp import checkpoint, emulation
+from te_fsdp.checkpoint.lazy_tensors import load_weights_only
 from te_fsdp.checkpoint.portable.convert import open_any
 from te_fsdp.cli import main
 from te_fsdp.errors import CheckpointError
@@ -197,3 +198,24 @@ def test_a_script_reads_experts_by_the_keys_of_the_page(te: Any, tmp_path: Path)
     assert torch.equal(own["model"]["out.weight"], want["out.weight"])
     moment = run.optimizer.state[run.model.out.weight]["exp_avg"]
     assert torch.equal(own["optimizer"]["state"]["out.weight"]["exp_avg"], moment) and moment.any()
+
+
+class _ByName:
+    """Pickled as Python 3.11.0 to 3.11.4 pickle the member of an enum: getattr(owner, name)."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.named = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.named
+
+
+def test_members_of_enums_by_name(te: Any, tmp_path: Path) -> None:
+    """TE's tensors contain some. getattr of any other object is refused: it could reach code."""
+    import transformer_engine_torch as tex
+
+    torch.save({"a": _ByName(tex.DType, "kFloat8E4M3")}, tmp_path / "a.pt")
+    assert load_weights_only(tmp_path / "a.pt", "a") == {"a": tex.DType.kFloat8E4M3}
+    torch.save({"a": _ByName(torch.Tensor, "__init__")}, tmp_path / "b.pt")
+    with pytest.raises(CheckpointError, match="cannot be read weights-only"):
+        load_weights_only(tmp_path / "b.pt", "b")

@@ -144,7 +144,7 @@ def groups_apart() -> list[str]:
     from te_fsdp.collectives.rendezvous import collective_call
 
     mesh = init_device_mesh(harness.device_type(), (2, dist.get_world_size() // 2), mesh_dim_names=("a", "b"))
-    # On a loaded machine ranks may be a second late, which is no error.
+    # On a loaded machine ranks may be a second late, which is not an error.
     with listening(timeout=20.0, report_after=10.0) as texts:
         for _ in range(1 + 3 * mesh.get_local_rank("a")):
             with collective_call("half", mesh["b"]):
