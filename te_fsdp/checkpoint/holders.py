@@ -78,7 +78,7 @@ def lightest(
 
 
 def boxes_of(places: Iterable[Place], shape: Sequence[int]) -> Rows:
-    """Return places as an array (pieces, 2, dims)."""
+    """Return the offsets and sizes of pieces as an int64 array of shape (pieces, 2, dims)."""
     rows = list(places)
     return np.array(rows, dtype=np.int64).reshape(len(rows), 2, len(shape))
 

@@ -191,7 +191,7 @@ def compare_gradients_over_ep(step: Step) -> None:
             names = state.names()
             raise GradientError(
                 f"{step.where}: gradients that differ over ep",
-                expected="the same on all ranks of ep, of parameters that each holds whole",
+                expected="equal gradients on all ranks of ep, for parameters that each rank has in full",
                 got=shorten([f"{names[id(p)]} by {ratio:.0%} of its norm" for p, ratio in apart], 3, ", "),
                 why="torch.nn.utils.clip_grad_norm_ clips by the norm of this rank's experts",
                 fix="te_fsdp.clip_grad_norm_(model, max_norm)",
@@ -300,7 +300,7 @@ def _refuse_tp_deviation(step: Step, apart: list[tuple[torch.Tensor, float]]) ->
     ]
     raise GradientError(
         f"{step.where}: gradients that differ over tp",
-        expected="the same on all ranks of a tp group, of parameters that each holds whole",
+        expected="equal gradients on all ranks of a tp group, for parameters that each rank has in full",
         got=shorten(shown, 3, ", "),
         why="Each rank has computed them from different tokens or features, as under sequence parallelism, and they "
         "are not summed: those of the first rank would be used",

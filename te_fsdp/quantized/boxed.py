@@ -200,7 +200,7 @@ def _waits(one: Any) -> bool:
 
 
 def _newest(one: Any, *, in_fp32: bool = False) -> Any:
-    """Return the values of a tensor that wait for their scale, in FP32 themselves; other tensors unchanged."""
+    """Return the values that wait for the tensor's scale, in its dtype or FP32; return other tensors unchanged."""
     if not _waits(one):
         return one
     values = waiting_values(_torch.local_of(one))
@@ -210,7 +210,7 @@ def _newest(one: Any, *, in_fp32: bool = False) -> Any:
 
 
 def _with_waiting(result: Any, source: QuantizedDTensor, *, copies: bool = False) -> Any:
-    """Give a tensor made of another one the values that wait there. Local operation."""
+    """Attach the values that wait in ``source`` to a tensor derived from it. Local operation."""
     if not _waits(source):
         return result
     weights = (weights_of(_torch.local_of(one)) for one in (result, source))

@@ -52,9 +52,8 @@ ERRORS = {
     "averaged_model_after_sharding": ("OrderError", "deepcopy of a model after fully_shard"),
     "a_layer_that_nobody_has_marked": (
         "GradientError",
-        "SGD.step: gradients that differ over tp: expected the same on all ranks of a tp group, of "
-        "parameters that "
-        "each holds whole, got plain.weight by ",
+        "SGD.step: gradients that differ over tp: expected equal gradients on all ranks of a tp group, for "
+        "parameters that each rank has in full, got plain.weight by ",
     ),
     "a_mark_on_a_layer_that_sees_all_tokens": (
         "GradientError",
