@@ -40,7 +40,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Exit code: 0 for success, 1 if a problem was found, 2 for wrong usage.
     """
     if arguments is None:
-        _return_freed_memory()
+        # By default glibc keeps blocks that are as large as blocks freed before. DCP allocates small objects in
+        # between, so a conversion would need new memory for every block. Only for a process of our own.
+        threshold = -3  # M_MMAP_THRESHOLD in malloc.h
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).mallopt(threshold, 1 << 20)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words and words[0] in _COMMANDS:
         return run(words[0], words[1:])
@@ -156,17 +160,6 @@ def _one_of(commands: Mapping[str, Any]) -> Any:
         function = group if isinstance(found, dict) else found
         choices.append(tyro.conf.subcommand(name, constructor=function))
     return functools.reduce(operator.or_, [Annotated[Any, choice] for choice in choices])
-
-
-def _return_freed_memory() -> None:
-    """Set the C library to return every large block to the system when it is freed. Call it in own processes only.
-
-    By default glibc keeps blocks that are as large as blocks freed before. DCP allocates small objects in
-    between, so a conversion would need new memory for every block.
-    """
-    threshold = -3  # M_MMAP_THRESHOLD in malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(threshold, 1 << 20)
 
 
 def print_json(value: Any) -> None:

@@ -145,11 +145,12 @@ class Fault:
 
 def faults(facts: Environment) -> list[Fault]:
     """Return all problems of an environment, breaking ones first."""
-    looks = (_wrong_versions, _parts_of_te, _builds, _te_itself, _cudnn, _unused_attention)
+    looks = (_wrong_versions, _parts_of_te, _libraries, _te_itself)
     return sorted((fault for look in looks for fault in look(facts)), key=lambda fault: not fault.breaks)
 
 
 def _wrong_versions(facts: Environment) -> Iterator[Fault]:
+    """Yield Python, torch and TransformerEngine versions outside of the tested ranges."""
     te = facts.te.get("transformer_engine", [""])[0]
     for name, package, version, tested in (
         ("Python", "", facts.python, versions.PYTHON),
@@ -207,8 +208,8 @@ def _install(facts: Environment) -> str:
     return f"pip install --no-build-isolation 'te-fsdp[{extra}]'"
 
 
-def _builds(facts: Environment) -> Iterator[Fault]:
-    """Yield problems of a torch build without GPU support on a machine with a driver."""
+def _libraries(facts: Environment) -> Iterator[Fault]:
+    """Yield problems of torch's CUDA build, of cuDNN and of FlashAttention."""
     if facts.driver and facts.torch_cuda is None:
         yield Fault(
             f"torch {facts.torch} is a build without CUDA, but the machine has the NVIDIA driver "
@@ -228,6 +229,28 @@ def _builds(facts: Environment) -> Iterator[Fault]:
                 "torch build that matches it"
             ),
         )
+    # The loader may find a different cuDNN for TE than the one that torch has loaded.
+    first = facts.variables.get("LD_LIBRARY_PATH", "").split(":")[0]
+    own = os.path.join(facts.cudnn_home or "", "lib")
+    # libcudnn.so.9.14.0 -> 9.14.0. The link libcudnn.so.9 was resolved before.
+    releases = {path: PurePath(path).name.removeprefix("libcudnn.so.") for path in facts.cudnn_files}
+    others = [path for path, release in releases.items() if release != facts.cudnn]
+    if facts.cudnn_home and others and os.path.realpath(first) != os.path.realpath(own):
+        yield Fault(
+            f"two versions of cuDNN: torch's {facts.cudnn} in {own}, and {', '.join(others)}",
+            "TransformerEngine loads cuDNN by name and may mix the two "
+            "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
+            f"export CUDNN_HOME={facts.cudnn_home} LD_LIBRARY_PATH={own}:$LD_LIBRARY_PATH",
+        )
+    taken = facts.te_says.get("attention", {}).get("taken", {})
+    for name, version in facts.flash_attention.items():
+        if facts.gpus and not taken.get(name.replace("_", "-"), True):
+            yield Fault(
+                f"TransformerEngine does not use {name} {version}",
+                "attention runs without it, because this TransformerEngine does not support its version",
+                "pip install --no-build-isolation 'te-fsdp[flash]'",
+                breaks=False,
+            )
 
 
 def _te_itself(facts: Environment) -> Iterator[Fault]:
@@ -279,32 +302,3 @@ def _no_import(facts: Environment) -> Fault:
         why = "it aborts the importing process, most often because of mixed library versions"
     cure = "pip install --no-build-isolation --no-cache-dir --force-reinstall --no-deps " + built
     return Fault(what, why, cure if facts.te_bindings else "pip install 'te-fsdp[emulation]'")
-
-
-def _cudnn(facts: Environment) -> Iterator[Fault]:
-    """Yield a problem if the loader finds a different cuDNN for TE than the one that torch has loaded."""
-    first = facts.variables.get("LD_LIBRARY_PATH", "").split(":")[0]
-    own = os.path.join(facts.cudnn_home or "", "lib")
-    # libcudnn.so.9.14.0 -> 9.14.0. The link libcudnn.so.9 was resolved before.
-    releases = {path: PurePath(path).name.removeprefix("libcudnn.so.") for path in facts.cudnn_files}
-    others = [path for path, release in releases.items() if release != facts.cudnn]
-    if facts.cudnn_home and others and os.path.realpath(first) != os.path.realpath(own):
-        yield Fault(
-            f"two versions of cuDNN: torch's {facts.cudnn} in {own}, and {', '.join(others)}",
-            "TransformerEngine loads cuDNN by name and may mix the two "
-            "(CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH)",
-            f"export CUDNN_HOME={facts.cudnn_home} LD_LIBRARY_PATH={own}:$LD_LIBRARY_PATH",
-        )
-
-
-def _unused_attention(facts: Environment) -> Iterator[Fault]:
-    """Yield a problem for each installed FlashAttention that TE does not use."""
-    taken = facts.te_says.get("attention", {}).get("taken", {})
-    for name, version in facts.flash_attention.items():
-        if facts.gpus and not taken.get(name.replace("_", "-"), True):
-            yield Fault(
-                f"TransformerEngine does not use {name} {version}",
-                "attention runs without it, because this TransformerEngine does not support its version",
-                "pip install --no-build-isolation 'te-fsdp[flash]'",
-                breaks=False,
-            )

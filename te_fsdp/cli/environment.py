@@ -82,7 +82,7 @@ class Environment:
 
 def gather() -> Environment:
     """Collect the environment of this process. It imports torch, initializes CUDA and runs TE in a subprocess."""
-    parts = _te_parts()
+    parts = te_distributions()
     # TE loads its compiled module from its own folder, where an import does not find it. So check the distribution,
     # too.
     bindings = (
@@ -90,29 +90,26 @@ def gather() -> Environment:
         # util.find_spec raises if the emulation's module, which has no spec, is already imported.
         or importlib.machinery.PathFinder.find_spec("transformer_engine_torch") is not None
     )
-    home, cudnn = _cudnn_home(), torch.backends.cudnn.version() if torch.version.cuda else None
+    flash = {}
+    # pip and the distributions' own metadata spell the third one in two ways.
+    for name in ("flash-attn", "flash-attn-3", "flash_attn_3", "flash-attn-4"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            flash[name] = importlib.metadata.version(name)
     return Environment(
         python=platform.python_version(),
         executable=sys.executable,
         te_fsdp=te_fsdp.__version__,
         torch=torch.__version__,
-        torch_cuda=torch.version.cuda,
-        cuda_problem=_cuda_problem(),
-        driver=_driver(),
-        nccl=_nccl(),
-        # 91900 of 9.19.0
-        cudnn=f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn else None,
-        cudnn_home=home,
-        cudnn_files=_cudnn_files(home),
         te=parts,
         te_bindings=bindings,
-        te_says=_te_says(parts, bindings),
-        flash_attention=_flash_attention(),
-        nvcc=_nvcc(),
+        te_says=te_capabilities(parts, bindings),
+        flash_attention=flash,
         symmetric_memory=importlib.util.find_spec("torch.distributed._symmetric_memory") is not None,
         gpus=_gpus(),
         emulation=os.environ.get("TE_FSDP_EMULATION", ""),
         variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
+        **_cuda(),
+        **_cudnn(),
     )
 
 
@@ -127,7 +124,7 @@ def _run(*command: str, environment: dict[str, str] | None = None) -> tuple[int,
     return done.returncode, done.stdout, done.stderr
 
 
-def _te_parts() -> dict[str, list[str]]:
+def te_distributions() -> dict[str, list[str]]:
     """Return TransformerEngine's distributions, with one version per folder of the path that contains it."""
     found: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
@@ -139,7 +136,7 @@ def _te_parts() -> dict[str, list[str]]:
     return dict(sorted(found.items()))
 
 
-def _te_says(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
+def te_capabilities(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
     """Run :func:`describe_te` in a subprocess, under emulation if the bindings are not installed."""
     if "transformer_engine" not in parts:
         return {"error": "not installed"}
@@ -155,19 +152,30 @@ def _te_says(parts: dict[str, list[str]], bindings: bool) -> dict[str, Any]:
     return {"error": messages[-1].strip() if messages else ended}
 
 
-def _flash_attention() -> dict[str, str]:
-    found = {}
-    for name in ("flash-attn", "flash-attn-3", "flash_attn_3", "flash-attn-4"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
-def _nvcc() -> str | None:
+def _cuda() -> dict[str, Any]:
+    """Return the fields of :class:`Environment` about CUDA, except cuDNN."""
+    problem, nccl = "", None
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            problem = "CUDA_VISIBLE_DEVICES hides all GPUs"
+        else:
+            # is_available() hides the reason, which initializing raises.
+            try:
+                torch.cuda.init()
+            except Exception as error:  # torch raises RuntimeError, AssertionError and further types
+                problem = (str(error).splitlines() or ["unknown"])[0]
+    with contextlib.suppress(Exception):  # a build without NCCL lacks the function, or it raises
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     homes = [os.environ.get(variable) or "/nonexistent" for variable in ("CUDA_HOME", "CUDA_PATH")]
-    places = [os.path.join(home, "bin", "nvcc") for home in homes]
-    places += [shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"]
-    return next((place for place in places if os.path.isfile(place)), None)
+    compilers = [os.path.join(home, "bin", "nvcc") for home in homes]
+    compilers += [shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"]
+    return {
+        "torch_cuda": torch.version.cuda,
+        "cuda_problem": problem,
+        "driver": _driver(),
+        "nccl": nccl,
+        "nvcc": next((place for place in compilers if os.path.isfile(place)), None),
+    }
 
 
 def _driver() -> str | None:
@@ -179,46 +187,34 @@ def _driver() -> str | None:
     return output.split()[0] if output.strip() else None
 
 
-def _cuda_problem() -> str:
-    if torch.version.cuda is None or torch.cuda.is_available():
-        return ""
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        return "CUDA_VISIBLE_DEVICES hides all GPUs"
-    try:
-        torch.cuda.init()
-    except Exception as error:  # torch raises RuntimeError, AssertionError and further types
-        return (str(error).splitlines() or ["unknown"])[0]
-    return ""
-
-
-def _nccl() -> str | None:
-    with contextlib.suppress(Exception):  # a build without NCCL lacks the function, or it raises
-        return ".".join(map(str, torch.cuda.nccl.version()))
-    return None
-
-
-def _cudnn_home() -> str | None:
+def _cudnn() -> dict[str, Any]:
+    """Return the fields of :class:`Environment` about cuDNN: torch's own, and other copies of it."""
+    version = torch.backends.cudnn.version() if torch.version.cuda else None
+    home = None
     with contextlib.suppress(ImportError, AttributeError, ValueError):
         spec = importlib.util.find_spec("nvidia.cudnn")
         if spec is not None and spec.submodule_search_locations:
-            return str(next(iter(spec.submodule_search_locations)))
-    return None
-
-
-def _cudnn_files(home: str | None) -> list[str]:
-    """Return the paths of libcudnn.so outside of torch, in the loader's order: LD_LIBRARY_PATH, then its cache."""
+            home = str(next(iter(spec.submodule_search_locations)))
+    # The loader's order: LD_LIBRARY_PATH, then its cache.
     folders = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     found = [str(path) for folder in folders for path in sorted(Path(folder).glob("libcudnn.so.*"))]
     _, cache, _ = _run("ldconfig", "-p")
     found += re.findall(r"libcudnn\.so\.\S+ .*=> (\S+)", cache)
+    # Links are resolved, because only the file that they point to has the full version in its name.
     real = dict.fromkeys(os.path.realpath(path) for path in found)
-    return [path for path in real if home is None or not path.startswith(os.path.realpath(home) + os.sep)]
+    outside = [path for path in real if home is None or not path.startswith(os.path.realpath(home) + os.sep)]
+    return {
+        # 91900 of 9.19.0
+        "cudnn": f"{version // 10000}.{version // 100 % 100}.{version % 100}" if version else None,
+        "cudnn_home": home,
+        "cudnn_files": outside,
+    }
 
 
 def _gpus() -> list[Gpu]:
     if not torch.cuda.is_available():
         return []
-    ordinals, links, found = range(torch.cuda.device_count()), _links(), []
+    ordinals, links, found = range(torch.cuda.device_count()), gpu_links(), []
     for one in ordinals:
         properties = torch.cuda.get_device_properties(one)
         others = [other for other in ordinals if other != one]
@@ -229,7 +225,7 @@ def _gpus() -> list[Gpu]:
     return found
 
 
-def _links() -> list[list[str]]:
+def gpu_links() -> list[list[str]]:
     """Return the rows of ``nvidia-smi topo -m``, reduced to the columns of GPUs."""
     _, out, _ = _run("nvidia-smi", "topo", "-m")
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in out.splitlines()]
@@ -246,7 +242,7 @@ def describe_te() -> int:
     import te_fsdp.emulation
 
     emulated = te_fsdp.emulation.install_from_env()
-    from te_fsdp.upstream import te as _te
+    from te_fsdp.upstream import te as _te, te_modules as _te_modules
     from te_fsdp.upstream.te_formats import FORMATS
 
     te = _te.te()
@@ -255,23 +251,19 @@ def describe_te() -> int:
         if row.available:
             available, reason = getattr(te, row.available)(return_reason=True)
             recipes[row.name] = "" if available else str(reason)
+    attention: dict[str, Any]
+    try:
+        attention = _te_modules.attention_backend_for(**_ATTENTION)
+    except Exception as error:  # TE may query device features that an emulation or a different version lacks
+        attention = {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"]}
     found = {
         "version": importlib.metadata.version("transformer_engine"),
         "emulated": te_fsdp.emulation.arch() if emulated else None,
         "recipes": recipes,
-        "attention": _attention(),
+        "attention": {**attention, "shape": _ATTENTION},
     }
     print(json.dumps(found))
     return 0
-
-
-def _attention() -> dict[str, Any]:
-    from te_fsdp.upstream import te_modules as _te_modules
-
-    try:
-        return {**_te_modules.attention_backend_for(**_ATTENTION), "shape": _ATTENTION}
-    except Exception as error:  # TE may query device features that an emulation or a different version lacks
-        return {"backend": "unknown", "reasons": [f"{type(error).__name__}: {error}"], "shape": _ATTENTION}
 
 
 if __name__ == "__main__":

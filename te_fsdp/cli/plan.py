@@ -156,7 +156,18 @@ def show_plan(
         why = "They would have no effect"
         raise PlacementError("plan: speeds of the machine", expected="--tflops", why=why)
     sizes = mesh.sizes if not search else Sizes()
-    _find_te(mesh.arch)
+    if torch.cuda.is_available():
+        here = "{}.{}".format(*torch.cuda.get_device_capability())
+        if mesh.arch not in (None, here):
+            why = "TransformerEngine queries this machine's GPU"
+            raise PlacementError(f"plan: arch {mesh.arch}", expected=here, why=why)
+    else:
+        import te_fsdp.emulation
+
+        # A meta model runs no kernels, so this variable does not matter.
+        warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
+        emulation = te_fsdp.emulation
+        (emulation.switch_arch if emulation.active() else emulation.install)(mesh.arch or _ARCHITECTURE)
     if search and mesh.gpus is not None:
         fixed = {axis: size for axis in _FIXED if (size := getattr(mesh, axis)) not in (1, -1)}
         found_meshes = planning.search(job, gpus=mesh.gpus, memory=limit, node=node, cp=mesh.cp, fixed=fixed)
@@ -192,25 +203,6 @@ def _dtype(word: str | None, absent: torch.dtype | None) -> torch.dtype | None:
     if word is None:
         return absent
     return None if word == "model" else getattr(torch, word)
-
-
-def _find_te(arch: str | None) -> None:
-    """Select TransformerEngine on a machine with a GPU, else its emulation of the given architecture."""
-    if torch.cuda.is_available():
-        here = "{}.{}".format(*torch.cuda.get_device_capability())
-        if arch not in (None, here):
-            raise PlacementError(
-                f"plan: arch {arch}", expected=here, why="TransformerEngine queries this machine's GPU"
-            )
-        return
-    import te_fsdp.emulation
-
-    # A meta model runs no kernels, so this variable does not matter.
-    warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS.*")
-    if te_fsdp.emulation.active():
-        te_fsdp.emulation.switch_arch(arch or _ARCHITECTURE)
-    else:
-        te_fsdp.emulation.install(arch or _ARCHITECTURE)
 
 
 # ------------------------------------------------------------------------------------------------------------ tables

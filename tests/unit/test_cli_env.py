@@ -172,7 +172,7 @@ def test_links_of_gpus(monkeypatch):
         "GPU0\t X \tNV18\tPIX\t0-31\nGPU1\tNV18\t X \tSYS\t32-63\nNIC0\tPIX\tSYS\t X\n"
     )
     monkeypatch.setattr(environment, "_run", lambda *command: (0, table, ""))
-    assert environment._links() == [["X", "NV18"], ["NV18", "X"]]
+    assert environment.gpu_links() == [["X", "NV18"], ["NV18", "X"]]
 
 
 def test_exit_code_and_text(monkeypatch, capsys):
@@ -236,7 +236,7 @@ def test_why_a_backend_of_attention_is_taken(monkeypatch, capsys, backend, reaso
 
 def test_the_emulation_is_not_taken_for_bindings(monkeypatch):
     """An imported module has no spec; the check finds the module that a different process would import."""
-    monkeypatch.setattr(environment, "_te_says", lambda parts, bindings: None)
+    monkeypatch.setattr(environment, "te_capabilities", lambda parts, bindings: None)
     found = []
     for module in (None, types.ModuleType("transformer_engine_torch")):
         monkeypatch.delitem(sys.modules, "transformer_engine_torch", raising=False)
@@ -270,7 +270,7 @@ def distribution(site, name, version):
 def found_here(monkeypatch, **others):
     """Return the problems found by `gather` on a machine with two GPUs; only `others` changes TransformerEngine."""
     if "te_says" in others:
-        monkeypatch.setattr(environment, "_te_says", lambda parts, bindings: others["te_says"])
+        monkeypatch.setattr(environment, "te_capabilities", lambda parts, bindings: others["te_says"])
     of_gpus = {name: getattr(SOUND, name) for name in ("torch", "torch_cuda", "cudnn", "gpus", "driver")}
     return faults(dataclasses.replace(environment.gather(), **of_gpus, cuda_problem="", emulation=""))
 
@@ -296,7 +296,7 @@ def test_two_versions_of_cudnn_are_found(site, monkeypatch):
         (site / folder).mkdir(parents=True)
         (site / folder / name).touch()
     (site / "other/libcudnn.so.9").symlink_to("libcudnn.so.9.14.0")
-    monkeypatch.setattr(environment, "_te_parts", lambda: TE)
+    monkeypatch.setattr(environment, "te_distributions", lambda: TE)
     monkeypatch.setenv("LD_LIBRARY_PATH", f"{site}/other:{site}/nvidia/cudnn/lib")
     (fault,) = found_here(monkeypatch, te_says=SOUND.te_says)
     assert f"torch's 9.19.0 in {site}/nvidia/cudnn/lib, and {site}/other/libcudnn.so.9.14.0" in fault.what
@@ -306,7 +306,7 @@ def test_two_versions_of_cudnn_are_found(site, monkeypatch):
 
 
 def test_bindings_and_their_compiler_are_missed(site, monkeypatch):
-    monkeypatch.setattr(environment, "_te_parts", lambda: {"transformer_engine": ["2.20.2"]})
+    monkeypatch.setattr(environment, "te_distributions", lambda: {"transformer_engine": ["2.20.2"]})
     monkeypatch.setattr(environment.importlib.machinery.PathFinder, "find_spec", lambda *given: None)
     monkeypatch.setattr(environment.shutil, "which", lambda name: None)
     if not Path("/usr/local/cuda/bin/nvcc").exists():
