@@ -126,6 +126,7 @@ class HostMemory:
 
     def take(self, count: int) -> torch.Tensor:
         """Return ``count`` bytes as uint8. A stretch is freed with the last of its parts. Local operation."""
+        # A small part would keep its whole stretch alive.
         if count <= _SMALL:
             return host_memory(count)
         while aligned(count) > len(self._rest):
@@ -170,6 +171,7 @@ class Staging:
                 copies.append(rest[: block.bytes].view(rows.dtype).view(rows.shape))
                 copies[-1].copy_(rows, non_blocking=True)
                 rest = rest[aligned(block.bytes) :]
+        # A smaller model than before: its save returns the memory that it does not use.
         del self.slabs[count:]
         for device in devices:
             # The copies must be complete: after this the training may overwrite the tensors.
@@ -256,11 +258,13 @@ class Background:
         self.plans: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._last: SaveHandle | None = None
         self._thread: threading.Thread | None = None
+        # Python joins threads that are not daemons before it runs these functions.
         atexit.register(self._report)
 
     def wait(self) -> None:
         """Wait for the running save, if there is one. Local operation."""
         if self._thread is not None:
+            # Errors stay in the handle. The next save raises them on all ranks together.
             self._thread.join()
 
     def spare(self) -> list[torch.Tensor]:

@@ -65,12 +65,14 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
         _check_free(target)
         temporary = _hidden_name(target, _SAVING)
         temporary.mkdir()
+        # The folder was made just now, so its time is the present by the clock of the storage.
         now = last_written(temporary) or 0.0
         for left in target.parent.glob(".*.te_fsdp-*"):
             found = _HIDDEN.fullmatch(left.name)
             if found and _is_left(left, Owner.parse(found[1] or ""), now):
                 _log.info("%s was left by a job that was killed", left)
                 remove(left)
+        # Only the name was needed, and the folder has shown that the system permits to create it.
         if is_file:
             temporary.rmdir()
     return temporary
@@ -101,6 +103,7 @@ def commit(temporary: Path, target: Path) -> None:
         try:
             manifest.create(data)
         except FileExistsError as error:
+            # Ids in the manifest are random, so equal bytes are those of this save.
             if manifest.read_bytes() != data:  # otherwise the request was repeated after a lost answer
                 raise _exists(target) from error
         for name in (FILE_NAME, _BEGUN):
@@ -177,6 +180,7 @@ def in_place_of(target: Path) -> Iterator[Path]:
             expected="a path that does not exist",
             fix="choose another path",
         )
+    # A folder, in which the replacement and the old target can both have the target's own name.
     folder = target.with_name(f"{target.name}.new")
     with explain_os_errors(target):
         try:

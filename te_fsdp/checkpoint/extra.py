@@ -62,8 +62,10 @@ def encode_extra(extra: object, rank: int) -> tuple[Any, dict[str, Any], dict[st
     own: dict[str, Any] = {}
     sharded: set[str] = set()
     encoded, entries = encode(dict(extra or {}), own=own, sharded=sharded)
+    # Plain tensors are those of rank 0, as all values of ``extra`` except PerRank ones.
     entries = {key: entry for key, entry in entries.items() if rank == 0 or key in sharded}
     for where, value in own.items():
+        # The rank is part of the key, or the ranks would write one tensor with different values.
         own[where], more = encode(value, f"{where}@{rank}")
         entries |= more
     return encoded, own, entries
@@ -87,17 +89,23 @@ def encode(
         if isinstance(value, PerRank) and own is not None:
             own[where] = value.value
             return {_PER_RANK: where}
+        # By exact type: a subclass, such as an IntEnum, would lose its class without an error.
         if value is None or type(value) in (bool, int, float, str):
             return value
         entry: Entry | None = None
         if isinstance(value, DTensor) and sharded is not None:
             sharded.add(where)
             entry = _sharded_entry(value, where)
-        elif _is_plain_tensor(value):
+        elif (
+            isinstance(value, torch.Tensor)
+            and not (isinstance(value, DTensor) or value.is_meta or _te.is_quantized(value))
+            and value.layout == torch.strided
+        ):
             entry = whole_entry(value.resolve_conj().resolve_neg())
         if entry is not None:
             entries[where] = entry
             return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
+        # A Counter is a dict, too. It is written with its class name.
         is_plain_dict = isinstance(value, dict) and type(value) is not collections.Counter
         # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
         if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
@@ -110,12 +118,6 @@ def encode(
         return _encode_other(value, walk, where)
 
     return walk(value, where), entries
-
-
-def _is_plain_tensor(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return False
-    return value.layout == torch.strided and not (value.is_meta or _te.is_quantized(value))
 
 
 def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> Any:
@@ -215,6 +217,7 @@ def for_rank(encoded: Any, saved: dict[str, int], here: dict[str, int], rank: in
     The meshes are results of :func:`te_fsdp.checkpoint.model_state.mesh_sizes`: of the save, and of this job.
     """
     ranks = saved.get("ranks", 1)
+    # An axis of size 1 has no effect on ranks, so a mesh with and one without it are the same.
     same = [a for a in saved.items() if a[1] != 1] == [a for a in here.items() if a[1] != 1]
     lost: list[str] = []
 
@@ -243,6 +246,7 @@ def tensor_slots(encoded: Any) -> dict[str, Entry]:
     """Return new CPU tensors to load the tensors of an encoded value into, by key."""
     slots = {}
     for found in references(encoded):
+        # On the CPU, wherever the tensor was at the save: the load may have fewer or other devices.
         dtype = getattr(torch, found["dtype"].removeprefix("torch."))
         slots[found["key"]] = whole_entry(torch.empty(found["shape"], dtype=dtype, device="cpu"))
     return slots
@@ -303,6 +307,7 @@ def rng_state(tracker: Any = None) -> PerRank:
         "torch": torch.get_rng_state(),
         "numpy": {"kind": kind, "words": torch.tensor([*map(int, keys)], device="cpu"), "rest": tuple(rest)},
     }
+    # Reading the state would initialize CUDA on a process that uses the CPU only.
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if tracker is not None:

@@ -66,12 +66,14 @@ def equal_ties(contents: Contents, changes: Iterable[Change]) -> list[tuple[Chan
 def _is_equal(contents: Contents, name: str, other: str) -> bool:
     """Return whether two tensors have one description and one value, bit for bit."""
     described = {**contents.manifest.parameters, **contents.manifest.buffers}
+    # Before any data are read. Different formats mean different values for the model.
     if described[name] != described[other]:
         return False
     for end in key_ends(described[name]):
         a, b = (contents.tensors[f"model.{n}{end}"] for n in (name, other))
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             return False
+        # In blocks, because an embedding may be larger than the memory that is free on this host.
         for block in a.blocks():
             # As bytes, because NaN differs from itself.
             one, two = (t.rows(*block).contiguous().view(-1).view(torch.uint8) for t in (a, b))
@@ -124,6 +126,7 @@ def _rename_state(contents: Contents, name: str, first: str) -> None:
             f"optimizer.state.{first}.{key.removeprefix(prefix)}": t for key, t in tensors.items()
         }
     groups, seen = [], set[str]()
+    # A parameter may be in one group only: the first one that has either name keeps it.
     for group in optimizer["groups"]:
         names = dict.fromkeys(first if n == name else n for n in group["parameters"])
         groups.append({**group, "parameters": [n for n in names if n not in seen]})

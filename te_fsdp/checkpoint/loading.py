@@ -154,6 +154,7 @@ def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[Model
     check_whole_job(model, stage)
     state = model_state(model, may_cut_blocks=True)
     found = compare(source, model, state)
+    # Only weights need a source of values. Conversions of optimizer state are casts.
     for name in found.converted.keys() & state.members.keys():
         for owned in state.members[name]:
             Conversion.of(owned, manifest.tensor(name), {})  # raises where there are no values
@@ -164,6 +165,7 @@ def _compare(source: Source, model: nn.Module, optimizers: Parts) -> tuple[Model
 
 def _refuse(source: Source, found: Differences) -> None:
     """Raise if there are differences."""
+    # No agreement is needed: ``over_all_ranks`` has given all ranks the same differences.
     if not found:
         return
     mesh = ", ".join(f"{axis}={size}" for axis, size in source.manifest.mesh.items())
@@ -382,6 +384,8 @@ class Filling:
         """Reset delayed-scaling state that was not loaded to that of a new module, with the loaded weights' scales."""
         keep, restarted = loaded.keys() | self.found.names(), []
         for name, (_, states) in delayed_modules(self.model).items():
+            # Includes modules of another format, whose saved state has no meaning for the scales of this
+            # one.
             if name not in keep:
                 restarted.append(name)
                 for state in states.values():
@@ -401,6 +405,7 @@ class Filling:
         """Convert and store weights one at a time, in equal number on all ranks. Collective over the world."""
         # The same names on all ranks, even if these have different experts.
         weights = [*conversions.values()]
+        # The agreement below is a collective, so each rank must run it equally often.
         if self.stage is not None:  # stages convert different weights
             weights += [[]] * (max(gather(len(weights))) - len(weights))
         for members in weights:

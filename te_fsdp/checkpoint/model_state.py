@@ -80,6 +80,7 @@ def meshes_of(model: nn.Module) -> list[Meshes]:
 
 def stage_of(model: nn.Module) -> Stage | None:
     """Return this rank's stage if the model is one and the stages cover all ranks. Local operation."""
+    # A mesh of fewer ranks belongs to a part of the job, so its pipeline axis does not cover the save.
     for meshes in meshes_of(model):
         if meshes.pp is not None and meshes.pp.size() * meshes.device_mesh.size() == world_size():
             return Stage(meshes.device_mesh, meshes.pp)
@@ -94,6 +95,7 @@ def mesh_sizes(model: nn.Module) -> dict[str, int]:
     if stage is not None:
         sizes["pp"] = stage.across.size()
     if meshes:
+        # Parameters that tp does not shard are on a submesh of the largest one.
         mesh = max(meshes, key=lambda m: m.ndim)
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
         sizes |= dict(zip(names, (int(s) for s in mesh.shape), strict=True))
@@ -191,6 +193,8 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
             # A tied parameter is stored once, under its first name.
             if tensor is None or id(tensor) in found:
                 continue
+            # Wrappers of torch.compile and activation checkpointing insert parts into names. Files do not
+            # have them.
             fqn = _torch.without_wrappers(f"{prefix}.{name}")
             if kind == "_parameters":
                 found[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _place_of(module, name))
@@ -355,6 +359,8 @@ def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
     for part in owned.parts():
         for component in components_of(local if part.index is None else local.experts[part.index], owned.fqn):
             entry = whole_entry(component.tensor)
+            # Without a block a component belongs to the full weight, as a scale per tensor, and every shard
+            # has it.
             if component.block is not None:
                 rectangles = component.boxes(part.boxes, owned.fqn, part.original)
                 entry = cut_entry(component.tensor, component.shape(part.original), rectangles)
@@ -384,6 +390,7 @@ def delayed_state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Entry]]:
     for name, (module, states) in delayed_modules(model).items():
         described[name] = of_all_gemms(module, _te_modules.describe_delayed_recipe(module))
         for key, entry in _delayed_entries(name, module, states):
+            # Copies, because an asynchronous save reads them while training updates the state in place.
             copies = tuple(Piece(piece.offsets, piece.tensor.clone()) for piece in entry.pieces)
             entries[key] = Entry(entry.shape, entry.dtype, copies)
     return described, entries
@@ -405,6 +412,7 @@ def _delayed_entries(name: str, module: nn.Module, states: dict[str, Any]) -> It
     for key, state in states.items():
         for what in ("scale", "amax_history"):
             tensor = getattr(state, what).detach()
+            # A module has the scales of all its GEMMs in one tensor. Those of an expert are adjacent in it.
             each = tensor.shape[-1] // experts.count
             shape = (*tensor.shape[:-1], each * experts.total)
             at = (0,) * (tensor.ndim - 1) + (each * experts.first,)

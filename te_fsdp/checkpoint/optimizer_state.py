@@ -145,6 +145,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
         return {"value": encode(value, key)[0]}, None
     local, whole = _torch.local_of(value), owned.parameter.shape
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+    # The step count. A parameter with one element has state of that shape, too, which is its own.
     if value.numel() == 1 and value.ndim <= 1 and value.shape != whole:
         return described, whole_entry(local)
     if value.shape != whole or _te.is_quantized(local):
@@ -174,6 +175,7 @@ def check_scaled_state(optimizer: Optimizer) -> None:
     """Raise CheckpointError for FusedAdam's scaled state: TE keeps a scale per shard outside of the state."""
     dtypes = getattr(optimizer, "name_to_dtype_map", {})
     scaled = {k: dtype_name(d) for k, d in dtypes.items() if d in (torch.float16, torch.uint8)}
+    # The dtype of main weights is set even if there are none.
     if not getattr(optimizer, "master_weights", True):
         scaled.pop(MAIN, None)
     if scaled:
@@ -197,6 +199,7 @@ def compare_optimizer(
     there = [set(group["parameters"]) for group in saved["groups"]]
     if len(here) != len(there):
         found.optimizer[f"optimizer: {len(there)} groups saved, here {len(here)}", GROUPS] = None
+        # Groups cannot be paired then, but missing parameters are still reported.
         here, there = [set().union(*here)], [set().union(*there)]
     for index, (now, then) in enumerate(zip(here, there, strict=True)):
         # By name: the order of parameters may differ between versions of a script.
@@ -322,6 +325,7 @@ def _fresh_state(
         fresh[key] = _slot(optimizer, parameter, present.get(key), shape, getattr(torch, dtype))
     # A main weight that the checkpoint lacks is set later from the loaded weight.
     kept = {k: v for k, v in present.items() if k == MAIN and k not in fresh and k not in states}
+    # Cleared, not merged: state that the checkpoint lacks belongs to steps after the save.
     present.clear()
     present.update(fresh | kept)
     return fresh
@@ -356,6 +360,7 @@ def restore_groups(
     parameters are from several saved groups, or from none.
     """
     where = {name: index for index, group in enumerate(saved["groups"]) for name in group["parameters"]}
+    # Frozen groups have no loaded parameters. With equal numbers they are still paired by position.
     same_number = len(saved["groups"]) == len(optimizer.param_groups)
     left = []
     for index, group in enumerate(optimizer.param_groups):

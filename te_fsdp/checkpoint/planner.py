@@ -119,6 +119,7 @@ class Writing:
         known = self.plan.places
         if known is not None and not np.array_equal(places, known):
             text = f"{self.path}: save: pieces are not at the places in the metadata of an earlier save"
+            # Old metadata with new places would be a checkpoint that reads wrong bytes.
             raise CheckpointError(text, fix="please report this; building the model again makes a new plan")
         self.plan.places = places
         return None if known is not None else places, listed
@@ -136,6 +137,7 @@ class Writing:
         if plan.encoded is None:
             places = [own for own, _ in written if own is not None]
             plan.encoded = encode(plan.tensors or {}, files, places, manifest.identity)
+            # The boxes of all ranks. The encoded form is all that later saves need.
             plan.tensors = None
         plan.encoded.write(self.path, manifest)
 
@@ -160,12 +162,15 @@ def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], si
     """
 
     def mine() -> Held:
+        # Also on ranks that do not share rank 0's disk: the end of the save names the files that rank 0
+        # does not see.
         if not is_remote(path):
             path.mkdir(parents=True, exist_ok=True)
         return pieces_held_by_rank(entries)
 
     plan, tensors = ranks.round(mine, assign_writers), tensors_of(entries)
     plan.signature = signature
+    # Numbers only: the plan outlives this save, and must not keep its tensors alive.
     plan.blocks = [block.keys for block in blocks_of((at, tensors[at]) for at in plan.writes)]
     return plan
 
@@ -196,6 +201,7 @@ def assign_writers(all_held: list[Held]) -> list[WritePlan]:
                 group = groups.setdefault(tuple(rank for rank, _ in holders), len(groups))
                 for rank, at in holders:
                     plans[rank].groups.setdefault(group, {})[len(names)] = at
+                # Replicated pieces only, because no other piece can differ between ranks.
                 names.append(key)
             writer, number = lightest(holders, load, math.prod(sizes) * dtype.itemsize)
             plans[writer].writes.append(number)
@@ -224,6 +230,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Lazy], tick: Tick, manifest:
         piece = torch.empty(tensor.shape_of(first, last), dtype=tensor.dtype, device="meta")
         begin = (first, *(0 for _ in tensor.shape[1:])) if tensor.shape else ()
         add_entry(entries, key, Entry(tensor.shape, tensor.dtype, (Piece(begin, piece),)))
+    # The same code as for a job, so that converted and saved files have one format.
     alone = RankMessenger(0, 1, None)
     plan = plan_entries(alone, path, entries, None)
     rows = (tensor.rows(first, last).unsqueeze(0) for tensor, first, last, _ in blocks)
@@ -291,6 +298,7 @@ def check_replicas(ranks: RankMessenger, plan: WritePlan, tensors: list[torch.Te
 
 def _differing_ranks(seen: list[dict[int, int]]) -> dict[int, list[tuple[int, int]]]:
     """Return the ranks whose value of a number differs from its first rank, with that rank, by number."""
+    # Ranks in order, so that the first holder of a piece is the reference of all others.
     first: dict[int, tuple[int, int]] = {}
     found: dict[int, list[tuple[int, int]]] = {}
     for rank, values in enumerate(seen):

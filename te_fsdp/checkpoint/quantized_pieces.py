@@ -60,11 +60,13 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
     Raises:
         CheckpointError: The order of the rows is not known, or the format is not supported.
     """
+    # DCP describes a quantized weight by its nominal dtype, so integers are never one.
     if not isinstance(tensor, Chunked) or not tensor.dtype.is_floating_point:
         return tensor
     parts = _with_quantized(tensor.chunks)
     if all(isinstance(part, Lazy) for _, part in parts):
         return tensor
+    # A single piece is the complete weight: its rows are in its own order, and no scales must be compared.
     if len(parts) == 1:
         return as_lazy(parts[0][1], key)
     if scrambled:
@@ -88,6 +90,7 @@ def _stack(key: str, tensor: Chunked, parts: Sequence[_Part]) -> Any:
     for (index, *at), part in parts:
         one = part.select(0) if isinstance(part, Lazy) else part.view(part.shape[1:])
         by_expert[index].append((tuple(at), one))
+    # Each expert has its own scales, so they are joined one by one.
     experts = [_join(key, tensor, tensor.shape[1:], own) for own in by_expert]
     if not all(isinstance(one, Quantized) for one in experts):
         return Stack([one.values(key) if isinstance(one, Quantized) else one for one in experts])
@@ -145,6 +148,7 @@ def _join_components(key: str, shape: tuple[int, ...], parts: Sequence[_Part]) -
                 continue
             if is_new:
                 joined[component.name] = component.tensor.new_empty(component.shape(shape))
+            # A piece may end within a block. Then its scales are not those of the full weight.
             try:
                 (box,) = component.boxes([Box(at, (0,) * len(at), tuple(part.shape))], key, shape)
             except PlacementError:

@@ -110,6 +110,7 @@ def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Recta
             try:
                 with open_checked(path / name, manifest.files.get(name), manifest.save_id) as file:
                     reads = [pool.submit(_read, file, run, into, memory.take(n)) for run, n in _runs(pieces)]
+                    # Results in file order: of several damaged pieces the first one is reported.
                     try:
                         for read in reads:
                             read.result()
@@ -135,8 +136,10 @@ def pieces_to_read(
         missing.setdefault(place[0], []).append(place)
     found: dict[str, dict[int, _Wanted]] = {}
     file_of = files_in(path)
+    # The index is read in blocks of tensors, so all keys are requested together.
     for key, rows in index.rows([*missing]):
         covered, (shape, dtype) = 0, index.tensors[key]
+        # A rectangle of another number of dims overlaps nothing, and stays in the count of what is missing.
         for place in (place for place in missing[key] if len(place[1]) == len(shape)):
             for (number, begin, length), sizes, part in _overlapping(rows, place):
                 in_file = found.setdefault(index.files[number], {})
@@ -159,6 +162,7 @@ def _overlapping(
 ) -> Iterator[tuple[tuple[int, int, int], tuple[int, ...], _PieceOverlap]]:
     """Yield the stored pieces that overlap a rectangle: location, shape, and overlap."""
     _, offsets, sizes = place
+    # A row has the file, the first byte, the length, then the offsets and the sizes of the piece.
     dims = len(offsets)
     if len(rows) > _FEW:
         begins, ends = rows[:, FIXED : FIXED + dims], rows[:, FIXED : FIXED + dims] + rows[:, FIXED + dims :]
@@ -225,6 +229,7 @@ class ReadShare:
 
         The parts have similar sizes, in the order of the whole: neighbors are adjacent in the files.
         """
+        # In the order of the request, which ranks with the same data share.
         common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
         # Digests, because the lists of a large model have many MB on all ranks together.
         members = ranks.round(lambda: digest(repr([*common])), _ranks_with_same_reads)
@@ -249,6 +254,7 @@ class ReadShare:
         In the k-th turn each rank sends to the k-th rank after it.
         """
         group, count = self.ranks.group, len(self.members)
+        # Parts may differ in their number of rectangles, but all members make all turns.
         for places in zip_longest(*self.parts):
             mine = places[self.me]
             sent: list[torch.Tensor] = []
@@ -258,6 +264,7 @@ class ReadShare:
                 to, source = ((self.me + step) % count for step in (turn, -turn))
                 works = []
                 try:
+                    # Posted before the send. Gloo sends may wait until the receiver has posted its buffer.
                     if places[source] is not None:
                         received = _bytes(staged.parts[places[source]][0][1])
                         works.append(group.recv([received], self.members[source], 1))

@@ -173,6 +173,8 @@ class _Collected:
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
         self.others = _stored({**self.delayed_entries, **extra_entries})
+        # Includes the tensors of ``extra`` and of delayed scaling, because their pieces are in the plan,
+        # too.
         look, self.leaves = _fingerprint(model, optimizers, self.others) or (None, [])
         self.is_known = before is not None and look is not None and before.look == look
         if before is not None and self.is_known:
@@ -202,6 +204,7 @@ class _Collected:
         self.known = _SaveCache(fields, names, digests, None if views is None else look, views or [])
         # Missing states of experts are added later; the ranks' messages determine them.
         self.signature = rank(), world_size(), signature_of(self.entries())
+        # The description may have changed, for example a name of a tie, while the pieces are the same.
         if before is not None and before.plan is not None and before.plan.signature == self.signature:
             self.known.plan = before.plan
 
@@ -217,6 +220,7 @@ class _Collected:
             "settings of modules": _digest(to_json(from_json(self.semantics))),
         }
         if self.stage is not None:
+            # One rank of each stage sends its fields: the others of the stage have the same.
             speaks = int(self.stage.mesh.mesh.min()) == rank()
             stage = self.stage.across.get_local_rank(), self.fields() if speaks else None
         experts = {} if self.is_known else self.optimized.experts
@@ -263,6 +267,7 @@ def _fingerprint(
     than the weights, optimizers by name.
     """
     wait_and_reshard(model)
+    # An optimizer without a name has the empty one.
     if optimizers.keys() - {""}:
         return None
     optimizer = optimizers.get("")
@@ -313,6 +318,7 @@ def _prepare(
     model, optimizers = joined_model(given), parts_of(optimizer)
     found, begun = list[_Collected](), list[Path]()
     before: _SaveCache | None = background().plans.get(anchor_of(model))
+    # Rank 0 alone has the encoded metadata. Its answer makes all other ranks plan again, too.
     if ranks.rank == 0 and before and (before.plan is None or before.plan.encoded is None):
         before = None  # the save that its plan was made for has failed
 
@@ -332,6 +338,7 @@ def _prepare(
         found[0].whole = join(stages, shared) or {}
         found[0].extra = join_ranks(found[0].extra, own)
         everywhere = join_ranks_experts(experts)
+        # After all comparisons, so that a refused save leaves no folder.
         begun.append(directories.begin(target))
         return [(begun[0], everywhere, secrets.token_hex(16))] * len(seen)
 
@@ -343,8 +350,10 @@ def _prepare(
         manifest = _describe(ranks, collected, experts, save_id)
         plan = known.plan or plan_entries(ranks, temporary, collected.entries(), collected.signature)
         tensors = collected.tensors()
+        # Before the copy: an asynchronous save must raise in the call, not in its thread.
         check_replicas(ranks, plan, tensors)
         writing = Writing(ranks, temporary, manifest, plan, tensors)
+        # After the checks: a save that raised leaves no plan behind.
         known.plan = plan
         background().plans[anchor_of(model)] = known
         return writing
@@ -394,6 +403,7 @@ def _complete(
 
     def commit(written: list[tuple[Any, Listed]]) -> list[None]:
         names = [file_of(rank) for rank in range(ranks.size)]
+        # One listing, because a check of each file costs a request on network file systems.
         seen = listing(writing.path)
         absent = [name for name in names if not (name in seen or (writing.path / name).is_file())]
         if absent:
@@ -403,6 +413,7 @@ def _complete(
                 fix="save onto a file system that all nodes mount",
             )
         with explain_os_errors(target):
+            # As late as possible, so that concurrent saves rarely choose the same number.
             manifest.number = directories.next_number(target.parent)
             writing.finish(written)
             write_manifest(writing.path, manifest)
@@ -418,6 +429,8 @@ def _complete(
     finally:
         if ranks.rank == 0:
             directories.discard(writing.path)
+    # Removing takes long on network file systems. The checkpoints are hidden already, so no rank waits for
+    # it.
     for path in hidden:
         directories.remove(path)
     _log.info("saved %s in %.2f s", target, time.perf_counter() - began)

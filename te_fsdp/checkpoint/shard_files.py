@@ -124,6 +124,7 @@ def explain_os_errors(target: Path, needed: int | None = None) -> Iterator[None]
                 fix="check the path and the permissions",
             ) from error
         what, fix = _FULL[error.errno]
+        # The target itself does not exist, and its parent may be what could not be made.
         place = next(path for path in target.parents if path.exists())
         raise CheckpointError(
             f"{target}: {what} ({error.strerror})",
@@ -252,6 +253,7 @@ class SummedFile:
         """Add the table, with the save id of 32 characters; return the manifest's entry of the file."""
         table = _HEAD.pack(_MARK, save_id.encode(), len(name.encode())) + name.encode()
         table += b"".join(_ROW.pack(*row) for row in self.sums)
+        # Last, because the sums of all pieces are known only now. Object storage cannot write backwards.
         self.raw.write(table)
         begin = sum(length for length, _ in self.sums)
         return [begin + len(table), crc32(table), begin]
@@ -281,6 +283,7 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
     """
     if listed is None:
         raise DamagedFileError("not listed in the manifest")
+    # Without a buffer, because threads read at their own offsets.
     with path.open("rb", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         if size != listed[0]:
@@ -291,6 +294,7 @@ def open_checked(path: Path, listed: Listed | None, save_id: str) -> Iterator[Ch
         file.seek(listed[2])
         table, name = file.read(size - listed[2]), path.name.encode()
         head = _HEAD.size + len(name)
+        # Before the checksum: the file of another save is intact, and its error names the cause.
         if table.startswith(_MARK) and table[8:40] != save_id.encode():
             raise DamagedFileError(f"a file of another save, {table[8:40]!r}")
         if table.startswith(_MARK) and table[_HEAD.size : head] != name:

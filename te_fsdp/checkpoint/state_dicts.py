@@ -65,6 +65,8 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
 def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
     """Open safetensors files: te_fsdp's with everything, or a state dict; as :func:`from_portable`. Local operation."""
     tensors, metadata = open_safetensors(path)
+    # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of such a
+    # file.
     if MANIFEST_KEY in metadata:
         return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
     if others := [name for name in tensors if name.startswith(OTHER)]:
@@ -83,6 +85,7 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
 
 def open_dcp_contents(path: Path, opened: DcpContents, choices: Choices) -> Contents:
     """Return the state dicts in a directory of ``torch.distributed.checkpoint.save``; CheckpointError for others."""
+    # Pieces of column-parallel weights may be in the order of ranks. That is found from all keys together.
     cut = cut_by_tp(opened.tensors)
     leaves: dict[str, Any] = {
         key: quantized_or_plain(key, tensor, scrambled=key in cut) for key, tensor in opened.tensors.items()
@@ -126,6 +129,7 @@ def _from_tree(path: Path, kind: str, tree: Any, choices: Choices) -> Contents:
     _add_model(contents, state, choices)
     taken = state.keys() if where is None else {where.partition(".")[0]}
     left = [str(key) for key in tree if str(key) not in taken]
+    # torch.save files have optimizer state without names, so it is read from DCP directories only.
     for key in [k for k in left if k in _OPTIMIZER_KEYS and kind == DCP_KIND]:
         if _add_optimizer(contents, tree[key], choices):
             left.remove(key)
@@ -169,6 +173,8 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     manifest, unread = contents.manifest, []
     extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
+    # Before the weights: the format of a float8 weight depends on whether its module has delayed-scaling
+    # state.
     for name, value in extras.items():
         _add_extra_state(contents, name, value, choices)
     # Files of torch.save have tied weights twice. One process shares their memory, which shows the tie.
@@ -176,6 +182,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     for name, value in ((name, value) for name, value in state.items() if not _is_extra(name)):
         place: Any = name
         if isinstance(value, InMemory) and value.bytes:
+            # An empty tensor has no address of its own, so two of them would look tied.
             place = (value.tensor.data_ptr(), value.shape, value.tensor.stride(), value.dtype)
         if not isinstance(name, str):
             unread.append(f"{name!r}, a name that is not text")
@@ -229,8 +236,10 @@ def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choic
         value = next(iter(value.values()))
     if isinstance(value, Lazy) and len(value.shape) > 1 and not has_expert_rows(value.whole()):
         _check_uncut(key, tuple(value.shape[1:]), describe_load_condition(tuple(value.shape[1:])))
+    # After the checks of the row order, which dropping the state must not skip.
     if choices.extra_state == "drop":
         return
+    # Raised here and not where it was read, because with "drop" an unreadable entry does not matter.
     if isinstance(value, CheckpointError):
         raise unreadable_state(key, "a tensor of TransformerEngine 2, or an empty entry", str(value))
     if isinstance(value, dict) and set(value) == {DELAYED}:
@@ -283,8 +292,12 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
     Parameters are identified by name, as ``torch.distributed.checkpoint.state_dict`` writes them, or by the
     ``param_names`` of each group, which torch writes for an optimizer of named parameters.
     """
-    # Damage is an error, not a note: options are read here.
-    state = with_leaves(state, lambda v, key: _option(v) if key.startswith("param_groups.") else v)
+
+    def option(value: Any, key: str) -> Any:
+        is_number = key.startswith("param_groups.") and isinstance(value, Lazy) and value.shape in ((), (1,))
+        return value.whole().item() if is_number else value
+
+    state = with_leaves(state, option)  # reads options, before the try: damage is an error, not a note
     try:
         described, tensors = _read_optimizer(contents, _nested(state), choices)
     except (CheckpointError, TypeError, KeyError, ValueError, AttributeError) as error:
@@ -346,16 +359,13 @@ def _read_optimizer(
         {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
         for group, options in zip(groups, own, strict=True)
     ]
+    # The state dict of torch does not record the class of its optimizer.
     kind = _class_of(groups) or choices.optimizer_class
     if kind is None:
         raise CheckpointError(
             "its class cannot be inferred from its options (save it with te_fsdp.checkpoint.save)"
         )
     return {"class": kind, "groups": described_groups, "state": states}, tensors
-
-
-def _option(value: Any) -> Any:
-    return value.whole().item() if isinstance(value, Lazy) and value.shape in ((), (1,)) else value
 
 
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:

@@ -65,6 +65,7 @@ def _check_start(
     state = of()
     if state is None:
         return
+    # Only after an earlier backward, because the graph of a first one is never consumed.
     if earlier and _te_modules.is_graph_consumed(_torch_autograd.current_node()):
         name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
         raise OrderError(
@@ -91,6 +92,7 @@ def _check_adds_gradients(state: ShardedModel) -> None:
     # The leaf that the previous backward added to usually answers for all.
     if own.added is not None and _fsdp2_gradients.leaf_in_backward(own.added) == "adds":
         return
+    # The parameter may be frozen by now, or not be a part of this backward.
     own.added = None
     # Without data parallelism the gradient of this rank is the complete one.
     if state.meshes.size("dp_replicate") * state.meshes.size("dp_shard") == 1:
@@ -101,6 +103,7 @@ def _check_adds_gradients(state: ShardedModel) -> None:
         if does == "adds":
             own.added = leaf
             return
+        # A leaf that this backward does not reach does neither, so the next one decides.
         if does == "returns":
             raise OrderError(
                 f"torch.autograd.grad for {own.names()[id(parameter)]}",

@@ -100,6 +100,8 @@ def refuse_opaque_output(name: str, unit: nn.Module, opaque: list[Any]) -> None:
 def refuse_function_transforms(state: ShardedModel) -> None:
     """Raise in a forward under a transform that custom autograd functions do not support. Local operation."""
     # ``torch.func`` transforms torch's own layers, also sharded ones.
+    # Checked in each forward, because a transform is a context of the caller and not a property of the
+    # model.
     transform = _torch_autograd.function_transform()
     if not transform:
         return
@@ -297,6 +299,7 @@ def _compare(
     with _rendezvous(
         "first forward in training" if first else _what_changed(state, mine, trained, unit), mesh
     ):
+        # Counted inside of the rendezvous: only then all ranks of the mesh count it.
         known.checks_done[mesh.mesh_dim_names] += 1
         same = are_equal([digest(mine), digest(repr(by_name))], mesh).tolist()
         if not same[0]:

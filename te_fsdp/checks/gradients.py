@@ -140,6 +140,8 @@ def compare_gradients_of_bound(model: nn.Module, tp_mesh: DeviceMesh | None) -> 
 def schedule_gradient_checks(model: nn.Module, *, wanted: bool = True, every: bool = False) -> None:
     """Schedule comparisons over tp for the first steps, for ``every`` one, or unless ``wanted`` for none. Local."""
     for binding in filter(None, map(binding_of, model.modules())):
+        # A second call replaces the schedule of the first, for example after set_device_mesh of a bound
+        # model.
         binding.grad_checks.clear()
         if wanted and binding.tp_mesh is not None and binding.tp_mesh.size() > 1:
             for name, rule in binding.rules.items():
@@ -185,6 +187,8 @@ def compare_gradients_over_ep(step: Step) -> None:
         experts = [get_record(p) for p in state.parameters().values() if _is_local_expert(p)]
         if not experts or (ep_mesh := experts[0].ep_mesh) is None:  # type: ignore[union-attr]
             continue
+        # A parameter without a gradient is skipped. All ranks of ep run the same dense layers, so all skip
+        # it.
         held = [(p, gradient) for p in scheduled if (gradient := gradient_of(p)) is not None]
         apart = [(p, ratio) for p, ratio in _deviation(ep_mesh, held) if ratio > _EQUAL] if held else []
         if apart:
@@ -247,6 +251,7 @@ def compare_replicated_gradients(step: Step) -> None:
     found: dict[DeviceMesh, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for parameter, _ in scheduled:
         gradient = gradient_of(parameter)
+        # Meshes are visited in the order of the parameters, which all ranks share: each is a broadcast.
         if gradient is not None and isinstance(parameter, DTensor):
             found.setdefault(parameter.device_mesh, []).append((parameter, _torch.local_of(gradient)))
     recipes = [recipe for state, _ in step.models for recipe in _te.recipes_in_use(state.model)]
@@ -275,6 +280,7 @@ def _deviation(
         return []
     sums = torch.zeros((len(held), 2), dtype=torch.float64, device=held[0][1].device)
     for row, (_, gradient) in zip(sums, held, strict=True):
+        # A copy, because a broadcast writes to its tensor on all ranks except the first.
         first = gradient.clone(memory_format=torch.contiguous_format)
         dist.broadcast(first, group=group, group_src=0)
         # In fp64, so that squares of small values do not underflow and sums over many ranks do not round.

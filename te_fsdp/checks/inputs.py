@@ -105,6 +105,7 @@ def watch_inputs(
             known.checks.pop(_InputCheck, None)
             if (check := known.checks.pop(_TokenShardCheck, None)) is not None:
                 check.hook.remove()
+    # After the removal above: a call without meshes ends the checks of an earlier call.
     tp_mesh = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     if (tp_mesh is None and cp_mesh is None) or is_simulated():
         return
@@ -145,10 +146,12 @@ def watch_for_copies(state: ShardedModel) -> None:
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not (module.training and torch.is_grad_enabled()) or _torch.in_backward() or is_capturing():
             return
+        # Removed first, so that a rank that raises below does not compare again in its next forward.
         hook.remove()
         with _torch.without_modes():
             given = {str(path): tensor for path, tensor in _tensors((args, kwargs), ())}
             same = bool(are_equal([digest(repr(_seen(given)))], shards))
+            # All ranks may rightly have a batch of zeros or ones, for example in a warmup.
             telling = not all(bool(is_constant(_plain(tensor))) for tensor in given.values())
             if same and telling and rank() == 0:
                 _log.warning(
@@ -287,14 +290,24 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         # Ranks with and without a gradient reduce different parameters together.
         text += " that requires gradients" if given.requires_grad and torch.is_grad_enabled() else ""
         everyone = gather(((text, value), telling), binding.tp_mesh)
-    _refuse_uneven_shards(binding.name or type(module).__name__, [seen[0] for seen, _ in everyone])
+    label = binding.name or type(module).__name__
+    if len({seen[0] for seen, _ in everyone}) > 1:
+        raise InputError(
+            f"{label}: inputs of a sequence-parallel module",
+            expected="the same shape and dtype, with or without gradients, on each rank of a tp group",
+            got=", ".join(f"{seen[0]} on tp rank {rank}" for rank, (seen, _) in enumerate(everyone)),
+            why="The collectives of the ranks would not match",
+            fix="pad the sequence to a multiple of the tp size before it is sharded, and set requires_grad of inputs "
+            "on all ranks or on none",
+        )
+    # Counted before the error, and given back with it, so that a caller that catches it is checked again.
     looks.left -= 1
     if all(telling for _, telling in everyone):
         for (first, (one, _)), (second, (other, _)) in combinations(enumerate(everyone), 2):
             if one == other:
                 looks.left += 1
                 raise InputError(
-                    f"{binding.name or type(module).__name__}: inputs of a sequence-parallel module",
+                    f"{label}: inputs of a sequence-parallel module",
                     expected="a different part of the tokens on each rank of a tp group",
                     got=f"{one[0]}, the same on tp ranks {first} and {second}",
                     why="The module concatenates the parts of all ranks: each token would occur several times",
@@ -307,19 +320,6 @@ def _check_token_shards(module: nn.Module, args: tuple[Any, ...], kwargs: dict[s
         return
     looks.hook.remove()
     del module_record(module).checks[_TokenShardCheck]
-
-
-def _refuse_uneven_shards(name: str, shards: list[str]) -> None:
-    """Raise if tp ranks have different numbers of tokens: the collectives of TE assume equal ones."""
-    if len(set(shards)) > 1:
-        raise InputError(
-            f"{name}: inputs of a sequence-parallel module",
-            expected="the same shape and dtype, with or without gradients, on each rank of a tp group",
-            got=", ".join(f"{shard} on tp rank {rank}" for rank, shard in enumerate(shards)),
-            why="The collectives of the ranks would not match",
-            fix="pad the sequence to a multiple of the tp size before it is sharded, and set requires_grad of inputs "
-            "on all ranks or on none",
-        )
 
 
 def _compared(model: nn.Module) -> tuple[bool, bool]:
@@ -419,6 +419,7 @@ def _check_equal(
     """Raise for inputs, modes and random states that differ over tp. Collective over ``mesh``."""
     trained = [name for name, tensor in tensors.items() if tensor.requires_grad and torch.is_grad_enabled()]
     mine: Seen = {"training": (str(training), 0), "the recipe": (recipe, 0)}
+    # Ranks that differ here would run different collectives in backward.
     mine["gradients"] = f"of {', '.join(trained) or 'no input'}", 0
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()

@@ -67,6 +67,7 @@ def compare_models(plan: ModelPlan) -> None:
         described[is_local].append(about)
     dense, of_experts = digest(repr(described[False])), digest(repr(described[True]))
     same = are_equal([dense, digest(settings)], meshes.device_mesh, device=meshes.device)
+    # Experts differ over ep, so each is compared over the axes that replicate it.
     mesh = meshes.expert_mesh or meshes.device_mesh
     same_experts = are_equal([of_experts], mesh, device=meshes.device, leave_out=("ep",))
     differs = (~torch.cat([same, same_experts])).long()
@@ -100,6 +101,7 @@ def compare_initial_values(plan: ModelPlan) -> None:
     """
     meshes, rows = plan.meshes, plan.parameters
     found = ((p.label, p.parameter, rows[id(p.owner), p.name]) for p in iter_param_owners(plan.model))
+    # Without experts all ranks compare the same values, so all detect the same differences.
     may_differ = any(row.experts for row in rows.values())
     _require_equal(found, meshes, meshes.device_mesh if may_differ else None, "fully_shard")
     if (meshes.tp_or_none is not None or meshes.ep is not None) and has_device_parameters(plan.modules):
@@ -177,16 +179,27 @@ def watch_model(state: ShardedModel) -> None:
     for name, unit in {"": model, **state.modules}.items():
         label = name or type(model).__name__.removeprefix("FSDP")
         # ``copy.deepcopy`` and pickle look these methods up on the object itself.
-        unit.__dict__["__deepcopy__"] = functools.partial(_refuse_copy, label, "deepcopy")
-        unit.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, label, "pickle")
-        before_graphed_callables(unit, functools.partial(_refuse_graphs, label))
+        unit.__dict__["__deepcopy__"] = functools.partial(_refuse_use, label, "deepcopy")
+        unit.__dict__["__reduce_ex__"] = functools.partial(_refuse_use, label, "pickle")
+        before_graphed_callables(unit, functools.partial(_refuse_use, label, "graphs"))
     for name, unit in state.modules.items():
+        # Before the all-gather of backward, so that no rank waits for one that has raised.
         for group in fsdp_parameter_groups(unit):
             _fsdp2_patches.before_backward(group, functools.partial(refuse_second_derivatives, name))
     before_reparametrization(_refuse_reparametrization)
 
 
-def _refuse_copy(label: str, how: str, *_: Any) -> Any:
+def _refuse_use(label: str, how: str, *_: Any) -> Any:
+    """Raise in a deepcopy, a pickle or ``make_graphed_callables`` of a unit. Local operation."""
+    if how == "graphs":
+        raise OrderError(
+            f"{label}: make_graphed_callables of a module after fully_shard",
+            expected="a module that is not sharded",
+            got="a unit of FSDP2, whose hooks all-gather its weights and reduce its gradients",
+            why="A graph of forward and backward alone would have neither",
+            fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward), or forward and "
+            "backward of each unit with te_fsdp.graphed_units(model)",
+        )
     if how == "pickle":
         raise OrderError(
             f"{label}: pickle of a model after fully_shard, as torch.save(model) or copy.copy(model) makes it",
@@ -204,22 +217,11 @@ def _refuse_copy(label: str, how: str, *_: Any) -> Any:
     )
 
 
-def _refuse_graphs(label: str) -> None:
-    """Raise in ``make_graphed_callables`` of a unit. Local operation."""
-    raise OrderError(
-        f"{label}: make_graphed_callables of a module after fully_shard",
-        expected="a module that is not sharded",
-        got="a unit of FSDP2, whose hooks all-gather its weights and reduce its gradients",
-        why="A graph of forward and backward alone would have neither",
-        fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward), or forward and "
-        "backward of each unit with te_fsdp.graphed_units(model)",
-    )
-
-
 def refuse_removed_parameters(state: ShardedModel) -> None:
     """Raise unless all parameters that were sharded are still registered. Local operation, before FSDP2 gathers."""
     # Every forward runs this, so the comparison of all entries is one call in C.
     columns = list(zip(*state.checked.places.values(), strict=True))
+    # dict.get returns None for a removed name and for a parameter set to None. Both have no weight.
     if not columns or all(map(operator.is_not, map(dict.get, columns[0], columns[1]), repeat(None))):
         return
     # A module that was removed with its parameters is not a removed parameter.

@@ -87,6 +87,7 @@ def refuse_replaced(step: Step) -> None:
         if key in marked:
             get_or_create_record(marked.pop(key)).replaced_by = None
     # Copies of a sharded model's parameters were pickled, or are of the kind of one of its parameters.
+    # It visits all modules of the process, so it runs only if a copy is suspected.
     kinds = _sharded_kinds() if unmarked else {}
     if all(KEY in parameter.__dict__ or _kind(parameter) in kinds for parameter in unmarked.values()):
         marked |= unmarked
@@ -183,6 +184,7 @@ def check_first_step(step: Step) -> None:
         known = state.checked.optimizers.get(step.optimizer)
         if known == (held, id(step.optimizer.state)):  # loading assigns a different dict
             continue
+        # The checks read values on the host, which a capture forbids. An eager step checks them.
         if is_capturing():
             return
         with raised_on_all_ranks(state.meshes.device_mesh, step.where):
@@ -193,6 +195,7 @@ def check_first_step(step: Step) -> None:
         if not is_simulated():
             _compare_options(state, step)
             _refuse_unmanaged_parameters(state, step)
+            # Once per model: a second optimizer updates parameters of a model that was compared.
             if not state.checked.optimizers:
                 compare_copies(state, step.where)
                 refuse_equal_parts(state, step.where)

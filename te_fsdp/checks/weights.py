@@ -54,9 +54,11 @@ def compare_copies(state: ShardedModel, where: str) -> None:
             shard = place._replace(parameter=cast("torch.nn.Parameter", shard_of(place.parameter)))
             groups = [*replica_groups_of_dtensor(shard.parameter), *replica_groups_of_plan(state, shard)]
             if groups:
+                # Once per parameter, although several axes may replicate it.
                 value = checksum(_torch.local_of(shard.parameter))
                 for group in groups:
                     held.setdefault(group, []).append((place.label, value))
+        # A parameter may differ over several groups. It is named once.
         bad = list(dict.fromkeys(label for label, is_same in _compare_sums(held) if not is_same))
         if bad:
             first = "before the first step" if not state.checked.optimizers else "before each step"

@@ -209,6 +209,7 @@ def _bytes(text: str) -> int:
 def _verify_source(contents: Contents, as_json: bool) -> None:
     """Verify the checksums of a checkpoint. Files of other kinds are verified while they are read."""
     files, path = contents.manifest.files, contents.source
+    # torch.load maps the file and would not read the checksums of its zip entries.
     if contents.kind == "torch.save":
         with unreadable(path, "file of torch.save", "the file is damaged, copy it again"):
             check_zip(path)
@@ -242,6 +243,7 @@ def _transform_and_write(
 ) -> int:
     """Verify, transform with the options of :func:`transformed`, write and print a summary. Return exit code 0."""
     path, shards = target.path, {"shard_bytes": target.shard_bytes}
+    # Before anything is verified, which may take minutes for a large checkpoint.
     for read in filter(None, (source.source, target.like)):
         check_apart(read, path)
     if check == "checksums":  # a copy of damaged data would get valid checksums
@@ -260,6 +262,7 @@ def _transform_and_write(
             files = write_safetensors(place, into, tick, **shards)
         else:
             files = write_pt(place, into, tick)
+        # Opened again before the old target is replaced. A Hugging Face folder has another layout.
         if target.like is None:
             check_written(place, weights_only(into) if target.kind == "torch" else into)
     columns = ("name", "from", "dtype")
@@ -441,6 +444,7 @@ def diff(
     if not (rtol >= 0 and atol >= 0):
         raise UsageError(f"--rtol {rtol:g} --atol {atol:g}: expected 0 or more")
     one, other = open_any(a), open_any(b)
+    # Both are refused or verified before the first comparison, which reads all data.
     for contents in (one, other):
         if contents.kind != CHECKPOINT:
             raise CheckpointError(

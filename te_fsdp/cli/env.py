@@ -193,6 +193,7 @@ def _parts_of_te(facts: Environment) -> Iterator[Fault]:
             "or has changed",
             f"pip uninstall {' '.join(facts.te)} (again until pip finds none); then {_install(facts)}",
         )
+    # With several cores the first problem covers this one, too.
     numbers = [core.removeprefix("transformer_engine_cu") for core in cores]
     major = (facts.torch_cuda or "").split(".")[0]
     if len(numbers) == 1 and major and numbers[0] != major:
@@ -218,6 +219,7 @@ def _libraries(facts: Environment) -> Iterator[Fault]:
             "pip install --force-reinstall torch from the index of your CUDA version: "
             "https://pytorch.org/get-started",
         )
+    # Without a driver torch cannot see a GPU, and emulation is the intended use.
     if facts.cuda_problem and facts.driver:
         yield Fault(
             f"torch sees no GPU: {facts.cuda_problem}",
@@ -265,6 +267,7 @@ def _te_itself(facts: Environment) -> Iterator[Fault]:
             "its modules cannot be imported",
             f"{_install(facts)} (takes minutes; compiles with nvcc: {nvcc})",
         )
+    # Missing bindings explain a failed import, so only one of both is reported.
     elif facts.te_says.get("error"):
         yield _no_import(facts)
     if facts.emulation and facts.gpus:

@@ -152,9 +152,11 @@ def show_plan(
     job, limit, machine = work.job(model), _memory(mesh.memory), speeds.machine(node)
     if search and mesh.gpus is None:
         raise PlacementError("plan --search", expected="--gpus", fix="add --gpus with the number of GPUs")
+    # Before the plan, which takes seconds for a large model.
     if machine is None and speeds != _Speeds():
         why = "They would have no effect"
         raise PlacementError("plan: speeds of the machine", expected="--tflops", why=why)
+    # A search chooses the sizes itself, so the given ones need not multiply to the number of GPUs.
     sizes = mesh.sizes if not search else Sizes()
     if torch.cuda.is_available():
         here = "{}.{}".format(*torch.cuda.get_device_capability())

@@ -104,6 +104,7 @@ class TeFsdpAccelerator(_Accelerator):
         options.setdefault("cpu", self.meshes.device_type == "cpu")
         super().__init__(**options)
         _check_precision(self.mixed_precision)
+        # The methods of this class raise, so that users cannot register hooks that get shards.
         super().register_save_state_pre_hook(self._save)
         super().register_load_state_pre_hook(self._load)
 
@@ -183,6 +184,7 @@ class TeFsdpAccelerator(_Accelerator):
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler; raise OrderError if several processes share data."""
         # It would step once per process.
+        # accelerate steps a scheduler num_processes times, to count samples of all processes.
         if self.step_scheduler_with_optimizer and not self.split_batches:
             fix = "step_scheduler_with_optimizer=False, or leave the scheduler out of prepare"
             self._require_unshared_data("Accelerator.prepare(scheduler)", fix)
@@ -285,6 +287,7 @@ class TeFsdpAccelerator(_Accelerator):
     @contextlib.contextmanager
     def _hide_from_accelerate(self) -> Iterator[None]:
         """Hide model and optimizer from accelerate, which would write and read this rank's shards only."""
+        # The hooks run within accelerate's call, when its lists are empty. They read ``_kept`` instead.
         models, optimizers = self._models, self._optimizers
         if len(models) != 1 or len(optimizers) > 1:
             raise CheckpointError(

@@ -195,6 +195,7 @@ class CheckpointManager(_Manager):
     ) -> None:
         self.enable = config.enable
         self.save_future: Any = None
+        # A disabled manager still has the attributes that the trainer reads.
         if not self.enable:
             return
         # Do not create a default configuration: this may log warnings.

@@ -131,6 +131,7 @@ class Plan:
         """
         if not self.flops:
             raise CheckpointError("plan: it contains no operation counts", fix="plan the job again")
+        # The categories of ``held`` are weights by format, and optimizer state.
         states = sum(size for words, size in self.held.items() if not words.startswith("weights, "))
         # The optimizer is bound by memory: it reads and writes states, reads gradients and writes weights.
         updated = 2 * states + self.gradients + self.held_bytes - states
@@ -153,6 +154,7 @@ class Plan:
             )
         try:
             found = dict(value)
+            # The version and a derived sum, which are not fields.
             del found["te_fsdp_plan"], found["sent"]
             found.pop("step", None)  # estimated time added by the command line
             found["sizes"], found["peak"] = Sizes(**found["sizes"]), Peak(**found["peak"])

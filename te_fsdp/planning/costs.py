@@ -327,12 +327,10 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
     """Return the activation cost of a module named ``own`` in its parent; ``None`` if its kind is not supported."""
     kind, work = _te.kind_of(module), sizes.work
     in_attention = parent is not None and _te.kind_of(parent) == "MultiheadAttention"
-    if kind == "LayerNormLinear":
-        return _norm_linear(module, sizes)
     if kind == "LayerNormMLP":
         return _mlp(module, sizes)
-    if kind == "Linear":
-        return _linear(module, in_attention, sizes)
+    if kind in ("Linear", "LayerNormLinear"):
+        return _linear(module, kind, in_attention, sizes)
     if kind == "DotProductAttention":
         return _attention(module, work.tokens)
     if kind == "GroupedLinear":
@@ -367,24 +365,19 @@ def _statistics(module: Any) -> int:
     return 4 if module.normalization == "RMSNorm" else 8
 
 
-def _norm_linear(module: Any, sizes: _Bytes) -> Stage:
-    part = sizes.part(module)
+def _linear(module: Any, kind: str, is_projection: bool, sizes: _Bytes) -> Stage:
+    tokens, is_norm = sizes.work.tokens, kind == "LayerNormLinear"
     # TE itself divides out_features by tp if parallel_mode is "column".
     width, out = module.in_features, module.out_features
-    kept = part * (width * (_E + sizes.q) + _statistics(module))
+    rows = sizes.part(module) if is_norm or module.parallel_mode == "column" else tokens
     quantized = out * sizes.both if sizes.quantized else 0
-    temporary = sizes.work.tokens * (out * _E + quantized + 2 * width * _E)
-    return Stage(int(kept), (Moment(int(temporary)),), part * width * _E)
-
-
-def _linear(module: Any, is_projection: bool, sizes: _Bytes) -> Stage:
-    tokens, width, out = sizes.work.tokens, module.in_features, module.out_features
-    values = (sizes.part(module) if module.parallel_mode == "column" else tokens) * width
-    # Attention saves its output, which the projection reads.
-    per = sizes.q if sizes.quantized else 0 if is_projection else _E
-    quantized = out * sizes.both if sizes.quantized else 0
-    temporary = tokens * (out * _E + quantized + width * _E)
-    return Stage(int(values * per), (Moment(int(temporary)),), values * _E)
+    temporary = tokens * (out * _E + quantized + (1 + is_norm) * width * _E)
+    if is_norm:
+        kept = rows * (width * (_E + sizes.q) + _statistics(module))
+    else:
+        # Attention saves its output, which the projection reads.
+        kept = rows * width * (sizes.q if sizes.quantized else 0 if is_projection else _E)
+    return Stage(int(kept), (Moment(int(temporary)),), rows * width * _E)
 
 
 def _attention(module: Any, tokens: int) -> Stage:

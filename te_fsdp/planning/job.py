@@ -211,8 +211,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
                 ) from error
             units = ("layers.*",) if about.tied else ("layers.*", "head")
             return model, job.units or units
-        function = _function(job.model) if isinstance(job.model, str) else job.model
-        model = _call_builder(function, meshes, job.described()["model"])
+        model = _build_by_function(job, meshes)
     # Only functions of the user can get here with a model on a device.
     real = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
     if real:
@@ -249,26 +248,25 @@ def is_function(model: object) -> bool:
     return callable(model)
 
 
-def _function(name: str) -> Any:
-    module, _, attribute = name.partition(":")
-    try:
-        return functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError, TypeError) as error:
-        file = Path(module)
-        raise PlacementError(
-            f"plan: model {name!r}",
-            expected="module:function, or a folder with config.json",
-            got=f"{type(error).__name__}: {error}",
-            fix=f"{file.stem}:{attribute}, in the folder of {file.name}"
-            if file.suffix == ".py"
-            else "run it where python -c 'import module' works, or set PYTHONPATH",
-        ) from error
-
-
-def _call_builder(function: Any, meshes: Meshes, name: str) -> nn.Module:
-    """Call a function that builds a model. Raise PlacementError unless it returns a module."""
-    what, fix = f"plan: model {name!r}", "def build(meshes): return Model(...)"
+def _build_by_function(job: Job, meshes: Meshes) -> nn.Module:
+    """Call the user's function that builds a model. Raise PlacementError unless it returns a module."""
+    function: Any = job.model
+    what, fix = f"plan: model {job.described()['model']!r}", "def build(meshes): return Model(...)"
     expected = "a function that takes te_fsdp.Meshes or nothing and returns the model"
+    if isinstance(job.model, str):
+        module, _, attribute = job.model.partition(":")
+        try:
+            function = functools.reduce(getattr, attribute.split("."), importlib.import_module(module))
+        except (ImportError, AttributeError, TypeError) as error:
+            file = Path(module)
+            raise PlacementError(
+                f"plan: model {job.model!r}",
+                expected="module:function, or a folder with config.json",
+                got=f"{type(error).__name__}: {error}",
+                fix=f"{file.stem}:{attribute}, in the folder of {file.name}"
+                if file.suffix == ".py"
+                else "run it where python -c 'import module' works, or set PYTHONPATH",
+            ) from error
     if not callable(function) or isinstance(function, nn.Module):
         raise PlacementError(what, expected=expected, got=f"a {type(function).__name__}", fix=fix)
     parameters = inspect.signature(function).parameters

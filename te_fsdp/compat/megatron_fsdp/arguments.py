@@ -160,25 +160,28 @@ def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STR
 
 def native_units(units: Sequence[type | str] | None) -> list[type] | None:
     """Return the classes of ``fsdp_unit_modules``; raise PlacementError if an import path is not that of a class."""
-    return None if units is None else [unit if isinstance(unit, type) else _imported(unit) for unit in units]
-
-
-def _imported(path: str) -> type:
-    place, _, name = path.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(place), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise PlacementError(
-            f"fully_shard: fsdp_unit_modules: {path!r}",
-            expected="a class, or the import path of one",
-            got=str(error),
-            fix='"package.module.Class"',
-        ) from error
-    if not isinstance(found, type):
-        raise PlacementError(
-            f"fully_shard: fsdp_unit_modules: {path!r}", expected="a class", got=type(found).__name__
-        )
-    return found
+    if units is None:
+        return None
+    classes: list[type] = []
+    for unit in units:
+        found: Any = unit
+        if isinstance(unit, str):
+            place, _, name = unit.rpartition(".")
+            try:
+                found = getattr(importlib.import_module(place), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise PlacementError(
+                    f"fully_shard: fsdp_unit_modules: {unit!r}",
+                    expected="a class, or the import path of one",
+                    got=str(error),
+                    fix='"package.module.Class"',
+                ) from error
+        if not isinstance(found, type):
+            raise PlacementError(
+                f"fully_shard: fsdp_unit_modules: {unit!r}", expected="a class", got=type(found).__name__
+            )
+        classes.append(found)
+    return classes
 
 
 @dataclass

@@ -181,6 +181,7 @@ def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
     axes = [names[axis] if isinstance(axis, int) else axis for axis in placements.dp_axes]
     rows = list(zip(placements.parameter, placements.gradient, placements.optimizer, strict=True))
     kinds = [tuple(type(p) for p in row) for row in rows]
+    # A single axis is the sharding axis. The first of two axes is the outer one.
     tables = [_OUTER, _INNER][-len(kinds) :]
     if axes != names or len(kinds) > 2 or any(k not in t for k, t in zip(kinds, tables, strict=False)):
         raise PlacementError(
@@ -232,6 +233,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
             got="state",
             why="Its parameters are replaced by sharded ones",
         )
+    # Sharding replaces parameters, so the old ones get a reference to the new ones for all optimizers.
     for note in notes:
         before = dict(note.module.named_parameters(remove_duplicate=False))
         _shard(note)
