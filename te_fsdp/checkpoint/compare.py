@@ -217,6 +217,7 @@ def _compare_contents(
     """Compare format, components and dtype of one tensor: equal, convertible, or a difference."""
     formats = then.get("format"), now.get("format")
     kinds = [one.get("format") or one["dtype"] for one in (then, now)]
+    # Components that only the checkpoint has, such as transposes, are not read.
     lacks = set(now.get("components", ())) - set(then.get("components", ()))
     if kinds[0] == kinds[1] and not lacks and not cuts_blocks:
         return
@@ -316,6 +317,7 @@ def check_same_model(digests: list[dict[str, bytes]], stages: list[int | None]) 
 
     Rank 0 alone calls this; raise CheckpointError otherwise.
     """
+    # Taken out first: all ranks have one path, while the other digests are compared within a stage.
     paths = [seen.pop("path").decode() for seen in digests]
     for path in paths:
         if path != paths[0]:

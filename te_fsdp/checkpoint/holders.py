@@ -44,6 +44,7 @@ def holders_of(call: str, ranks: Iterable[Held]) -> dict[str, Holders]:
             described.setdefault(key, (shape, dtype))
             have = pieces.setdefault(key, {})
             for place in places:
+                # Ranks with the same place have replicas of one piece.
                 have.setdefault(place, []).append((rank, number))
                 number += 1
     found, wrong = dict[str, Holders](), list[str]()
@@ -94,7 +95,9 @@ def is_tiling(shape: Sequence[int], boxes: Rows) -> bool:
     if 0 in shape or not len(shape) or not len(boxes):
         return 0 in shape and not len(boxes)
     starts, ends = boxes[:, 0], boxes.sum(axis=1)
+    # A grid of all edges, because the pieces of a tensor are few and its elements are many.
     edges = [np.unique(np.concatenate([starts[:, d], ends[:, d]])) for d in range(len(shape))]
+    # The grid must begin and end with the tensor, or parts of it have no cell.
     if any(e[0] != 0 or e[-1] != size for e, size in zip(edges, shape, strict=True)):
         return False
     first = [np.searchsorted(e, starts[:, d]) for d, e in enumerate(edges)]

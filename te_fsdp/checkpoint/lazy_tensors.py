@@ -255,6 +255,7 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
     except pickle.UnpicklingError as error:
         if isinstance(file, io.BytesIO):
             file.seek(0)
+        # From the opcodes, so nothing in the file runs.
         names = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         problem: Exception = error
         # Its import takes seconds, so it happens only if the file contains TE's classes.
@@ -291,6 +292,7 @@ def check_zip(file: Any) -> None:
     """
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
+            # zipfile compares no checksum that is ``None``.
             member.CRC = member.CRC or None  # type: ignore[bad-assignment]
             with archive.open(member) as stream:
                 while stream.read(BLOCK_BYTES):

@@ -131,6 +131,7 @@ def joined_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]:
 def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return what a manifest says of each optimizer, by its name."""
     names = dict.fromkeys(group.get("optimizer", "") for group in saved["groups"])
+    # A single optimizer without a name, as all checkpoints had before several were supported.
     if set(names) <= {""}:
         return {"": saved}
     # The manifest has one class for all, such as "muon=Muon, adam=AdamW".
@@ -166,6 +167,7 @@ def compare_optimizers(
         return
     for name in sorted(there.keys() | parts.keys()):
         if name in there and name in parts:
+            # Collected separately, so that each text can begin with the name of the optimizer.
             own = Differences()
             compare_optimizer(own, parts[name], there[name], owned)
             found.optimizer |= {(f"{name}: {text}" if name else text, of): None for text, of in own.optimizer}

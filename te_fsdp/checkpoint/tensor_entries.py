@@ -80,6 +80,7 @@ def views_of(
     views: list[tuple[int, tuple[Any, ...] | None]] = []
     for at, (leaf, entry) in enumerate(zip(leaves, entries, strict=True)):
         for part in () if entry.is_empty else (piece.tensor for piece in entry.pieces):
+            # A piece in other memory is a copy, which would be stale in the next save.
             if part.untyped_storage().data_ptr() != leaf.untyped_storage().data_ptr():
                 return None
             whole = part.shape == leaf.shape and part.data_ptr() == leaf.data_ptr()

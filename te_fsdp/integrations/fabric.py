@@ -232,6 +232,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         # te_fsdp stores model and optimizer by shard, and other objects once, from rank 0.
         model, optimizer, others = _sorted(state)
         extra = {name: v.state_dict() if hasattr(v, "state_dict") else v for name, v in others.items()}
+        # A script may make a different path on each rank, for example from the time.
         checkpoint.save(self.broadcast(path), model, optimizer, extra=extra)
 
     def load_checkpoint(

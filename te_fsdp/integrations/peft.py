@@ -77,6 +77,7 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
             "add_adapters: config", expected="a peft.LoraConfig", got=type(config).__name__, fix=fix
         )
     chosen = {name: one for name, one in model.named_modules() if check_target_module_exists(config, name)}
+    # Before PEFT, which replaces the layers one by one and cannot undo it.
     _check(model, chosen, config)
     kinds = (_te.module_class("Linear"), _te.module_class("LayerNormLinear"), nn.Linear)
     # PEFT's guide for custom models refers to this method.
@@ -305,6 +306,7 @@ def merge(model: nn.Module) -> None:
     # The shards are changed, so kept unsharded weights would be stale.
     for _, unit in state.gathered():
         unit.reshard()  # type: ignore[operator]
+    # In the order of the model, which all ranks share: each layer is collective.
     for _, layer in layers:
         _merge(layer)
 
@@ -323,6 +325,7 @@ def _merge(layer: LoraLinear) -> None:
         for box in boxes:
             rows, columns = box.original_slices()
             value[box.local_slices()] += b[rows] @ a[:, columns] * layer.scaling[name]
+        # Zeros in one half make the product zero, as in a new adapter, which can be trained again.
         _torch.local_of(layer.lora_B[name].weight).zero_()
     if quantized:
         quantize_with_shared_scale(base, "weight", local, value)

@@ -209,6 +209,7 @@ def build_model(job: Job, meshes: Meshes) -> tuple[nn.Module, tuple[str, ...] | 
                     got=f"TransformerEngine's {type(error).__name__}: {error}",
                     fix="choose another tp size",
                 ) from error
+            # With tied weights the model has no separate head.
             units = ("layers.*",) if about.tied else ("layers.*", "head")
             return model, job.units or units
         model = _build_by_function(job, meshes)

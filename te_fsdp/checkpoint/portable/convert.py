@@ -165,6 +165,7 @@ def check_apart(source: Path, target: Path) -> None:
     """Raise CheckpointError if a target is inside its source, or would replace it; links are followed. Local."""
     places = (source, target)
     one, other = (Path(str(path)) if is_remote(path) else Path(os.path.realpath(path)) for path in places)
+    # Hard links and bind mounts have different real paths.
     is_link = one.exists() and other.exists() and os.path.samefile(one, other)
     if is_link or other.is_relative_to(one) or one.is_relative_to(other):
         raise CheckpointError(
@@ -186,6 +187,7 @@ def transformed(
     :meth:`Contents.best_value`; ``"auto"`` and ``"main"`` need ``dequantize``. Buffers are unchanged. Raise
     CheckpointError for values that do not exist in that form.
     """
+    # A copy of what changes below. The listed files are those of the source.
     manifest = replace(contents.manifest, parameters=dict(contents.manifest.parameters), files={})
     tensors = {k: t for k, t in contents.tensors.items() if not k.startswith("model.")}
     sources: dict[str, str] = {}
@@ -256,6 +258,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
     The state dict has the entries ``_extra_state`` of stock modules, empty, and a weight for each expert. All tensors
     are in memory at once. Raise as :func:`write_checkpoint`.
     """
+    # A stock GroupedLinear has one weight for each expert, and loads them by name.
     contents = split_experts(contents)
     objects: dict[str, Any]
     objects = {portable_name(k): t for k, t in contents.tensors.items() if k.startswith("model.")}
@@ -264,6 +267,7 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
         objects |= {name + key.removeprefix(first): tensor for key, tensor in same.items()}
     empty = torch.empty(0, dtype=torch.uint8, device="cpu")
     extras = [f"{module}._extra_state".lstrip(".") for module in contents.manifest.extra_states]
+    # A strict load needs the entries. TE reads an empty one as no state.
     objects |= {name: InMemory(empty) for name in extras}
     if contents.manifest.optimizer is not None:
         objects = {

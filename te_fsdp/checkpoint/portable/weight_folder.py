@@ -109,11 +109,13 @@ def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: 
     """Write all tensors of a stream that has not started. Collective over the world."""
     stream.start()
     files = _files(stream, max_file_bytes)
+    # Before the first tensor, because it replaces the buckets.
     stream.send_to({name: writer for writer, names in files.values() for name in names})
     with ExitStack() as stack:
         # Rank 0 alone makes the hidden folder, and renames it at the end, when all ranks have written.
         folder = from_rank_0(lambda: stack.enter_context(new_directory(absolute(path))))
         failed = _write_files(stream, folder, files)
+        # After the end of the stream: a rank that cannot write still sends its parts to the others.
         all_agree(lambda: raise_error(failed))
 
         def finish() -> None:
@@ -160,6 +162,7 @@ def _write_files(
 
     def finish() -> None:
         for file, (writer, _) in files.items():
+            # A file is on disk only when the host that wrote it has synced it.
             if writer == rank():
                 sync(folder / file)
 
