@@ -339,7 +339,11 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if id(parameter) not in replaced:
             mesh, new = binding.whole_mesh(name), parameter
             if isinstance(parameter, DTensor):
-                new = on_known_mesh(parameter, binding.distributed.get(name) or _as_bound(parameter, mesh))
+                own = binding.distributed.get(name)
+                if own is None:  # a TE parameter that is already a DTensor on the tp mesh
+                    assert mesh is not None
+                    own = OwnDTensor(mesh, tuple(parameter.placements), False, None)
+                new = on_known_mesh(parameter, own)
             elif mesh is not None:
                 new = _to_dtensor(parameter, name, binding, mesh)
             local = _torch.local_of(new)
@@ -351,12 +355,6 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
             replaced[id(parameter)] = new
             replaced.setdefault(id(new), new)
         module._parameters[name] = replaced[id(parameter)]
-
-
-def _as_bound(parameter: DTensor, mesh: DeviceMesh | None) -> OwnDTensor:
-    """Return the placement of a TE parameter that is already a DTensor on the tp mesh."""
-    assert mesh is not None
-    return OwnDTensor(mesh, tuple(parameter.placements), False, None)
 
 
 def _register_globally(module: nn.Module, experts: ExpertRange) -> None:

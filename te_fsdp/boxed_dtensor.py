@@ -100,11 +100,34 @@ def boxed_like(tensor: Any, parameter: torch.Tensor) -> Any:
 
 def place_full_tensors() -> None:
     """Let torch's ``full_state_dict=True`` place the rows of original tensors; later calls do nothing."""
+
+    def place_states(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            own = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
+            boxes = {key: t for key, t in own.items() if isinstance(t, BoxedDTensor) and t._map is not None}
+            stock({key: value for key, value in full.items() if key not in boxes}, local, *args, **kwargs)
+            for key, tensor in boxes.items():
+                local[key] = tensor.fill(full[key])
+
+        return distribute
+
+    def place_pairs(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def distribute(local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
+            for key in keys:
+                pair = local_state_dict.get(key)
+                if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
+                    local_state_dict[key] = pair[0].fill(pair[1])
+            stock(local_state_dict, keys, *args, **kwargs)
+
+        return distribute
+
     # torch computes one rectangle from the placements, in ``_distribute_tensors`` (with ``broadcast_from_rank0``) and
     # in ``_distribute_state_dict``. Tensors without a mapping take torch's own way.
     for owner, name, wrap in (
-        (_state_dict_utils, "_distribute_tensors", _place_pairs),
-        (state_dict, "_distribute_state_dict", _place_states),
+        (_state_dict_utils, "_distribute_tensors", place_pairs),
+        (state_dict, "_distribute_state_dict", place_states),
     ):
         _wrap_once(owner, name, wrap)
 
@@ -123,30 +146,6 @@ def _wrap_once(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
     stock = getattr(owner, name)
     if not hasattr(stock, "__wrapped__"):
         setattr(owner, name, wrap(stock))
-
-
-def _place_pairs(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def distribute(local_state_dict: dict[str, Any], keys: Any, *args: Any, **kwargs: Any) -> None:
-        for key in keys:
-            pair = local_state_dict.get(key)
-            if isinstance(pair, tuple) and isinstance(pair[0], BoxedDTensor) and pair[0]._map is not None:
-                local_state_dict[key] = pair[0].fill(pair[1])
-        stock(local_state_dict, keys, *args, **kwargs)
-
-    return distribute
-
-
-def _place_states(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        own = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
-        boxes = {key: t for key, t in own.items() if isinstance(t, BoxedDTensor) and t._map is not None}
-        stock({key: value for key, value in full.items() if key not in boxes}, local, *args, **kwargs)
-        for key, tensor in boxes.items():
-            local[key] = tensor.fill(full[key])
-
-    return distribute
 
 
 def _mark(tensor: DTensor, found: BoxMap, cls: type[BoxedDTensor] | None = None) -> None:
@@ -179,7 +178,14 @@ class BoxedDTensor(DTensor):
         if func is torch.Tensor.copy_ and _from_original_order(*args[:2]):
             return args[0]
         if func is torch.cat:  # also of flat views, as in parameters_to_vector
-            args = ([_in_original_order(tensor) for tensor in args[0]], *args[1:])
+            # The rows of a stacked parameter have their original order only in a replicated tensor.
+            whole = [
+                tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+                if isinstance(tensor, BoxedDTensor) and tensor._stacked is not None
+                else tensor
+                for tensor in args[0]
+            ]
+            args = (whole, *args[1:])
         result = _torch.plain_results(func, types, args, kwargs or {})
         if type(result) is DTensor:
             _keep(result, args, func)
@@ -328,13 +334,6 @@ def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
             if same or func.__name__ in _COPIED_INTO:
                 _mark(result, found, one.kept_class)
             return
-
-
-def _in_original_order(tensor: Any) -> Any:
-    """Return a replicated DTensor of the original tensor, for a stacked one. Collective then."""
-    if not isinstance(tensor, BoxedDTensor) or tensor._stacked is None:
-        return tensor
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
 
 
 @torch.no_grad()

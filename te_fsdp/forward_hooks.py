@@ -77,26 +77,18 @@ def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
         # one.
         for root in state.roots() if state.sync.unfinished else ():
             _fsdp2.clear_forward_order(root)
-        if not _is_marked(state):
-            attach_state_to_params(state)
+        # Initialization and loading replace all parameters, so one of each unit shows whether they still have the
+        # state. The reduction of their gradients marks parameters that FSDP2 does not manage.
+        for unit in state.modules.values():
+            first = _fsdp2.first_sharded_parameter(unit)
+            if first is not None and sharded_model_of(first) is None:
+                attach_state_to_params(state)
+                break
         for check in state.checks.forward:
             check(state)
         if state.sync.waiting:
             for drop in state.components.drop_cleared:
                 drop()
-
-
-def _is_marked(state: ShardedModel) -> bool:
-    """Return whether the parameters still have the model's state. Initialization and loading replace them.
-
-    Checks one parameter of each unit, because these replace all. The reduction of their gradients marks parameters
-    that FSDP2 does not manage.
-    """
-    for unit in state.modules.values():
-        first = _fsdp2.first_sharded_parameter(unit)
-        if first is not None and sharded_model_of(first) is None:
-            return False
-    return True
 
 
 def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> None:

@@ -172,19 +172,14 @@ def _initialize(module: nn.Module) -> list[str]:
     elif reset is not None and _te.kind_of(module) == "unknown" and not _te_modules.holds_quantized(module):
         return initialize_by_reset(module, reset)  # te.ops modules are not bound and do not support shards
     elif reset is not None and (binding_of(module) is not None or _te.kind_of(module) is not None):
-        if not _has_users_dtensors_alone(module):
+        # TE initializes nothing where the user's DTensors have replaced all parameters of the module.
+        binding, own = binding_of(module), {n for n, p in module._parameters.items() if p is not None}
+        if binding is None or not own or own != binding.distributed.keys():
             reset()
         return []
     reset = reset or getattr(module, "_reset_parameters", None)
     # materialize reports the tensors that stay on meta, in one error with all others.
     return [] if reset is None else initialize_by_reset(module, reset)  # type: ignore[bad-argument-type]
-
-
-def _has_users_dtensors_alone(module: nn.Module) -> bool:
-    """Return whether the user's DTensors have replaced all parameters of a TE module."""
-    binding = binding_of(module)
-    own = {name for name, p in module._parameters.items() if p is not None}
-    return binding is not None and bool(own) and own == binding.distributed.keys()
 
 
 @contextmanager

@@ -132,7 +132,14 @@ class Meshes:
             outer = {"dp_shard": shards // ep // cp, "cp": cp}
             context = _torch.unflatten_mesh(experts or mesh, "dp_shard", outer)["cp"]
         found = cls(mesh, experts, context, pp)
-        found._report_slow_axes()
+        if found.nodes > 1 and dist.get_rank() == 0:
+            groups = {}
+            for own in filter(None, (mesh, experts)):
+                for position, axis in enumerate(own.mesh_dim_names or ()):
+                    if own.size(position) > 1 and (own is mesh or axis == "ep"):
+                        groups[axis] = own.mesh.movedim(position, -1).flatten(0, -2)
+            for text in mesh_checks.slow_axes(groups, mesh_checks.ranks_of_a_node(dist.get_world_size())):
+                _log.warning("Meshes: %s", text)
         if pp is not None:
             # A stage may not need a group that a different stage needs, but creating a group requires all ranks of the
             # job.
@@ -205,18 +212,6 @@ class Meshes:
     def nodes(self) -> int:
         """Return the number of nodes according to torchrun's ``LOCAL_WORLD_SIZE``, or 1 if it is not set."""
         return dist.get_world_size() // mesh_checks.ranks_of_a_node(dist.get_world_size())
-
-    def _report_slow_axes(self) -> None:
-        """Log a warning on the first rank for axes that cause heavy traffic between nodes."""
-        if self.nodes == 1 or dist.get_rank() != 0:
-            return
-        groups = {}
-        for mesh in filter(None, (self.device_mesh, self.expert_mesh)):
-            for position, axis in enumerate(mesh.mesh_dim_names or ()):
-                if mesh.size(position) > 1 and (mesh is self.device_mesh or axis == "ep"):
-                    groups[axis] = mesh.mesh.movedim(position, -1).flatten(0, -2)
-        for text in mesh_checks.slow_axes(groups, mesh_checks.ranks_of_a_node(dist.get_world_size())):
-            _log.warning("Meshes: %s", text)
 
     @property
     def tp(self) -> DeviceMesh:

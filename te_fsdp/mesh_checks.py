@@ -224,7 +224,16 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
     from torch.distributed.device_mesh import DeviceMesh
 
     if ranks.numel() < dist.get_world_size() and not is_simulated():
-        each = _all_models(ranks.tolist())
+        # One number from each rank, then each distinct list from the first rank that has it. So a rank receives one
+        # number per rank, and one list per model.
+        mine = ranks.tolist()
+        digests = gather(digest(str(mine)))
+        lists: list[list] = []
+        for kind in list(dict.fromkeys(digests))[:_KINDS]:
+            received = [mine]
+            dist.broadcast_object_list(received, src=digests.index(kind))
+            lists += received
+        each = sorted({str(model): model for one in lists for model in one}.values())
         found = [torch.tensor(model, device="cpu") for model in each]
         numbers = sorted(n for model in found for n in model.flatten().tolist())
         alike = all(model.shape == ranks.shape[1:] for model in found)
@@ -241,19 +250,6 @@ def mesh_of_stage(device_type: str, ranks: torch.Tensor) -> tuple[DeviceMesh, De
     names = (*(name for name, _ in outer), *AXES)
     mesh = DeviceMesh(device_type, ranks.reshape(shape), mesh_dim_names=names)
     return mesh[AXES] if outer else mesh, mesh[STAGES] if STAGES in names else None
-
-
-def _all_models(mine: list) -> list:
-    """Return the models of all ranks without duplicates, in ascending order. Collective over the world."""
-    # One number from each rank, then each distinct list from the first rank that has it. So a rank receives one number
-    # per rank, and one list per model.
-    digests = gather(digest(str(mine)))
-    lists: list[list] = []
-    for kind in list(dict.fromkeys(digests))[:_KINDS]:
-        received = [mine]
-        dist.broadcast_object_list(received, src=digests.index(kind))
-        lists += received
-    return sorted({str(model): model for one in lists for model in one}.values())
 
 
 #: Environment variables in which launchers, including torch's own, publish the number of processes.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import increment_version
@@ -61,18 +60,19 @@ def check_gradients(step: Step) -> None:
 
 def wrap_closure(step: Step) -> None:
     """Check gradients also after each call of a closure, because the checks before the step have already run."""
-    if step.closure is not None and step.models:
-        step.closure = functools.partial(_run_closure, step, step.closure)
+    closure = step.closure
+    if closure is None or not step.models:
+        return
 
+    def run_closure() -> Any:
+        loss = closure()
+        for check in step.checks.closure:
+            check(step, loss)
+        wait_for_gradients(step)
+        check_gradients(step)
+        return loss
 
-def _run_closure(step: Step, closure: Callable[[], Any]) -> Any:
-    """Call a closure and check its gradients and loss. Collective like the checks."""
-    loss = closure()
-    for check in step.checks.closure:
-        check(step, loss)
-    wait_for_gradients(step)
-    check_gradients(step)
-    return loss
+    step.closure = run_closure
 
 
 def prepare_components(step: Step) -> None:

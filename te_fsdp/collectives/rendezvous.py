@@ -234,7 +234,14 @@ class _Rendezvous:
             if waited >= ask_at:
                 ask_at = waited + ASK_AFTER
                 if ended := self._ended():
-                    self._settle(self._lost(ended).encode())
+                    error = message(
+                        f"te_fsdp.{self.call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
+                        expected=f"the call on all {len(self.ranks)} ranks",
+                        got="an ended process (its connection is closed)",
+                        why="It may have been killed or have raised an error; check its own output",
+                        fix="restart the job from its last checkpoint",
+                    )
+                    self._settle(error.encode())
                     continue
             if waited >= report_at:
                 self._report(waited)
@@ -258,15 +265,6 @@ class _Rendezvous:
         ]
         # A rank may have entered the call and ended since. It then counts as present.
         return sorted(rank for rank in ended if not self.store.check([f"{self.number}/{rank}"]))
-
-    def _lost(self, ended: list[int]) -> str:
-        return message(
-            f"te_fsdp.{self.call}: {format_ranks(ended)} {'has' if len(ended) == 1 else 'have'} ended",
-            expected=f"the call on all {len(self.ranks)} ranks",
-            got="an ended process (its connection is closed)",
-            why="It may have been killed or have raised an error; check its own output",
-            fix="restart the job from its last checkpoint",
-        )
 
     def _report(self, waited: float) -> None:
         """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""

@@ -44,35 +44,31 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
     require_model(model, "broadcast_params(model)")
     mesh = mesh_of(model)
     with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
-        _make_equal(model, optimizer)
-
-
-def _make_equal(model: nn.Module, optimizer: Optimizer | None) -> None:
-    state = get_sharded_model(model)
-    if state is not None:
-        release_params(model)
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)
-    found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    quantized = []
-    for place in places.values():
-        parameter, local = place.parameter, _torch.local_of(place.parameter)
-        buffers = [local]
-        if _te.is_quantized(local):
-            buffers = [component.tensor for component in components_of(local, "broadcast_params")]
-            quantized.append(local)
-        states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
-        shapes = (parameter.shape, local.shape)
-        states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
-        for group in replica_groups_of_dtensor(parameter):
-            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
-        # States that are not sharded over further axes are equal on data-parallel ranks.
-        axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
-        whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
-        for group in replica_groups_of_plan(state, place) if state is not None else ():
-            found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
-    for group, tensors in found.items():
-        broadcast(tensors, group)
-    for local in quantized:
-        drop_derived_state(local)
+        state = get_sharded_model(model)
+        if state is not None:
+            release_params(model)
+        places: dict[int, ParamOwner] = {}
+        for place in iter_param_owners(model):
+            places.setdefault(id(place.parameter), place)
+        found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
+        quantized = []
+        for place in places.values():
+            parameter, local = place.parameter, _torch.local_of(place.parameter)
+            buffers = [local]
+            if _te.is_quantized(local):
+                buffers = [component.tensor for component in components_of(local, "broadcast_params")]
+                quantized.append(local)
+            states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+            shapes = (parameter.shape, local.shape)
+            states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
+            for group in replica_groups_of_dtensor(parameter):
+                found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, states)])
+            # States that are not sharded over further axes are equal on data-parallel ranks.
+            axes = parameter.device_mesh.ndim if isinstance(parameter, DTensor) else 0
+            whole = [s for s in states if not isinstance(s, DTensor) or s.device_mesh.ndim <= axes]
+            for group in replica_groups_of_plan(state, place) if state is not None else ():
+                found.setdefault(group, []).extend([*buffers, *map(_torch.local_of, whole)])
+        for group, tensors in found.items():
+            broadcast(tensors, group)
+        for local in quantized:
+            drop_derived_state(local)

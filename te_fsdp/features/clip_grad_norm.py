@@ -110,7 +110,15 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
             known[meshes] = _axes_of(meshes, groups)
         gradients = spread.setdefault(known[meshes], [])
         _check_reduced(parameter)
-        if parameter.grad is not None and _is_first_replica(parameter):
+        # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result, so
+        # that only the gradient of the first replica counts.
+        is_first = not isinstance(parameter, DTensor) or all(
+            place == 0 or not placement.is_replicate()
+            for place, placement in zip(
+                parameter.device_mesh.get_coordinate() or (), parameter.placements, strict=True
+            )
+        )
+        if parameter.grad is not None and is_first:
             gradients.append(_torch.local_of(parameter.grad))
     device = _torch.local_of(chosen[0]).device if chosen else getattr(stages, "device_type", "cpu")
     if not spread and stages is None:
@@ -220,18 +228,6 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
                 # The single parameter of all experts is on ep itself.
                 axes += [ranks] if ranks not in axes else []
     return tuple(axes)
-
-
-def _is_first_replica(parameter: torch.Tensor) -> bool:
-    """Return whether this rank's gradient counts, which is that of the first replica."""
-    # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result.
-    if not isinstance(parameter, DTensor):
-        return True
-    coordinate = parameter.device_mesh.get_coordinate() or ()
-    return all(
-        place == 0 or not placement.is_replicate()
-        for place, placement in zip(coordinate, parameter.placements, strict=True)
-    )
 
 
 def _check_reduced(parameter: torch.Tensor) -> None:

@@ -184,9 +184,17 @@ class UnreducedGradients(Component):
     def after_forward(self, output: Any) -> None:
         """Drop cleared gradients at the start of each backward of this output. Local operation."""
         self.mark_unsharded()
+        # The autograd graph keeps the hook, and must not keep this component and its model alive.
+        this = weakref.ref(self)
+
+        def start(gradient: torch.Tensor) -> None:
+            component = this()
+            if component is not None and component.backward != _torch.backward_id():
+                component.backward = _torch.backward_id()
+                component.drop_cleared()
+
         # A hook of the output runs before any hook of a parameter. Outputs may be several tensors, so the
         # hook runs several times per backward, and only the first one has an effect.
-        start = functools.partial(_start_backward, weakref.ref(self))
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(start)
@@ -295,15 +303,3 @@ def watch_unreduced_gradients(setup: Setup) -> None:
                 group, before=own.before_reduction, ended=functools.partial(own.after_backward, name)
             )
             _fsdp2_patches.before_backward(group, functools.partial(own.before_backward, name))
-
-
-# ---------------------------------------------------------------------------------------------- the start of a
-# backward
-
-
-def _start_backward(own: weakref.ref[UnreducedGradients], gradient: torch.Tensor) -> None:
-    """Drop cleared gradients at the start of a backward."""
-    component = own()
-    if component is not None and component.backward != _torch.backward_id():
-        component.backward = _torch.backward_id()
-        component.drop_cleared()

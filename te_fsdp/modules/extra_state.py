@@ -329,8 +329,21 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
     saved, own, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
     if binding_of(module) is not None or saved is not None:
         _check_condition(module, saved)
-    if own is not None:
-        _restore(module, own)
+    if own is None:
+        return stock
+    present = _te.delayed_states(module)
+    for key, state in (present or {}).items():
+        have, got = tuple(state.scale.shape), tuple(own[f"{key}.scale"].shape)
+        if have != got:
+            raise CheckpointError(
+                f"{name_of(module)}: delayed scaling's {key} of a state dict",
+                expected=f"scales of shape {have}",
+                got=got,
+                fix="load the state dict of a model with the same modules",
+            )
+    for key, state in _te_modules.make_delayed_states(module, own["recipe"]).items():
+        state.scale.copy_(own[f"{key}.scale"])
+        state.amax_history.copy_(own[f"{key}.amax_history"])
     return stock
 
 
@@ -398,20 +411,3 @@ def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
         why="The rows or blocks are stored in a different order and would be permuted",
         fix="save and load with te_fsdp.checkpoint, which supports any mesh",
     )
-
-
-def _restore(module: nn.Module, saved: dict[str, Any]) -> None:
-    """Write delayed scaling's state into the module's tensors. Create them if they do not exist."""
-    present = _te.delayed_states(module)
-    for key, state in (present or {}).items():
-        have, got = tuple(state.scale.shape), tuple(saved[f"{key}.scale"].shape)
-        if have != got:
-            raise CheckpointError(
-                f"{name_of(module)}: delayed scaling's {key} of a state dict",
-                expected=f"scales of shape {have}",
-                got=got,
-                fix="load the state dict of a model with the same modules",
-            )
-    for key, state in _te_modules.make_delayed_states(module, saved["recipe"]).items():
-        state.scale.copy_(saved[f"{key}.scale"])
-        state.amax_history.copy_(saved[f"{key}.amax_history"])

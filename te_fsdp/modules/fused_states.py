@@ -20,33 +20,32 @@ from te_fsdp.upstream.patches import apply_patch
 
 def patch_fused_adam() -> None:
     """Patch the two methods of ``FusedAdam`` that create state tensors. Later calls do nothing. Local operation."""
-    apply_patch("states", _wrap_initialize)
-    apply_patch("states of dicts", _wrap_state_dict)
 
+    def wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(stock)
+        def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
+            # A state that FusedAdam does not have was loaded from an optimizer of another class.
+            if state_name not in self.name_to_dtype_map and get_record(param) is not None:
+                for check in checks_of(param).states:
+                    check(self, param, state_name)
+            stock(self, param, state_name, *args, **kwargs)
+            boxed_like(self.state[param][state_name], param)
 
-def _wrap_initialize(stock: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(stock)
-    def initialize(self: Any, param: torch.Tensor, state_name: str, *args: Any, **kwargs: Any) -> None:
-        # A state that FusedAdam does not have was loaded from an optimizer of another class.
-        if state_name not in self.name_to_dtype_map and get_record(param) is not None:
-            for check in checks_of(param).states:
-                check(self, param, state_name)
-        stock(self, param, state_name, *args, **kwargs)
-        boxed_like(self.state[param][state_name], param)
+        return initialize
 
-    return initialize
+    def wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        @functools.wraps(stock)
+        def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = stock(self, *args, **kwargs)
+            # The keys of a state dict number the parameters in the order of the groups.
+            keys = chain.from_iterable(group["params"] for group in found["param_groups"])
+            parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+            for key, parameter in zip(keys, parameters, strict=False):
+                for value in found["state"].get(key, {}).values():
+                    boxed_like(value, parameter)
+            return found
 
+        return state_dict
 
-def _wrap_state_dict(stock: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    @functools.wraps(stock)
-    def state_dict(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = stock(self, *args, **kwargs)
-        # The keys of a state dict number the parameters in the order of the groups.
-        keys = chain.from_iterable(group["params"] for group in found["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for key, parameter in zip(keys, parameters, strict=False):
-            for value in found["state"].get(key, {}).values():
-                boxed_like(value, parameter)
-        return found
-
-    return state_dict
+    apply_patch("states", wrap_initialize)
+    apply_patch("states of dicts", wrap_state_dict)

@@ -87,29 +87,23 @@ class _ToLocal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         binding, found, specs = ctx.binding, list(gradients), list(ctx.specs)
-        _own_memory(found)
+        # A DTensor hides from autograd that a gradient is expanded, or returned for two parameters. Autograd would then
+        # add to it in place. Clipping scales it in place too.
+        seen: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
+        for place, gradient in enumerate(found):
+            if gradient is None:
+                continue
+            # Compare addresses, which tensors that torch.compile traces do not have.
+            key = gradient.data_ptr() if type(gradient) is torch.Tensor else id(gradient)
+            if key in seen or (not gradient.is_contiguous() and 0 in gradient.stride()):
+                found[place] = gradient.clone(memory_format=torch.contiguous_format)
+            elif gradient.numel():
+                seen.add(key)
         if binding.is_cut_over_tp:
             for place, name in enumerate(ctx.names):
                 if binding.rules[name].partial_grad and specs[place] is not None:
                     found[place], specs[place] = _partial(binding, name, specs[place], found[place])
         return None, None, None, *_torch.dtensors(found, specs)
-
-
-def _own_memory(gradients: list[torch.Tensor | None]) -> None:
-    """Replace gradients that autograd expanded, or returns for two parameters, with copies in the list.
-
-    A DTensor hides this from autograd, which then adds to such a gradient in place. Clipping scales it in place too.
-    """
-    seen: set[int] = set()  # torch 2.11 cannot trace `set[int]()`
-    for place, gradient in enumerate(gradients):
-        if gradient is None:
-            continue
-        # Compare addresses, which tensors that torch.compile traces do not have.
-        key = gradient.data_ptr() if type(gradient) is torch.Tensor else id(gradient)
-        if key in seen or (not gradient.is_contiguous() and 0 in gradient.stride()):
-            gradients[place] = gradient.clone(memory_format=torch.contiguous_format)
-        elif gradient.numel():
-            seen.add(key)
 
 
 def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:
@@ -353,7 +347,13 @@ class MeshModule(torch.nn.Module):
                     memo[id(one)] = one
         for parameter in self._parameters.values():
             if isinstance(parameter, DTensor) and id(parameter) not in memo:
-                memo[id(parameter)] = _copy_parameter(parameter, memo)
+                # torch cannot copy a DTensor whose local tensor is a view with an offset. TE's split parameters are
+                # such views of one buffer, and copies of their local tensors keep this structure.
+                local = copy.deepcopy(_torch.local_of(parameter), memo)
+                own = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
+                copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), own)
+                own.grad = copy.deepcopy(parameter.grad, memo)
+                memo[id(parameter)] = own
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
 
@@ -386,18 +386,6 @@ def _check_assignment(
         fix="copy the values: `with torch.no_grad(): parameter.copy_(values)`, with a DTensor of its placements; "
         "or assign and tie parameters before te_fsdp.fully_shard",
     )
-
-
-def _copy_parameter(parameter: DTensor, memo: dict[int, Any]) -> torch.nn.Parameter:
-    """Deep-copy a bound parameter. torch cannot copy a DTensor whose local tensor is a view with an offset.
-
-    TE's split parameters are views of one buffer. Copying their local tensors keeps this structure.
-    """
-    local = copy.deepcopy(_torch.local_of(parameter), memo)
-    new = _torch.with_local(local, parameter, requires_grad=parameter.requires_grad)
-    copy_param_attrs(copy.deepcopy(param_attrs_to_copy(parameter), memo), new)
-    new.grad = copy.deepcopy(parameter.grad, memo)
-    return new
 
 
 def _check_still_quantized(

@@ -109,18 +109,18 @@ def reduce_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup | None) -> N
 
 def patch_delayed_updates() -> None:
     """Let writes of delayed-scaling weights reduce the newest amax ([Note: amax of delayed scaling])."""
-    apply_patch("delayed", _wrap_update_delayed)
 
+    def wrap_update(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
+            result = stock(self, src, dst, **kwargs)
+            if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
+                reduce_newest_amax([dst])
+            return result
 
-def _wrap_update_delayed(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
-        result = stock(self, src, dst, **kwargs)
-        if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
-            reduce_newest_amax([dst])
-        return result
+        return update_quantized
 
-    return update_quantized
+    apply_patch("delayed", wrap_update)
 
 
 # --- around a step
@@ -263,7 +263,11 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
     order = [index for members in by_group.values() for index in members]
     if not order:
         return []
-    amaxes = _amaxes_of([requests[index].value for index in order])
+    values = [requests[index].value for index in order]
+    norms = iter(_torch.norms([value for value in values if value.numel()], torch.inf))
+    amaxes = torch.stack([next(norms) if value.numel() else value.new_zeros(()) for value in values])
+    # Replace NaN: its maximum over ranks would depend on their order.
+    amaxes = amaxes.nan_to_num_(nan=torch.inf, posinf=torch.inf)
     begin = 0
     for name, members in by_group.items():
         if name:
@@ -279,17 +283,6 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
             by_options[options] = _scales_of(amaxes, *options).split(1)
         scales[index] = by_options[options][place]
     return scales
-
-
-def _amaxes_of(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitudes as one float32 vector: 0 for empty values, infinity with a NaN.
-
-    Local operation.
-    """
-    norms = iter(_torch.norms([value for value in values if value.numel()], torch.inf))
-    found = torch.stack([next(norms) if value.numel() else value.new_zeros(()) for value in values])
-    # Replace NaN: its maximum over ranks would depend on their order.
-    return found.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def _scales_of(amaxes: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:

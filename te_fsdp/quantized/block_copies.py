@@ -33,19 +33,19 @@ def patch_clone_of_scales(tensor: torch.Tensor) -> None:
 
 def patch_block_copies() -> None:
     """Quantize values in ``copy_`` between blocks of different shapes, for te_fsdp's weights; once per process."""
-    apply_patch("copy blocks", _wrap_dispatch)
 
+    def wrap_dispatch(stock: Any) -> Any:
+        @classmethod
+        @functools.wraps(stock.__func__)
+        def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and _has_other_blocks(*args[:2]):
+                args[0].quantize_(args[1].dequantize(dtype=torch.float32))
+                return args[0]
+            return stock.__func__(cls, func, types, args, kwargs)
 
-def _wrap_dispatch(stock: Any) -> Any:
-    @classmethod
-    @functools.wraps(stock.__func__)
-    def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default and _has_other_blocks(*args[:2]):
-            args[0].quantize_(args[1].dequantize(dtype=torch.float32))
-            return args[0]
-        return stock.__func__(cls, func, types, args, kwargs)
+        return __torch_dispatch__
 
-    return __torch_dispatch__
+    apply_patch("copy blocks", wrap_dispatch)
 
 
 def _has_other_blocks(target: Any, source: Any) -> bool:

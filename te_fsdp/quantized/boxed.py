@@ -374,8 +374,17 @@ class QuantizedSlice(torch.Tensor):
             return
         record.arrived = []
         record.pending = None  # of an earlier load
-        if not _write_bytes(base, arrived):
-            _write_values(base, arrived, waits=self.waits)
+        if _write_bytes(base, arrived):
+            return
+        values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
+        for target, part in arrived:
+            read = part.values() if isinstance(part, QuantizedSlice) else part
+            values[slices(*target.box)] = read.to(values.device, torch.float32)
+        if self.waits:  # until the amax of all ranks is available
+            record.pending = values
+            return
+        base.quantize_(values)  # type: ignore[operator]
+        record.is_loaded = True
 
 
 def _overlap(one: Any, other: Any) -> bool:
@@ -413,18 +422,3 @@ def _kind_of(tensor: torch.Tensor) -> list[str]:
     found = str(describe_format(tensor)).split()
     # NVFP4 has one name for square blocks and for blocks of a row.
     return [found[0], found[-1], str(has_square_blocks(_te.quantizer_of(tensor)))]
-
-
-def _write_values(
-    base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]], *, waits: bool
-) -> None:
-    """Assemble the values and quantize them, immediately or when the amax of all ranks is available."""
-    values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
-    for target, source in arrived:
-        read = source.values() if isinstance(source, QuantizedSlice) else source
-        values[slices(*target.box)] = read.to(values.device, torch.float32)
-    if waits:
-        weight_record(base).pending = values
-        return
-    base.quantize_(values)  # type: ignore[operator]
-    weight_record(base).is_loaded = True

@@ -159,31 +159,34 @@ def _has_memory_of(held: torch.Tensor, local: torch.Tensor) -> bool:
 
 def patch_loading() -> None:
     """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
-    wrap_reading(_wrap_narrow, _wrap_load)
 
+    def wrap_load(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            stock(state_dict, *args, **kwargs)
+            # With `no_dist`, each rank loads for itself and others may not load at all, so a collective would
+            # hang.
+            no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
+            if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
+                finish_load(state_dict)
 
-def _wrap_load(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        stock(state_dict, *args, **kwargs)
-        # With `no_dist`, each rank loads for itself and others may not load at all, so a collective would
-        # hang.
-        no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
-        if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
-            finish_load(state_dict)
+        return load_state_dict
 
-    return load_state_dict
+    def wrap_narrow(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def narrow_tensor_by_index(
+            tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+        ) -> torch.Tensor:
+            if (
+                _te.is_quantized(tensor)
+                and not _te.is_grouped(tensor)
+                and tuple(sizes) != tuple(tensor.shape)
+            ):
+                if tensor.ndim == 3:  # of one expert in a tensor of all
+                    return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
+                return QuantizedSlice(tensor, offsets, sizes)
+            return stock(tensor, offsets, sizes)
 
+        return narrow_tensor_by_index
 
-def _wrap_narrow(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def narrow_tensor_by_index(
-        tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> torch.Tensor:
-        if _te.is_quantized(tensor) and not _te.is_grouped(tensor) and tuple(sizes) != tuple(tensor.shape):
-            if tensor.ndim == 3:  # of one expert in a tensor of all
-                return QuantizedSlice(tensor.view(tensor.shape[1:]), offsets[1:], sizes[1:], True)
-            return QuantizedSlice(tensor, offsets, sizes)
-        return stock(tensor, offsets, sizes)
-
-    return narrow_tensor_by_index
+    wrap_reading(wrap_narrow, wrap_load)

@@ -23,32 +23,31 @@ if TYPE_CHECKING:
 # so other ranks wait forever. Its Adam kernel for delayed scaling does not update the scale.
 def patch_empty_shards() -> None:
     """Let empty tensors participate in current scaling's amax reductions. Applied once per process."""
-    apply_patch("quantize empty", _wrap_quantize)
-    apply_patch("update empty", _wrap_update)
 
+    def wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(stock)
+        def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
+            group = _te.amax_group_of(dst)
+            if src.numel() > 0 or group is None:
+                return stock(self, src, dst, **options)
+            _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))
+            return dst
 
-def _wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(stock)
-    def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
-            return stock(self, tensor)
-        local = stock(with_group(self, None), tensor)
-        _te.inverse_scale_of(local).copy_(_shared_scale(self, _te.amax_group_of(self), tensor))
-        return local
+        return update_quantized
 
-    return quantize_impl
+    def wrap_quantize(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        @functools.wraps(stock)
+        def quantize_impl(self: Any, tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.numel() > 0 or not getattr(self, _te.REDUCES_AMAX):
+                return stock(self, tensor)
+            local = stock(with_group(self, None), tensor)
+            _te.inverse_scale_of(local).copy_(_shared_scale(self, _te.amax_group_of(self), tensor))
+            return local
 
+        return quantize_impl
 
-def _wrap_update(stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    @functools.wraps(stock)
-    def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
-        group = _te.amax_group_of(dst)
-        if src.numel() > 0 or group is None:
-            return stock(self, src, dst, **options)
-        _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))
-        return dst
-
-    return update_quantized
+    apply_patch("quantize empty", wrap_quantize)
+    apply_patch("update empty", wrap_update)
 
 
 def _shared_scale(quantizer: Any, group: Any, like: torch.Tensor) -> torch.Tensor:

@@ -170,27 +170,27 @@ def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options:
 
 def patch_fsdp_hooks() -> None:
     """Wrap the hooks of every quantized tensor class with hooks. Only the first call per class has an effect."""
+
+    def wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
+        # In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise
+        # data. They do so for every quantized weight of a module under FSDP2, including replicated ones.
+        # Columnwise data that TE cannot recompute (MXFP8, one-dimensional blocks) must stay for the next
+        # backward.
+        @functools.wraps(stock)
+        def clear_columnwise_cache(weight: Any) -> None:
+            record: WeightRecord | None = weight.__dict__.get(WEIGHT)
+            row = None if record is None else record.unsharded_format
+            row = row or _te.format_of(weight)
+            # Per-tensor scales apply to both directions. Blocks may have separate scales.
+            if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
+                stock(weight)
+
+        return clear_columnwise_cache
+
     patch_empty_shards()
-    apply_patch("columnwise", _wrap_clear)
+    apply_patch("columnwise", wrap_clear)
     apply_patch("gather", _wrap_pre)
     apply_patch("gathered", _wrap_post)
-
-
-def _wrap_clear(stock: Callable[[Any], None]) -> Callable[[Any], None]:
-    # In backward TE's modules clear a weight's columnwise data, to free data computed from gathered rowwise
-    # data. They do so for every quantized weight of a module under FSDP2, including replicated ones.
-    # Columnwise data that TE cannot recompute (MXFP8, one-dimensional blocks) must stay for the next
-    # backward.
-    @functools.wraps(stock)
-    def clear_columnwise_cache(weight: Any) -> None:
-        record: WeightRecord | None = weight.__dict__.get(WEIGHT)
-        row = None if record is None else record.unsharded_format
-        row = row or _te.format_of(weight)
-        # Per-tensor scales apply to both directions. Blocks may have separate scales.
-        if row is None or row.block == 1 or row.derives_columnwise(_te.quantizer_of(weight)):
-            stock(weight)
-
-    return clear_columnwise_cache
 
 
 def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -55,38 +55,46 @@ def change_quantizer_record(quantizer: Any, **changes: Any) -> None:
 
 def keep_amax_group_in_copies() -> None:
     """Patch TE's classes to support group names, once per process. Other tensors are not affected."""
-    apply_patch("copy", _wrap_copy)
-    apply_patch("deepcopy", lambda stock: _deepcopy)
-    apply_patch("group", lambda stock: property(_get_group, _set_group))
-    apply_patch("clone", _wrap_clone)
 
+    def wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(stock)
+        def copy(self: Any) -> Any:
+            new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
+            if record:
+                new.__dict__[QUANTIZER_RECORD] = record
+            return new
 
-def _get_group(self: Any) -> Any:
-    """Return the group of the quantizer's name, or the group that TE has set."""
-    quantizer = self._quantizer
-    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
-    if not record or record.amax_group is None:
-        return self.__dict__.get(GROUP_ATTRIBUTE)
-    return _torch.group_by_name(record.amax_group)
+        return copy
 
+    def get_group(self: Any) -> Any:
+        """Return the group of the quantizer's name, or the group that TE has set."""
+        quantizer = self._quantizer
+        record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+        if not record or record.amax_group is None:
+            return self.__dict__.get(GROUP_ATTRIBUTE)
+        return _torch.group_by_name(record.amax_group)
 
-def _set_group(self: Any, group: Any) -> None:
-    """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
-    quantizer = self._quantizer
-    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
-    if not record or record.amax_group is None:
-        self.__dict__[GROUP_ATTRIBUTE] = group
+    def set_group(self: Any, group: Any) -> None:
+        """Store the group that TE sets, unless there is a name. FSDP2's group alone does not have all shards."""
+        quantizer = self._quantizer
+        record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+        if not record or record.amax_group is None:
+            self.__dict__[GROUP_ATTRIBUTE] = group
 
+    def wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        @functools.wraps(stock)
+        def clone(self: Any) -> Any:
+            new, quantizer = stock(self), _te.quantizer_of(self)
+            if quantizer is not None and quantizer_record(quantizer).clones_scales:
+                _te.clone_scales(new)
+            return new
 
-def _wrap_copy(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(stock)
-    def copy(self: Any) -> Any:
-        new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
-        if record:
-            new.__dict__[QUANTIZER_RECORD] = record
-        return new
+        return clone
 
-    return copy
+    apply_patch("copy", wrap_copy)
+    apply_patch("deepcopy", lambda stock: lambda self, memo: with_group(self, None))
+    apply_patch("group", lambda stock: property(get_group, set_group))
+    apply_patch("clone", wrap_clone)
 
 
 def with_group(quantizer: Any, group: Any) -> Any:
@@ -94,19 +102,3 @@ def with_group(quantizer: Any, group: Any) -> Any:
     new = quantizer.copy()
     _te.set_quantizer_amax_group(new, group)
     return new
-
-
-def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-    """Copy a quantizer with its group name but without a process group."""
-    return with_group(self, None)
-
-
-def _wrap_clone(stock: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    @functools.wraps(stock)
-    def clone(self: Any) -> Any:
-        new, quantizer = stock(self), _te.quantizer_of(self)
-        if quantizer is not None and quantizer_record(quantizer).clones_scales:
-            _te.clone_scales(new)
-        return new
-
-    return clone

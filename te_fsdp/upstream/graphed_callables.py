@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import FrameType
 
     from torch import nn
 
@@ -26,27 +25,21 @@ class _BackwardHooks(OrderedDict[int, Any]):
     def __len__(self) -> int:
         frame = sys._getframe(1)
         if frame.f_code.co_name.endswith("make_graphed_callables"):
-            _undo(frame)
+            # By now TE has replaced ``__call__`` of the modules' classes, which it does not undo in an exception
+            # (2.18-2.20). It has also set a flag of the process, with which no backward updates the scales of delayed
+            # scaling.
+            module, caller = frame.f_globals, frame.f_back
+            if module.get("__name__") == "transformer_engine.pytorch.graph" and caller is not None:
+                for cls, call in caller.f_locals.get("old_call_funcs", {}).items():
+                    del cls.__call__
+                    if cls.__call__ is not call:
+                        cls.__call__ = call
+                module["set_capture_end"]()
             self._call()
         return super().__len__()
 
     def __reduce__(self) -> Any:
         return OrderedDict, (list(self.items()),)
-
-
-def _undo(frame: FrameType) -> None:
-    """Undo what TE's ``make_graphed_callables`` has changed by now, which it does not in an exception (2.18-2.20)."""
-    # It has replaced ``__call__`` of the modules' classes. It has also set a flag of the process, with which
-    # no backward updates the scales of delayed scaling.
-    module = frame.f_globals
-    caller = frame.f_back
-    if module.get("__name__") != "transformer_engine.pytorch.graph" or caller is None:
-        return
-    for cls, call in caller.f_locals.get("old_call_funcs", {}).items():
-        del cls.__call__
-        if cls.__call__ is not call:
-            cls.__call__ = call
-    module["set_capture_end"]()
 
 
 def before_graphed_callables(module: nn.Module, call: Callable[[], None]) -> None:

@@ -59,7 +59,16 @@ class MixedLists:
             return _stock(op, args, kwargs)
         if op in _JOINING:
             return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
-        return _per_mesh(op, args[0], [_full(value) for value in args[1:]], kwargs)
+        others = [_full(value) for value in args[1:]]
+        places: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(args[0]):
+            places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(place)
+        results: list[Any] = [None] * len(args[0])
+        for own in places.values():
+            part = op([args[0][place] for place in own], *others, **kwargs)
+            for place, result in zip(own, part or (), strict=bool(part)):
+                results[place] = result
+        return results if any(result is not None for result in results) else None
 
 
 @functools.cache
@@ -70,18 +79,6 @@ def mixed_lists() -> MixedLists:
 
 def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _per_mesh(op: Any, tensors: Sequence[torch.Tensor], others: Sequence[Any], kwargs: Any) -> Any:
-    places: dict[Any, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(place)
-    results: list[Any] = [None] * len(tensors)
-    for own in places.values():
-        found = op([tensors[place] for place in own], *others, **kwargs)
-        for place, result in zip(own, found or (), strict=bool(found)):
-            results[place] = result
-    return results if any(result is not None for result in results) else None
 
 
 def _stock(op: Any, args: Any, kwargs: Any) -> Any:
