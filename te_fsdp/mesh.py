@@ -195,8 +195,15 @@ class Meshes:
             mesh_checks.check_nested(stage, mesh)
         with collective_call("Meshes.from_device_mesh"):
             own, stages = mesh_checks.mesh_of_stage(mesh.device_type, ranks)
-            if own.size() < dist.get_world_size() and pp is stages is None and not names:
-                _warn_about_other_models(own)
+            is_part = own.size() < dist.get_world_size() and pp is stages is None and not names
+            if is_part and dist.get_rank() == int(own.mesh.min()):
+                _log.warning(
+                    "Meshes: a mesh of %d of %d ranks. Models on other ranks are treated as separate models: "
+                    "clip_grad_norm_ uses this one alone, and te_fsdp.checkpoint raises. For stages of one model, "
+                    'pass the mesh with its axis "pp", or from_device_mesh(mesh, pp=whole["pp"])',
+                    own.size(),
+                    dist.get_world_size(),
+                )
             return cls._of(own, sizes["cp"], sizes["ep"], pp or stages)
 
     def size(self, axis: str) -> int:
@@ -427,17 +434,6 @@ def as_meshes(given: object, where: str) -> Meshes:
         if given is None
         else "te_fsdp.Meshes.build(dp_shard=-1, tp=...)",
     )
-
-
-def _warn_about_other_models(own: DeviceMesh) -> None:
-    if dist.get_rank() == int(own.mesh.min()):
-        _log.warning(
-            "Meshes: a mesh of %d of %d ranks. Models on other ranks are treated as separate models: clip_grad_norm_ "
-            "uses this one alone, and te_fsdp.checkpoint raises. For stages of one model, pass the mesh "
-            'with its axis "pp", or from_device_mesh(mesh, pp=whole["pp"])',
-            own.size(),
-            dist.get_world_size(),
-        )
 
 
 def device_of(kind: str) -> torch.device:

@@ -48,7 +48,12 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
         with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
             result = stock(*args, **kwargs)
         if "to_empty" in getattr(args[0], "__qualname__", ""):
-            _leave_unset(state)
+            # Fill the memory with NaN, which the first forward detects and any loss shows.
+            for tensor in [*state.model.parameters(), *state.model.buffers()]:
+                local = _torch.local_of(tensor).detach()
+                if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
+                    local.fill_(float("nan"))
+            state.checked.released = state.checked.on_meta = True
         return result
     except NotImplementedError as error:
         if "meta tensor" not in str(error):
@@ -87,13 +92,3 @@ def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
                 why="FSDP2 has already allocated all-gather buffers of the first dtype",
                 fix="build the model in that dtype, or give te_fsdp.fully_shard a precision policy",
             )
-
-
-@torch.no_grad()
-def _leave_unset(state: ShardedModel) -> None:
-    """Fill the memory after ``to_empty`` with NaN, which the first forward detects and any loss shows."""
-    for tensor in [*state.model.parameters(), *state.model.buffers()]:
-        local = _torch.local_of(tensor)
-        if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
-            local.fill_(float("nan"))
-    state.checked.released = state.checked.on_meta = True

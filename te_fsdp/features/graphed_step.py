@@ -353,7 +353,16 @@ class GraphedStep:
                 return None
             recording = self._record_gradients(signature, leaves, structure)
             if recording is not None and self._step_can_be_recorded():
-                self._record_update(recording)
+                # The second graph, unless it fails on any rank.
+                report, norm = self._state.components.get(NanReport), recording.norm
+                if report is not None:
+                    report.check()  # a check inside of the recording is then not needed
+                made = self._on_all_ranks(lambda: self._update(norm))
+                if isinstance(made, str):
+                    self._no_update = made
+                    self._step_can_be_recorded()  # logs the reason
+                else:
+                    recording.update, recording.norm = made
             self._clear_events()
         if recording is None:
             return None
@@ -407,19 +416,6 @@ class GraphedStep:
             if moved:
                 raise RuntimeError(f"{moved[0]} has a different address after each microbatch")
         return StepOutput(output, None)
-
-    def _record_update(self, recording: _Recording) -> None:
-        """The second graph, unless it fails on any rank. Collective over the model's ranks."""
-        report = self._state.components.get(NanReport)
-        if report is not None:
-            report.check()  # a check inside of the recording is then not needed
-        norm = recording.norm
-        made = self._on_all_ranks(lambda: self._update(norm))
-        if isinstance(made, str):
-            self._no_update = made
-            self._step_can_be_recorded()  # logs the reason
-            return
-        recording.update, recording.norm = made
 
     def _clear_events(self) -> None:
         """Clear all events of a recording, or of the step before one, on which a stream could wait."""

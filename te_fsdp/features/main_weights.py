@@ -79,36 +79,30 @@ def check_optimizer(model: nn.Module, optimizer: Optimizer) -> None:
             module.reshard()  # type: ignore[operator]
     current = {id(p) for p in model.parameters()}
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = sum(id(p) not in current for p in held)
+    foreign = [p for p in held if id(p) not in current]
     if foreign:
-        _require_one_model(optimizer, [p for p in held if id(p) not in current])
+        # Are they parameters of other sharded models?
+        states = {id(state): state for state in map(sharded_model_of, foreign) if state is not None}
+        living = {id(parameter) for state in states.values() for parameter in state.parameters().values()}
+        if others := sum(id(parameter) in living for parameter in foreign):
+            # fully_shard of FSDP2 has renamed the class.
+            kinds = [type(state.model).__name__.removeprefix("FSDP") for state in states.values()]
+            raise OrderError(
+                f"{type(optimizer).__name__}: {others} parameters of other sharded models ({shorten(kinds, 3)})",
+                expected="one module that contains all models with parameters in the optimizer",
+                got="one of these models",
+                why="Main weights and checkpoints identify parameters by their names in one module",
+                fix='models = torch.nn.ModuleDict({"a": a, "b": b}), and pass models to te_fsdp.main_weights, '
+                "te_fsdp.shard_optimizer and te_fsdp.checkpoint; or use one optimizer per model",
+            )
         raise OrderError(
-            f"{type(optimizer).__name__}: {foreign} of {len(held)} parameters are not the model's",
+            f"{type(optimizer).__name__}: {len(foreign)} of {len(held)} parameters are not the model's",
             expected="the current parameters of the model",
             got="other parameters, such as those from before fully_shard or materialize",
             why="Its step would not update the model",
             fix="build it after te_fsdp.fully_shard and te_fsdp.materialize, from model.parameters()",
         )
     refuse_unsupported_optimizer(optimizer, held)
-
-
-def _require_one_model(optimizer: Optimizer, foreign: list[torch.Tensor]) -> None:
-    """Raise OrderError if parameters belong to other sharded models. Local operation."""
-    states = {id(state): state for state in map(sharded_model_of, foreign) if state is not None}
-    living = {id(parameter) for state in states.values() for parameter in state.parameters().values()}
-    others = [parameter for parameter in foreign if id(parameter) in living]
-    if others:
-        # fully_shard of FSDP2 has renamed the class.
-        kinds = [type(state.model).__name__.removeprefix("FSDP") for state in states.values()]
-        raise OrderError(
-            f"{type(optimizer).__name__}: {len(others)} parameters of other sharded models "
-            f"({shorten(kinds, 3)})",
-            expected="one module that contains all models with parameters in the optimizer",
-            got="one of these models",
-            why="Main weights and checkpoints identify parameters by their names in one module",
-            fix='models = torch.nn.ModuleDict({"a": a, "b": b}), and pass models to te_fsdp.main_weights, '
-            "te_fsdp.shard_optimizer and te_fsdp.checkpoint; or use one optimizer per model",
-        )
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -96,7 +96,17 @@ class Muon(Optimizer):
         others = _adamw_options(some, adamw)
         matrices = _groups(_matrices_of(model) if params is None else params)
         for parameter in (p for group in matrices for p in group["params"]):
-            _check_matrix(model, parameter)
+            if parameter.ndim == 2 and not parameter.is_complex():
+                continue
+            names = [place.label for place in iter_param_owners(model) if place.parameter is parameter]
+            raise PlacementError(
+                f"Muon: {names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)}, {parameter.dtype}",
+                expected="a real matrix",
+                why="Muon orthogonalizes matrices",
+                fix="use GroupedLinear(single_grouped_weight=False), which has one weight per expert"
+                if parameter.ndim == 3
+                else "omit it from params; adamw={...} updates all other parameters",
+            )
         groups = [group for group in matrices if group["params"]]
         taken = {id(p) for group in groups for p in group["params"]}
         rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
@@ -255,22 +265,6 @@ def _matrices_of(model: nn.Module) -> list[torch.Tensor]:
         and _te.kind_of(place.owner) not in (None, "unknown")
     }
     return list(weights.values())
-
-
-def _check_matrix(model: nn.Module, parameter: torch.Tensor) -> None:
-    """Check that a parameter is a real matrix; raise PlacementError otherwise."""
-    if parameter.ndim == 2 and not parameter.is_complex():
-        return
-    names = [place.label for place in iter_param_owners(model) if place.parameter is parameter]
-    experts = parameter.ndim == 3
-    raise PlacementError(
-        f"Muon: {names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)}, {parameter.dtype}",
-        expected="a real matrix",
-        why="Muon orthogonalizes matrices",
-        fix="use GroupedLinear(single_grouped_weight=False), which has one weight per expert"
-        if experts
-        else "omit it from params; adamw={...} updates all other parameters",
-    )
 
 
 @dataclass

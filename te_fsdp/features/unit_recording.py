@@ -262,7 +262,21 @@ class UnitRecording:
         if not self.is_complete:
             self._record_backward()
         self._backward_graph.replay()
-        return self._results()
+        inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
+        found: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
+        kept = not _graphs.reduces_gradients(self._unit)
+        managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
+        for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
+            if not weight.trained:
+                continue
+            if gradient is None:
+                found.append(None)
+                continue
+            # The next replay overwrites a gradient that is not reduced before.
+            copies = (kept or id(weight.parameter) not in managed) and weight.parameter.grad is None
+            local = gradient.local.clone() if copies else gradient.local.detach()
+            found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
+        return found
 
     def _record_backward(self) -> None:
         restored: list[tuple[Any, str, torch.Tensor]] = []
@@ -317,23 +331,6 @@ class UnitRecording:
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         found = iter(torch.autograd.grad(self._edges, wanted, self._grad_outputs, allow_unused=True))
         return [next(found) if tensor.requires_grad else None for tensor in tensors]
-
-    def _results(self) -> list[Any]:
-        inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
-        found: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
-        kept = not _graphs.reduces_gradients(self._unit)
-        managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
-        for weight, gradient in zip(self.weights, self._gradients[inputs:], strict=True):
-            if not weight.trained:
-                continue
-            if gradient is None:
-                found.append(None)
-                continue
-            # The next replay overwrites a gradient that is not reduced before.
-            copies = (kept or id(weight.parameter) not in managed) and weight.parameter.grad is None
-            local = gradient.local.clone() if copies else gradient.local.detach()
-            found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
-        return found
 
 
 def _recorded(gradient: torch.Tensor) -> Gradient:

@@ -74,44 +74,56 @@ def mark_entries(module: torch.nn.Module, destination: dict[str, Any], prefix: s
 
 def patch_expert_loading() -> None:
     """Mark optimizer states of experts, and let torch load either form; later calls do nothing."""
+
+    def wrap_optimizer_states(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def get_states(model: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            found = stock(model, *args, **kwargs)
+            for path, module in model.named_modules():
+                for name, mark in marks_of(module).items():
+                    fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
+                    shape = module._parameters[name].shape  # type: ignore[union-attr]
+                    states = found["state"].get(fqn, {}) if "state" in found else found
+                    for key, value in states.items():
+                        is_own = states is not found or key.startswith(f"state.{fqn}.")
+                        if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
+                            value.__dict__[_MARK] = mark
+            return found
+
+        return get_states
+
+    def wrap_model_state(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def load_model_state(
+            model: torch.nn.Module, state_dict: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            return stock(model, _in_own_form(model, state_dict), *args, **kwargs)
+
+        return load_model_state
+
+    def wrap_plan(stock: Any) -> Any:
+        @functools.wraps(stock)
+        def create_local_plan(self: Any) -> Any:
+            _place_entries(self)
+            fit = _Fit(self)
+            if fit.find():
+                self.state_dict = fit.fitted()
+                self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
+                self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
+            return stock(self)
+
+        return create_local_plan
+
     for owner, name, wrap in (
-        (_state_dict, "_get_optim_state_dict", _wrap_optimizer_states),
-        (_state_dict, "_load_model_state_dict", _wrap_model_state),
-        (DefaultLoadPlanner, "create_local_plan", _wrap_plan),
+        (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
+        (_state_dict, "_load_model_state_dict", wrap_model_state),
+        (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
         stock = getattr(owner, name)
         if not hasattr(stock, _MARK):
             replacement = wrap(stock)
             setattr(replacement, _MARK, True)  # torch's own decorators leave ``__wrapped__``
             setattr(owner, name, replacement)
-
-
-def _wrap_optimizer_states(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def get_states(model: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = stock(model, *args, **kwargs)
-        for path, module in model.named_modules():
-            for name, mark in marks_of(module).items():
-                fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
-                shape = module._parameters[name].shape  # type: ignore[union-attr]
-                states = found["state"].get(fqn, {}) if "state" in found else found
-                for key, value in states.items():
-                    is_own = states is not found or key.startswith(f"state.{fqn}.")
-                    if is_own and isinstance(value, torch.Tensor) and value.shape == shape:
-                        value.__dict__[_MARK] = mark
-        return found
-
-    return get_states
-
-
-def _wrap_model_state(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def load_model_state(
-        model: torch.nn.Module, state_dict: dict[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        return stock(model, _in_own_form(model, state_dict), *args, **kwargs)
-
-    return load_model_state
 
 
 def _in_own_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -132,20 +144,6 @@ def _in_own_form(model: torch.nn.Module, state_dict: dict[str, Any]) -> dict[str
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.dequantize() if _te.is_quantized(tensor) else tensor
-
-
-def _wrap_plan(stock: Any) -> Any:
-    @functools.wraps(stock)
-    def create_local_plan(self: Any) -> Any:
-        _place_entries(self)
-        fit = _Fit(self)
-        if fit.find():
-            self.state_dict = fit.fitted()
-            self.load_bytes = functools.partial(fit.load_bytes, self.load_bytes)
-            self.commit_tensor = functools.partial(fit.commit_tensor, self.commit_tensor)
-        return stock(self)
-
-    return create_local_plan
 
 
 def _place_entries(planner: Any) -> None:
@@ -284,7 +282,15 @@ class _Fit:
             stock(replace(item, dest_index=replace(item.dest_index, fqn=key)), value)
             holder, last = _holder(self.planner, key)
             if last == "params":
-                holder[last] = list(dict.fromkeys(self._own_names(holder[last])))
+                names: dict[str, None] = {}
+                for name in holder[last]:
+                    own = [
+                        ".".join([*name.split(".")[:-1], mark.own()])
+                        for mark, prefixes in self.prefixes.values()
+                        if any(prefix.endswith(f".{name}") for prefix in prefixes)
+                    ]
+                    names |= dict.fromkeys(own or [name])
+                holder[last] = list(names)
 
     def commit_tensor(self, stock: Callable[..., None], item: Any, tensor: torch.Tensor) -> None:
         """Copy a number to every own entry that it belongs to; CheckpointError if experts have different ones."""
@@ -306,15 +312,6 @@ class _Fit:
 
     def _targets(self, saved: str) -> list[str]:
         return [key for key, keys in self.others.items() if saved in keys]
-
-    def _own_names(self, names: list[str]) -> Iterator[str]:
-        for name in names:
-            own = [
-                ".".join([*name.split(".")[:-1], mark.own()])
-                for mark, prefixes in self.prefixes.values()
-                if any(prefix.endswith(f".{name}") for prefix in prefixes)
-            ]
-            yield from own or [name]
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:

@@ -38,7 +38,6 @@ from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
 
 def plan_modules(
@@ -101,39 +100,32 @@ def _plan(
             meshes = replace(meshes, weight_mesh=meshes.tp_mesh)  # data parallelism does not shard them
         if meshes.ep_mesh is not None and any(rule.layout.is_grouped for rule in item.rules.values()):
             meshes = replace(meshes, experts_mesh=mesh_of_experts(meshes.ep_mesh, meshes.tp_mesh, item.name))
-        planned.append(_with_own(replace(item, meshes=meshes), ep_mesh))
-        _check_item(planned[-1])
+        item = replace(item, meshes=meshes)
+        # The placements of the user's DTensors replace rules. DTensors of a bound module are those of an earlier call.
+        if binding_of(item.module) is None:
+            label = item.name or type(item.module).__name__
+            own = {
+                name: place_own(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
+                for name, p in own_dtensors(item.module).items()
+            }
+            rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in own.items()}}
+            item = replace(item, rules=rules, distributed=own)
+        _check_item(item)
+        planned.append(item)
     return planned
-
-
-def _with_own(item: ModulePlan, ep_mesh: DeviceMesh | None) -> ModulePlan:
-    """Return the plan of a module with the placements of the user's DTensors, which replace rules."""
-    # Its DTensors are those of an earlier call, not of the user.
-    if binding_of(item.module) is not None:
-        return item
-    meshes, label = item.meshes, item.name or type(item.module).__name__
-    own = {
-        name: place_own(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
-        for name, p in own_dtensors(item.module).items()
-    }
-    rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in own.items()}}
-    return replace(item, rules=rules, distributed=own)
 
 
 def own_dtensors(module: Any) -> dict[str, DTensor]:
     """Return a module's DTensor parameters that TE does not read itself, by name. Local operation."""
     found = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
-    read = _read_by_te(module) if found else ()
-    return {name: p for name, p in found.items() if name not in read}
-
-
-def _read_by_te(module: Any) -> Collection[str]:
-    """Return the names of the parameters that TE's code reads from a module."""
-    kind = _te.kind_of(module)
+    kind = _te.kind_of(module) if found else None
+    read: Collection[str] = ()
     if kind == "GroupedLinear":
         counted = [f"{what}{index}" for what in ("weight", "bias") for index in range(module.num_gemms)]
-        return {*counted, *single_names(module)}
-    return _rules(module, kind, {}, PLAIN, False) if kind not in (None, "unknown") else ()
+        read = {*counted, *single_names(module)}
+    elif kind not in (None, "unknown"):
+        read = _rules(module, kind, {}, PLAIN, False)
+    return {name: p for name, p in found.items() if name not in read}
 
 
 def _check_item(item: ModulePlan) -> None:

@@ -37,7 +37,16 @@ def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
 
 def patch_quantize() -> None:
     """Let ``quantize_`` of TE's tensors count; once per process."""
-    apply_patch("count", _wrap_quantize)
+
+    def wrap_quantize(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def quantize_(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            count_write(self)
+            return stock(self, tensor, *args, **kwargs)
+
+        return quantize_
+
+    apply_patch("count", wrap_quantize)
 
 
 def count_write(tensor: Any) -> None:
@@ -46,12 +55,3 @@ def count_write(tensor: Any) -> None:
     record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
     if record and record.writes is not None:
         record.writes[0] += 1
-
-
-def _wrap_quantize(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def quantize_(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        count_write(self)
-        return stock(self, tensor, *args, **kwargs)
-
-    return quantize_
