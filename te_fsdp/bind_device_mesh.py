@@ -81,6 +81,8 @@ def _sharded_init_class() -> type:
     """Return ``TransformerEngineBaseModule`` with a generic ``reset_parameters`` for shards."""
     base = _te.base_module_class()
 
+    # In the MRO it is between a TE class, whose own ``reset_parameters`` calls it with ``super()``, and TE's
+    # base.
     class ShardedInit(base):  # type: ignore[misc, valid-type]
         """Replaces the generic part of TE's ``reset_parameters`` for bound modules."""
 
@@ -109,6 +111,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         check_1d(tp_mesh, "tp_mesh", kind)
         check_1d(weight_mesh, "weight_mesh", kind)
         check_switch(kwargs)
+        # TE's norms have no tensor-parallel arguments.
         if tp_mesh is not None and kind not in ("LayerNorm", "RMSNorm"):
             kwargs.setdefault("tp_group", tp_mesh.get_group())
             kwargs.setdefault("tp_size", tp_mesh.size())
@@ -138,6 +141,7 @@ def mesh_class(kind: str) -> type[torch.nn.Module]:
         "__doc__": doc,
         "__module__": "te_fsdp",
     }
+    # The constructor above reads `cls` for ``super()`` when it runs, and the class exists by then.
     cls = type(kind, _bases(stock), members)
     return cls
 
@@ -177,6 +181,7 @@ def _bases(cls: type) -> tuple[type, ...]:
         return (GroupedModule if grouped else ResettableModule, cls, _sharded_init_class())
     if hasattr(cls, "op_backward"):
         return (OpMeshModule, cls)
+    # A ForeignModule raises in ``reset_parameters``, which would draw a shard like an unsharded tensor.
     from_te = cls.__module__.split(".")[0] == "transformer_engine"
     return (ForeignModule if hasattr(cls, "reset_parameters") and not from_te else MeshModule, cls)
 
@@ -291,6 +296,7 @@ def _communicates_over(
     require_model(model, "set_device_mesh(model, tp_mesh, weight_mesh)")
     for mesh, argument in ((tp_mesh, "tp_mesh"), (weight_mesh, "weight_mesh"), (ep_mesh, "ep_mesh")):
         check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
+    # Ranks of `ep` exchange their numbers of experts, whatever the state of the parameters is.
     if ep_mesh is not None:
         return ep_mesh
     # Parameters on meta have no values to compare or to quantize.

@@ -50,6 +50,7 @@ def start_grad_reduce(model: nn.Module) -> None:
     raise_if_backward_failed(state, "start_grad_reduce")
     if not state.pending():
         return
+    # First FSDP2's units, then the components: collectives must start in one order on all ranks.
     for root in state.roots():
         _fsdp2.reduce_outside_backward(root)
     for reduce in state.components.reduce_gradients:
@@ -105,6 +106,7 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
 
 def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
     """Raise OrderError if a backward or a step has failed, on any rank, since gradients were last cleared."""
+    # A backward of another rank may have failed. Its flag arrives with an all-reduce of the last backward.
     for settle in state.components.settle:
         state.sync.failed |= settle()
     if state.sync.dropped and all(p.grad is None for p in state.parameters().values()):
@@ -152,6 +154,7 @@ def zero_grad(model: nn.Module, *, set_to_none: bool = True) -> None:
         settle()  # clears the flag of another rank's abandoned reduction
     parameters = state.parameters().values()
     for parameter in parameters:
+        # TE's FusedAdam may read this attribute in place of ``.grad``.
         if getattr(parameter, "decoupled_grad", None) is not None:
             parameter.decoupled_grad = None  # type: ignore[attr-defined]
         if set_to_none:

@@ -311,6 +311,7 @@ class Meshes:
 
     def _amax_of(self, mesh: DeviceMesh, weight: DeviceMesh | None, name: str) -> DeviceMesh:
         if self.size("dp_replicate") == 1:
+            # Without replicas these are the ranks of one weight, whose process group exists already.
             return weight or mesh["dp_shard"]
         return self._flattened(mesh["dp_replicate", "dp_shard", "tp"], name)
 

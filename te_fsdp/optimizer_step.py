@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 @functools.cache
 def known_optimizers() -> weakref.WeakSet[Optimizer]:
     """Return the optimizers that have main weights, or have begun a step on parameters of a sharded model."""
+    # Weak, so that te_fsdp does not keep optimizers and their state alive.
     return weakref.WeakSet()
 
 
@@ -89,13 +90,16 @@ def allow_mixed_parameters(step: Step) -> None:
     are elementwise, so that each rank's shard gets the same update as separately.
     """
     if step.models and has_mixed_groups(step.optimizer):
+        # torch's switch is global, so the exit stack of one model is enough.
         mixing = step.models[0][0].step.mixing
+        # Of a step that raised, which did not reach :func:`undo_preparations`.
         mixing.close()
         mixing.enter_context(implicit_replication())
 
 
 def has_mixed_groups(optimizer: Optimizer) -> bool:
     """Return whether torch would refuse a group's foreach and fused kernels, because only some are DTensors."""
+    # Loops, because this runs in each step, and a generator costs a call per parameter.
     for group in optimizer.param_groups:
         kinds = set[bool]()
         for parameter in group["params"]:
@@ -132,6 +136,7 @@ def finish_components(step: Step) -> None:
 def release_weights(step: Step) -> None:
     """Free weights that were kept or are being all-gathered, so that the next forward gathers the new ones."""
     for state, _ in step.models:
+        # Explicit all-gathers of the old weights must end before their memory is freed.
         for gather in state.unsharded.gathers.values():
             gather.wait()
         state.unsharded.gathers.clear()
@@ -160,12 +165,14 @@ class _ZeroGrad:
     """Replacement for ``zero_grad`` of one model."""
 
     def __init__(self, state: ShardedModel) -> None:
+        # Weak, because the model owns this object.
         self._state = weakref.ref(state)
         functools.update_wrapper(self, type(state.model).zero_grad)
 
     def __call__(self, set_to_none: bool = True) -> None:
         state = self._state()
         assert state is not None  # owned by the model, which is alive during its own method
+        # In backward only the module's own method runs, as without te_fsdp.
         if not _torch.in_backward():
             zero_grad(state.model, set_to_none=set_to_none)
         type(state.model).zero_grad(state.model, set_to_none)  # may be the user's override

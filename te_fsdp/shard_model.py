@@ -79,8 +79,10 @@ def fully_shard(
         request = ShardRequest(*given, experts, average_gradients, transport, zero_copy_gradients)
         plan = plan_sharding(model, meshes, request)
         refuse_fused(fused, plan)
+        # Before the first parameter is replaced: a model that is sharded in part could not be used again.
         check_plan(plan, points)
         setup = Setup(plan, replace_parameters(plan, attach_plan(plan, points)), fused)
+        # Components need the parameters and units as FSDP2 has left them.
         for attach in SETUP:
             attach(setup)
     return model

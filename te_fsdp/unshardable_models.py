@@ -24,6 +24,7 @@ def check_order(model: nn.Module) -> None:
     Local.
     """
     for name, module in model.named_modules():
+        # DDP has hooks on the parameters that FSDP2 would replace, and FSDP1 has flattened them.
         if isinstance(module, (DataParallel, DistributedDataParallel, FullyShardedDataParallel)):
             raise OrderError(
                 f"{name or 'model'}: fully_shard of a {type(module).__name__}",
@@ -77,6 +78,7 @@ def check_accepted(model: nn.Module, units: Iterable[str], kept: Collection[int]
                 else "shard the module that calls it",
             )
     for name, parameter in model.named_parameters():
+        # FSDP2 raises for a scalar when it reaches the unit, and has sharded other units by then.
         if parameter.ndim == 0 and id(parameter) not in kept:
             raise PlacementError(
                 f"{name}: fully_shard of a scalar parameter",

@@ -64,6 +64,7 @@ def _of_other_dtypes(unit: str, places: list[ParamOwner], with_frozen: bool) -> 
     if len(trained) < 2:
         return set()
     sizes = {dtype: sum(p.parameter.numel() for p in own.values()) for dtype, own in trained.items()}
+    # The name decides between equal sizes, so that all ranks choose the same dtype.
     main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
     others = [place for dtype, own in trained.items() if dtype != main for place in own.values()]
     elements = sum(sizes.values()) - sizes[main]

@@ -46,9 +46,11 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
     with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
         state = get_sharded_model(model)
         if state is not None:
+            # Unsharded copies would keep the values from before the broadcast.
             release_params(model)
         places: dict[int, ParamOwner] = {}
         for place in iter_param_owners(model):
+            # A tied parameter has several owners and is sent once.
             places.setdefault(id(place.parameter), place)
         found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         quantized = []
@@ -56,9 +58,11 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
             parameter, local = place.parameter, _torch.local_of(place.parameter)
             buffers = [local]
             if _te.is_quantized(local):
+                # The bytes and scales themselves are sent, so that copies are equal without quantizing again.
                 buffers = [component.tensor for component in components_of(local, "broadcast_params")]
                 quantized.append(local)
             states = optimizer.state.get(parameter, {}).values() if optimizer is not None else ()
+            # Step counters and other states of a different shape do not follow the parameter's placement.
             shapes = (parameter.shape, local.shape)
             states = [s for s in states if isinstance(s, torch.Tensor) and s.shape in shapes]
             for group in replica_groups_of_dtensor(parameter):
@@ -71,4 +75,5 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
         for group, tensors in found.items():
             broadcast(tensors, group)
         for local in quantized:
+            # TE has derived transposes and other buffers from data that are overwritten now.
             drop_derived_state(local)

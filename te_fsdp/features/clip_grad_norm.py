@@ -224,6 +224,7 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
             if mesh.size(axis) > 1:
                 group = mesh.get_group(axis)
                 ranks = tuple(dist.get_process_group_ranks(group))
+                # Meshes may have several groups of the same ranks. One of them is used for all.
                 groups.setdefault(ranks, group)
                 # The single parameter of all experts is on ep itself.
                 axes += [ranks] if ranks not in axes else []

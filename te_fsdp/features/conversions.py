@@ -65,6 +65,7 @@ def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any)
             fix="call te_fsdp.materialize(model, seed=...) instead",
         ) from error
     finally:
+        # Also after an error, because torch has replaced some of the parameters by then.
         for name, parameter in state.parameters().items():
             copy_param_attrs(known[name], parameter)
             if _te.is_quantized(parameter):
@@ -84,6 +85,7 @@ def _refuse_conversion(state: ShardedModel, fn: Any) -> None:
         (p.dtype, p.device) for p in state.parameters().values() if not _te.is_quantized(_torch.local_of(p))
     }
     for dtype, device in kinds:
+        # `_apply` gets a function without its dtype, so that it is tried on an empty tensor.
         became = fn(torch.empty(0, dtype=dtype, device=device)).dtype
         if became != dtype:
             raise OrderError(

@@ -149,12 +149,15 @@ class ExpertDispatcher:
         # (groups, top_k, tokens of a group): the order of precedence.
         wanted = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
         wanted = wanted.flatten()
+        # Stable, so that copies for one expert keep their order of precedence.
         order = wanted.argsort(stable=True)
         ordered = wanted[order]
+        # The first copy of each expert and group in the sorted order.
         begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
         place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
         position = torch.empty_like(place).scatter_(0, order, place)
         unused = buckets * self.capacity
+        # Copies beyond the capacity get the unused last row, which `dispatch` cuts off.
         rows = torch.where(position < self.capacity, wanted * self.capacity + position, unused)
         return ExpertRoute(rows.view(self.groups, top_k, -1).transpose(1, 2).reshape(tokens, top_k), unused)
 

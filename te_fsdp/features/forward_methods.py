@@ -42,6 +42,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
             expected="the name of a method",
         )
     is_unit = fsdp2_units.is_fsdp_module(module)
+    # FSDP2's wrapper first, so that te_fsdp's runs around it, as its hooks of forward do.
     if is_unit:
         register_fsdp_forward_method(module, method)
     if is_unit or get_sharded_model(module) is not None:
@@ -79,6 +80,7 @@ def _wrap_method(unit: nn.Module, method: str) -> None:
         for name in names:
             choose_root(state, [], unit, args)
             before_unit(state, name, unit, args)
+        # The model's hooks of forwards inside of the method do not begin a new forward.
         state.computed.methods += is_root
         try:
             output = stock(*args, **kwargs)

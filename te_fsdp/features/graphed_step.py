@@ -384,6 +384,7 @@ class GraphedStep:
         self._clear_events()
         report = self._state.components.get(NanReport)
         parts, norm = list[_Part](), None
+        # The first, the middle and the last microbatch differ. All middle ones replay one graph.
         for number in sorted({0, min(1, self._last), self._last}):
             if report is not None:
                 report.forget()

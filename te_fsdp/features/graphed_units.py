@@ -106,6 +106,7 @@ def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
 
 def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
     """All-gather units to fixed addresses from now on; raise if some cannot be. Local operation."""
+    # Units that are gathered in each pass take turns in the memory of two units. The others keep their own.
     transports, shared, own = transports_of(state).by_unit, FixedMemory(2), FixedMemory(0)
     gathered = [name for name in names if transports[name].name != "none"]
     for name in gathered:
@@ -132,6 +133,7 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
                 expected="set_reduce_scatter_max_input_buffers(1), the default",
                 got=f"{most}",
             )
+    # Only now, because all units are checked before the first one changes.
     for name in gathered:
         gathers = transports[name].gathers
         assert gathers is not None
@@ -159,15 +161,18 @@ class _Shared:
     ) -> None:
         self.recorder, self.warmup = recorder, warmup
         self.buffers = StaticBuffers()
-        self.why_eager: dict[str, str] = {}
+        self.why_eager: dict[str, str] = {}  #: Reason for each unit that runs eagerly
         self.recordings = self.replays = self.generation = self.order = 0
         self.last_backward = -1  #: Order of the unit whose backward was replayed last
-        self.is_busy = False
+        self.is_busy = False  #: Whether a unit is being recorded
         self._device, self._memory = device, memory
+        #: Forwards whose backward is pending, in order.
         self._stack: list[weakref.ref[_Pending]] = []
 
     def push(self, pending: _Pending) -> None:
         """Add a forward whose backward is pending."""
+        # Weak: the autograd graph keeps a pending forward alive. If the graph is freed, the backward cannot
+        # come.
         self._stack.append(weakref.ref(pending))
 
     def pending(self) -> list[_Pending]:
@@ -248,7 +253,7 @@ class _Unit:
         self.shared, self.why = shared, ""
         self.known: list[tuple[Signature, int]] = []  # with the number of eager forwards
         self.recordings: list[UnitRecording] = []
-        self.count = 0
+        self.count = 0  #: Number of recordings that were made, also of those that were replaced
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unit's forward, from a graph if possible."""
@@ -280,6 +285,7 @@ class _Unit:
         # A recorded forward whose backward never ran is of no use.
         self.recordings = [r for r in self.recordings if r.is_complete or r in alive]
         for recording in self.recordings:
+            # [Note: order of replays]: only later recordings of the generation that is pending.
             if last is not None and (
                 recording.generation != last.generation or recording.order <= last.order
             ):

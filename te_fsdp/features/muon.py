@@ -208,6 +208,7 @@ class Muon(Optimizer):
         states = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
             if "step" not in state:
+                # On the CPU, as in torch's AdamW, which reads the number without waiting for the device.
                 state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -355,6 +356,7 @@ def _make_exchange_plan(
         found.append(weight)
         group = _group_of(parameter, place)
         ranks = () if group is None else tuple(dist.get_process_group_ranks(group))
+        # One exchange for all weights over the same ranks.
         exchanges.setdefault(ranks, (group, []))[1].append(weight)
     for group, weights in exchanges.values():
         if group is not None:
@@ -379,6 +381,7 @@ def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup |
     names = tuple(mesh.mesh_dim_names[axis] for axis in axes)
     cutting, binding = mesh[names], binding_of(place.owner)
     known = None if binding is None else binding.weight_mesh
+    # The weight mesh may have the same ranks, so that no further process group is created.
     if known is not None and set(known.mesh.flatten().tolist()) == set(cutting.mesh.flatten().tolist()):
         return known.get_group()
     return _torch.flatten_mesh(cutting, f"muon_{'_'.join(names)}").get_group()

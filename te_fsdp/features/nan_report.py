@@ -89,6 +89,8 @@ class NanReport(Component):
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
         self._first = torch.zeros(len(self._labels), dtype=torch.int32, device=state.meshes.device)
+        # All reductions of the model use one GradComm, which calls `look` with each buffer before its
+        # reduction.
         if state.sync.comm is None:
             state.sync.comm = GradComm()
         self._comm = state.sync.comm
@@ -120,6 +122,7 @@ class NanReport(Component):
             return
         self._look_at_unreduced()
         seen = self._first.count_nonzero().to(torch.int32)
+        # Also without a finding: a collective that only some ranks call would hang.
         maximum(seen)
         text = self._describe() if int(seen) else ""
         if text and self.action == "raise":
@@ -127,6 +130,7 @@ class NanReport(Component):
             raise GradientError(text)
         if text:
             _log.warning("%s", text)
+        # The step does not repeat the all-reduce of clipping.
         self._asked = True
 
     def forget(self) -> None:
@@ -157,6 +161,7 @@ class NanReport(Component):
         if torch.is_grad_enabled():
             if self.microbatch and self._are_cleared():
                 self.forget()
+            # Before the next backward adds to these gradients, so that a finding belongs to its microbatch.
             self._look_at_unreduced()
             self.microbatch += 1
             self._asked = False
@@ -196,6 +201,7 @@ class NanReport(Component):
     def _look(self, label: str | None, buffer: torch.Tensor) -> None:
         """Check one buffer of gradients right before its reduction."""
         if buffer.numel():
+            # One number for the buffer: it is not finite if any element is not.
             norm = torch.linalg.vector_norm(buffer, float("inf"))
             self._note(NOT_SHARDED if label is None else label, norm)
 
@@ -204,6 +210,7 @@ class NanReport(Component):
         """Record the first microbatch with a norm that is not finite, on the device."""
         first = self._first[self._labels.index(label)]
         number = self.microbatch if self.earlier is None else self.earlier + self.microbatch
+        # `where` instead of an `if`, which would wait for the device.
         first.copy_(torch.where(torch.isfinite(norm) | (first != 0), first, number))
 
     def _describe(self) -> str:
@@ -213,6 +220,7 @@ class NanReport(Component):
         flagged = {label: number for label, number in mine.items() if number}
         gradients = {n: p.grad for n, p in state.model.named_parameters() if p.grad is not None}
         names = [n for n, own in gradients.items() if not bool(torch.isfinite(_torch.local_of(own)).all())]
+        # All ranks build the report from all findings, so that they raise the same error.
         found = gather((flagged, names))
         bad = list(dict.fromkeys(name for _, named in found for name in named))
         if not bad:  # zero_grad after an error

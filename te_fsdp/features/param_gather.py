@@ -39,6 +39,7 @@ def start_param_gather(model: nn.Module, units: Iterable[str] | None = None) -> 
     refuse_in_backward("start_param_gather")
     for name in _sharded_units(state, units, "start_param_gather"):
         unit: Any = state.modules[name]
+        # A unit whose shards are exposed still has its weights. This frees them if they are stale.
         expose_unsharded_params(state, name, unit)
         if name not in state.unsharded.gathers and not _fsdp2.is_unit_unsharded(unit):
             # A later write to the shards makes the gathered weights stale. The versions show it in the
@@ -72,6 +73,7 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
     for name in _sharded_units(state, units, "release_params"):
         unit: Any = state.modules[name]
         if name in state.unsharded.gathers:
+            # The all-gather still writes to the memory that `reshard` frees.
             state.unsharded.gathers.pop(name).wait()
         unit.reshard()
         state.unsharded.versions.pop(name, None)
@@ -79,6 +81,7 @@ def release_params(model: nn.Module, units: Iterable[str] | None = None) -> None
 
 def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str) -> list[str]:
     """Return the names of the selected units, outer before inner."""
+    # `state.modules` has inner units first.
     order = list(reversed(state.modules))
     wanted = set(order if units is None else [units] if isinstance(units, str) else units)
     unknown = sorted(wanted - set(order))

@@ -103,14 +103,19 @@ class ReplicatedGradients(Component):
             )
         self._model, self._meshes, self._device = weakref.ref(model), meshes, meshes.device
         self._sync, self._owes, self._running, self._marked = True, False, False, False
+        #: Slots whose ``.grad`` accumulates the gradient of the running backward.
         self._inside: dict[GradientSlot, None] = {}
+        #: Slots whose gradient is in a bucket that the running backward has sent.
         self._away: set[GradientSlot] = set()
         sent = {slot.unit for slot in self._slots}
         self._units = [unit for unit in units if unit in sent]
         self._order, self._trained = UnitOrder(self._units), tuple[GradientSlot, ...]()
+        #: The order of units by the trained slots, because freezing may change it and later change it back.
         self._orders = {self._trained: self._order}
+        #: Buckets that start during backward, with their units, and the others.
         self._buckets: tuple[list[tuple[str, Bucket]], list[Bucket]] | None = None
         self._reduction: Reduction | None = None
+        #: Streams on which the running backward may have computed gradients.
         self._streams: list[torch.Stream] = []
         self._words: Any = None
         if self._units and dist.is_gloo_available() and not is_simulated():

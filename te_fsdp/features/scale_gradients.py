@@ -35,6 +35,7 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
     require_reduced(state, "scale_gradients")
     number = torch.as_tensor(factor, dtype=torch.float32).reshape(())
     averaging = averages_of(state.parameters().values())
+    # Averages that started in backward are completed, so that they can be scaled in place of their gradients.
     for averages in averaging:
         averages.finish()
     # Replace gradients by their averages, which the next step uses.

@@ -112,6 +112,7 @@ def choose_communication(setup: Setup) -> None:
     """Choose how units are gathered and reduced. Collective over the ranks of each unit's shards."""
     plan, state = setup.plan, setup.state
     choose_transports(state, plan.request.transport)
+    # Shards on the device have their memory already. For those on meta, `materialize` repeats the call.
     transports_of(state).after_materialize()
     enable_zero_copy_reduce_scatter(state, plan.mp_policy, plan.request.zero_copy_gradients)
     _log.debug("fully_shard: %d units over %s", len(plan.units), plan.meshes)
@@ -154,6 +155,7 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
             why = found
         transports.by_unit[name] = Transport("nccl", why)
     if wanted != "nccl" and rank() == 0:  # something else was wished for
+        # An explicit choice that cannot be followed is a warning. A default that adapts is not.
         level = logging.INFO if wanted == "auto" else logging.WARNING
         for why in dict.fromkeys(t.why for t in transports.by_unit.values() if t.name == "nccl"):
             units = [name or "the root" for name, t in transports.by_unit.items() if t.why == why]

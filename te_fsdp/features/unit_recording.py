@@ -196,6 +196,7 @@ class UnitRecording:
             else:
                 made = torch.nn.Parameter(parameter.detach(), requires_grad=trained)
             for key, value in parameter.__dict__.items():
+                # The unit's code may read attributes of its parameters, such as te_fsdp's records.
                 made.__dict__.setdefault(key, value)
             self._stand_ins.append(made)
         by_id = {id(w.parameter): made for w, made in zip(self.weights, self._stand_ins, strict=True)}
@@ -249,6 +250,7 @@ class UnitRecording:
             outputs = [o for o, trained in zip(self._outputs, self._trained, strict=True) if trained]
             self._grad_outputs = [self._buffers.like("output", n, output) for n, output in enumerate(outputs)]
         for held, gradient in zip(self._grad_outputs, wanted, strict=True):
+            # Autograd passes None for an output that the loss does not use. The graph reads a tensor.
             held.zero_() if gradient is None else held.copy_(gradient)
         # Each pass derives these buffers again, in new memory. The graph reads those that it was recorded with.
         for local, attribute, staged in self._staged if self.is_complete else ():
@@ -300,6 +302,7 @@ class UnitRecording:
         inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
         self._buffers.recent.append(found[inputs:])
         self._gradients = [None if gradient is None else _recorded(gradient) for gradient in found]
+        # Later backwards replay the recording, so the autograd graph behind it can be freed.
         self._stand_ins, self._edges = [], []
 
     def _stage(

@@ -108,6 +108,8 @@ def _attach_main_grad_buffers(buffers: dict[str, _MainGradBuffer], module: nn.Mo
     """Attach the gradient buffers to the local tensors that TE will read. Runs after FSDP2's all-gather."""
     for name, buffer in buffers.items():
         local: Any = _torch.local_of(module._parameters[name])  # type: ignore[arg-type]
+        # TE's protocol for Megatron-FSDP: TE calls ``get_main_grad`` for the memory to accumulate in. With
+        # ``overwrite_main_grad`` it writes instead of adding.
         if not hasattr(local, "__fsdp_param__"):
             local.__fsdp_param__, local.overwrite_main_grad = True, buffer
             local.get_main_grad = functools.partial(buffer.tensor, weakref.ref(local))

@@ -94,6 +94,7 @@ def _hook_attention_calls(model: nn.Module) -> None:
     """Register a check of every call of attention over ``cp``. Local operation."""
     for module in _attentions(model).values():
         hooks = module_record(module).hooks
+        # Once per module: both `set_context_parallel` and `fully_shard` register it.
         if _check_call not in hooks:
             hooks.add(_check_call)
             module.register_forward_pre_hook(_torch.disable_compile(_check_call), with_kwargs=True)
@@ -108,6 +109,7 @@ def check_attention(model: nn.Module, meshes: Meshes) -> None:
     groups = {name: _ranks_of(module) for name, module in found.items()}
     wanted = None if meshes.cp is None else dist.get_process_group_ranks(meshes.cp.get_group())
     for name, ranks in groups.items():
+        # Without any group `fully_shard` sets that of the meshes later.
         if ranks != wanted and any(other is not None for other in groups.values()):
             raise MeshError(
                 f"{name}: context-parallel ranks of attention",

@@ -332,6 +332,7 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
     if own is None:
         return stock
     present = _te.delayed_states(module)
+    # All shapes are checked before the first tensor changes.
     for key, state in (present or {}).items():
         have, got = tuple(state.scale.shape), tuple(own[f"{key}.scale"].shape)
         if have != got:

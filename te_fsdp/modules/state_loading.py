@@ -36,6 +36,7 @@ def _before_load(
 ) -> None:
     """Check all modules below the loaded module before anything changes."""
     assign = bool(metadata.get(_ASSIGN))
+    # `load_state_dict` would copy weights that still have their previous data.
     quantize_pending(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):
         value = state_dict.get(prefix + name)
@@ -44,6 +45,7 @@ def _before_load(
     if not assign:
         return
     own = [p for p in module._parameters.values() if isinstance(p, DTensor)]
+    # Parameters on meta have no memory to copy to, so the loaded tensors replace them.
     if own and not any(parameter.is_meta for parameter in own):
         metadata[_ASSIGN] = False
 

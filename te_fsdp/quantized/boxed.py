@@ -411,6 +411,7 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
             if component.block is None and not torch.equal(once.setdefault(name, value), value):
                 return False  # shards with different scales
             copies.append((component.tensor[here[name]], value))
+    # After all checks, so that a refusal leaves the weight as it was.
     for into, value in copies:
         into.copy_(value)
     weight_record(base).is_loaded = True

@@ -64,6 +64,7 @@ def function_transform() -> str:
 
 def graph_nodes(node: Any) -> Iterator[Any]:
     """Yield a node of an autograd graph and all nodes that its backward reaches, the nearest ones first."""
+    # A queue, because graphs are deeper than Python's stack of calls.
     waiting, seen = deque([node]), {node}
     while waiting:
         node = waiting.popleft()

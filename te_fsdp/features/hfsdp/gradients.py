@@ -172,8 +172,10 @@ class OuterAverages:
             id(own.parameter): None if gradient is None else _torch.local_of(gradient)
             for own, gradient in zip(cut, gradients, strict=True)
         }
+        # Averages that started during backward. Other shards are averaged now.
         found = self.early.finish()
         late = tuple([own.shard for own in cut if not own.shard.reduced and id(own.parameter) not in found])
+        # Kept for the next steps, because the packing depends on the shards only.
         if self._averaging.shards != late:
             self._averaging = GradientAveraging(late)
         averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()

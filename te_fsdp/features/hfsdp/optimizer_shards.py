@@ -281,6 +281,7 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
     # view(-1) would keep the stride of the original rows for a single element, but byte views require stride 1.
     flat = [part.mine.contiguous().as_strided((part.mine.numel(),), (1,)) for part, _ in parts]
     mine = buffer.pack([each.view(dtype) for each in flat], dtype, first.mine.device)
+    # The contiguous copies are not needed while the all-gather runs.
     del flat
     gathered = mine.new_empty(first.shard.size, mine.numel())
 
