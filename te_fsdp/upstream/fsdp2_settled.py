@@ -247,7 +247,9 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
     # for.
     if group._all_gather_result is None:
         return
-    if group.comm_ctx.all_gather_state is not None:  # of a unit that is sharded over several ranks
+    # A pipeline schedule of torch 2.11 gathers before the first forward, which sets the attributes of comm_ctx. The
+    # state is that of a unit that is sharded over several ranks.
+    if getattr(group.comm_ctx, "all_gather_state", None) is not None:
         stock()
         return
     has_copied = False

@@ -122,7 +122,7 @@ def test_two_orders_of_float8(pool, arch):
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("case", ["mxfp8-hfsdp", "uneven"])
+@pytest.mark.parametrize("case", [pytest.param("mxfp8-hfsdp", marks=pytest.mark.recipe("mxfp8")), "uneven"])
 def test_a_plan_is_what_ranks_hold(pool, case):
     check(pool, case)
 

@@ -141,6 +141,7 @@ def test_scaler(pool, axes, mixed):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.recipe("mxfp8")
 @pytest.mark.parametrize("when", ["before", "after a backward", "after a step"])
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
 def test_conversions(pool, strategy, when):

@@ -41,7 +41,10 @@ class Seen:
 
     def send(self, source: int = 0) -> None:
         """Give every rank what the source rank has; the others have tensors of the same shapes. Collective."""
-        flat = torch.cat([tensor.reshape(-1).float() for tensor in self.tensors.values()])
+        # The oracle may have left tensors on another GPU than this rank's.
+        flat = torch.cat(
+            [tensor.reshape(-1).float().to(harness.device()) for tensor in self.tensors.values()]
+        )
         dist.broadcast(flat, source)
         pieces = flat.split([tensor.numel() for tensor in self.tensors.values()])
         for (name, tensor), piece in zip(list(self.tensors.items()), pieces, strict=True):
