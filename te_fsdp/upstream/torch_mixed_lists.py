@@ -1,4 +1,4 @@
-"""Operators over tensors on several meshes, which torch refuses; torch 2.11 to 2.15.
+"""Operators over lists of tensors on several meshes, which torch refuses; torch 2.11 to 2.15.
 
 They are those of ``torch.nn.utils``: ``clip_grad_norm_``, ``get_total_norm``, ``clip_grads_with_norm_``,
 ``clip_grad_value_`` and ``parameters_to_vector``.
@@ -24,9 +24,7 @@ _ELEMENTWISE = (
 )
 #: Operators that join the tensors.
 _JOINING = (_aten.stack.default, _aten.cat.default)
-#: Scales one tensor: clip_grads_with_norm_ with ``foreach=False``.
-_SCALING = _aten.mul_.Tensor
-OPERATORS = (*_ELEMENTWISE, *_JOINING, _SCALING)
+OPERATORS = (*_ELEMENTWISE, *_JOINING)
 
 #: Return whether a list concerns an owner, or raise.
 Concerns: TypeAlias = Callable[[Any, str, Sequence[torch.Tensor], bool], bool]
@@ -49,11 +47,7 @@ class MixedLists:
         self._owners[owner] = concerns
 
     def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
-        # Optimizers multiply often. Torch itself takes a factor that is not a DTensor.
-        if op is _SCALING and (not isinstance(args[1], DTensor) or args[1].ndim):
-            return _stock(op, args, kwargs)
-        given = [args[0]] if op is _SCALING else args[0]
-        tensors = [*given, *(value for value in args[1:] if isinstance(value, DTensor))]
+        tensors = [*args[0], *(value for value in args[1:] if isinstance(value, DTensor))]
         is_mixed = len({t.device_mesh if isinstance(t, DTensor) else None for t in tensors}) > 1
         if getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False):
             return _stock(op, args, kwargs)
@@ -63,8 +57,6 @@ class MixedLists:
         found = [concerns(owner, name, tensors, is_mixed) for owner, concerns in owners]
         if not is_mixed or not any(found):
             return _stock(op, args, kwargs)
-        if op is _SCALING:
-            return op(args[0], _full(args[1]))
         if op in _JOINING:
             return op([_full(tensor) for tensor in args[0]], *args[1:], **kwargs)
         others = [_full(value) for value in args[1:]]
