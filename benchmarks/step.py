@@ -3,7 +3,7 @@
     python benchmarks/step.py --out benchmarks/results/step-MACHINE.json --plot step.png
     python benchmarks/step.py --settings zero3 hsdp hfsdp "hfsdp no overlap" tp --ranks 4
     python benchmarks/step.py --model experts8 --settings zero3 ep "ep copy_engine" --ranks 4
-    python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8-compute --seconds 600
+    python benchmarks/step.py --model llama3-8b --microbatches 16 --weights fp8 --warmup 3 --steps 2 --seconds 600
     python benchmarks/step.py --settings "tp default" --libraries te_fsdp --ranks 4 --profile host.txt
 
 The same TransformerLayers, tokens and optimizer for all: bf16 weights ("bf16"), the same computing in FP8 by current
@@ -194,6 +194,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
     parser.add_argument("--steps", type=int, default=12 if large else 2, help="timed steps per row and round")
+    parser.add_argument(
+        "--warmup", type=int, help="steps before the timed ones (default: 4, or 10 of te_fsdp on GPUs)"
+    )
     parser.add_argument("--rounds", type=int, default=2 if large else 1)
     parser.add_argument("--ranks", type=int, default=torch.cuda.device_count() if large else 2)
     parser.add_argument("--seconds", type=float, default=130, help="after which no row begins")

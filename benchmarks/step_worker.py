@@ -99,7 +99,7 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
     # Two of a recorded step are eager, the third records. On GPUs te_fsdp delays its eighth eager step once, to measure
     # whether the host sets the pace, and the step after it finds the host ahead.
     watched = device.type == "cuda" and variant.library in ("te_fsdp", "te_fsdp units")
-    for _ in range(10 if watched else 4):
+    for _ in range(options.warmup or (10 if watched else 4)):
         step()
     if recorded is not None and recorded.why_eager:
         return {"reason": f"not recorded: {recorded.why_eager}"}
@@ -110,7 +110,7 @@ def measure(variant: Variant, options: argparse.Namespace, device: torch.device)
         torch.cuda.reset_peak_memory_stats()
     gc.collect()
     gc.disable()
-    times, hosts = timed(step, options.steps, device), issued(step, device)
+    times, hosts = timed(step, options.steps, device), issued(step, device, min(3, options.steps))
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if device.type == "cuda" else 0.0
     if variant.library.startswith("te_fsdp"):  # torch does not count what other ranks read
         peak += te_fsdp.report(trained.model).shared_bytes / 2**30
@@ -152,10 +152,10 @@ def timed(step: Callable[[], Any], count: int, device: torch.device) -> list[flo
     return [1e3 * (after - before) for before, after in pairs]
 
 
-def issued(step: Callable[[], Any], device: torch.device) -> list[float]:
+def issued(step: Callable[[], Any], device: torch.device, count: int = 3) -> list[float]:
     """Return the milliseconds that Python needs to issue a step, from an idle device. Collective over the world."""
     found = []
-    for _ in range(3):
+    for _ in range(count):
         synchronize(device)
         dist.barrier()
         began = time.perf_counter()
