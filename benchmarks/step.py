@@ -23,8 +23,8 @@ and the others go on. After --seconds no row begins; the file is written after e
 
 On two ranks hsdp is 2 x 1, where FSDP2 copies each weight at every gather: it says something from four ranks on.
 
-Model FLOPs of a token: 6 for each weight of a product that it meets, and 6 * sequence * hidden a layer for causal
-attention.
+Model FLOPs of a token: 6 for each weight of a product that it meets, and 6 * sequence * heads * channels a layer for
+causal attention.
 Under emulation the script runs as a check of itself: its times then say nothing.
 """
 
@@ -85,10 +85,13 @@ def _settings() -> dict[str, Setting]:
         "hsdp": Setting(outer="no_shard"),
         "hfsdp": Setting(outer="optim"),
         "tp": Setting(tp=2),
+        "tp4": Setting(tp=4),
         "ep": Setting(ep=2),
+        "ep4": Setting(ep=4),
+        "ep8": Setting(ep=8),
     }
     found = dict(plain)
-    for name in ("zero3", "hsdp", "hfsdp", "tp", "ep"):
+    for name in ("zero3", "hsdp", "hfsdp", "tp", "tp4", "ep", "ep4", "ep8"):
         for words in ("copy_engine", "zero_copy", "copy_engine zero_copy"):
             transport: Literal["nccl", "copy_engine"] = "copy_engine" if "copy_engine" in words else "nccl"
             zero_copy = "zero_copy" in words
@@ -122,6 +125,18 @@ MODELS = {
         "sequence": 4096,
         "experts": 8,
     },
+    "qwen3-30b-a3b": {  # of 48 layers
+        "layers": 4,
+        "hidden": 2048,
+        "ffn": 768,
+        "heads": 32,
+        "groups": 4,
+        "channels": 128,
+        "sequence": 4096,
+        "vocabulary": 151936,
+        "experts": 128,
+        "top_k": 8,
+    },
     "tiny": {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "sequence": 32},
     "tiny-experts": {
         "layers": 2,
@@ -133,11 +148,20 @@ MODELS = {
         "experts": 4,
     },
 }
-SHAPE = ("layers", "hidden", "ffn", "heads", "groups", "sequence", "vocabulary", "experts")
+SHAPE = (
+    "layers",
+    "hidden",
+    "ffn",
+    "heads",
+    "groups",
+    "channels",
+    "sequence",
+    "vocabulary",
+    "experts",
+    "top_k",
+)
 #: Options with the name of a file.
 FILES = ("out", "plot", "profile")
-#: Experts that a token is sent to.
-TOP_K = 2
 #: Rows of a group share processes.
 GROUPS = (("te_fsdp", "te_fsdp graph", "te_fsdp units", "FSDP2", "limit"), ("megatron-fsdp",))
 
@@ -186,7 +210,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=list(MODELS), default="layers8" if large else "tiny")
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=int)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int)
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank and microbatch")
     parser.add_argument("--microbatches", type=int, default=1)
     parser.add_argument("--gradients", choices=["bf16", "fp32"], default="bf16", help="their dtype when sent")
@@ -213,26 +237,24 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     for name in SHAPE:
         if getattr(options, name) is None:
             setattr(options, name, sizes.get(name, 0))
+    options.channels = options.channels or options.hidden // options.heads
+    options.top_k = options.top_k or 2
     asked = [SETTINGS[name] for name in options.settings]
     if any(one.tp > 1 for one in asked) and (options.vocabulary or options.experts):
-        parser.error(
-            "embedding, head and experts are not cut over tp: leave --vocabulary, llama3-8b and experts8 out"
-        )
+        parser.error("embedding, head and experts are not cut over tp: choose --model layers8")
     if any(options.experts % one.ep or (one.ep > 1 and not options.experts) for one in asked):
-        parser.error(
-            "ep deals out experts: take --model experts8, or a number of --experts that ep=2 divides"
-        )
+        parser.error("ep distributes experts: choose a model with a number of --experts that ep divides")
     return options
 
 
 def flops_per_token(options: argparse.Namespace) -> float:
     """Return the FLOPs of forward and backward: GEMMs with weights, and causal attention."""
-    narrow = options.hidden // options.heads * options.groups
-    attention = 2 * options.hidden**2 + 2 * options.hidden * narrow
-    mlps = TOP_K if options.experts else 1
+    wide, narrow = options.channels * options.heads, options.channels * options.groups
+    attention = 2 * options.hidden * (wide + narrow)
+    mlps = options.top_k if options.experts else 1
     products = options.layers * (attention + mlps * 3 * options.hidden * options.ffn)
     products += options.vocabulary * options.hidden
-    return 6.0 * products + 6.0 * options.layers * options.sequence * options.hidden
+    return 6.0 * products + 6.0 * options.layers * options.sequence * wide
 
 
 def summary(

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformer_engine.pytorch as te
-from step import TOP_K
 from torch import nn
 from torch.distributed.nn.functional import all_to_all_single
 
@@ -46,10 +45,11 @@ class Layer(nn.Module):
     def __init__(self, options: argparse.Namespace, group: dist.ProcessGroup | None, **kwargs: Any) -> None:
         super().__init__()
         self.group, self.ranks = group, 1 if group is None else group.size()
-        self.experts_in_all = options.experts
+        self.experts_in_all, self.top_k = options.experts, options.top_k
         self.attention = te.MultiheadAttention(
             options.hidden,
             options.heads,
+            kv_channels=options.channels,
             num_gqa_groups=options.groups,
             attention_dropout=0.0,
             attn_mask_type="causal",
@@ -71,9 +71,9 @@ class Layer(nn.Module):
         tokens = self.norm(x).flatten(0, 1)
         weights = self.router(tokens).float().softmax(-1)
         # Copy n of token t goes to expert t - n, modulo all experts.
-        rolled = [tokens.roll(-n, 0) for n in range(TOP_K)]
+        rolled = [tokens.roll(-n, 0) for n in range(self.top_k)]
         rows = torch.cat([self._by_expert(copies) for copies in rolled], 1)
-        results = self._back(self.experts(self._there(rows))).chunk(TOP_K, 1)
+        results = self._back(self.experts(self._there(rows))).chunk(self.top_k, 1)
         mixed = torch.zeros_like(tokens)
         for n, result in enumerate(results):
             mine = weights.roll(-n, 0).unflatten(0, (-1, self.experts_in_all)).diagonal(dim1=1, dim2=2)
