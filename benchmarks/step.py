@@ -105,6 +105,7 @@ def _settings() -> dict[str, Setting]:
 SETTINGS = _settings()
 LIBRARIES = ("te_fsdp", "te_fsdp graph", "te_fsdp units", "FSDP2", "megatron-fsdp", "limit")
 WEIGHTS = ("bf16", "fp8-compute", "fp8")
+_TINY = {"layers": 2, "hidden": 128, "heads": 4, "groups": 2}
 MODELS = {
     "layers8": {"layers": 8, "hidden": 4096, "ffn": 14336, "heads": 32, "groups": 8, "sequence": 4096},
     "llama3-8b": {
@@ -137,16 +138,8 @@ MODELS = {
         "experts": 128,
         "top_k": 8,
     },
-    "tiny": {"layers": 2, "hidden": 128, "ffn": 256, "heads": 4, "groups": 2, "sequence": 32},
-    "tiny-experts": {
-        "layers": 2,
-        "hidden": 128,
-        "ffn": 128,
-        "heads": 4,
-        "groups": 2,
-        "sequence": 64,
-        "experts": 4,
-    },
+    "tiny": _TINY | {"ffn": 256, "sequence": 32},
+    "tiny-experts": _TINY | {"ffn": 128, "sequence": 64, "experts": 4},
 }
 SHAPE = (
     "layers",

@@ -38,7 +38,8 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             torch.nn.functional.pad(strip.float(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         )
         amax = blocks.abs().amax(dim=(1, 3))
-        scale = torch.where(amax > 0, amax / _LARGEST, 1.0)
+        # On a GPU torch multiplies by the reciprocal of a number, which rounds twice.
+        scale = torch.where(amax > 0, amax / torch.full_like(amax, _LARGEST), 1.0)
         quantized = (blocks / scale[:, None, :, None]).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
         values[first : first + height] = quantized.flatten(2).flatten(0, 1)[: len(strip), :columns]
         scales[first // BLOCK : first // BLOCK + len(scale)] = scale

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import harness
 import pytest
 from experts import own as bodies
 
@@ -23,15 +24,19 @@ MESHES = {
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 #: fp32: sums over 16 tokens in other orders, three chained AdamW steps with eps=1e-3.
 NEAR = 2e-5
+#: GroupedLinear multiplies fp32 numbers as TF32 on a GPU. Of operands that differ by 1e-7, 2e-4 are on two sides of
+#: the middle between TF32 numbers, which are 2^-10 apart: sqrt(2e-4) * 2^-10 = 1.4e-5 a product; steps have seven.
+NEAR_TF32 = 1e-4
 
 
 def _ranks(mesh: str) -> int:
     return math.prod(MESHES[mesh].values())
 
 
-def _check(outcomes, keys=("gradient", "norm", "parameter")) -> None:
+def _check(outcomes, keys=("gradient", "norm", "parameter"), form="matmul") -> None:
+    near = NEAR_TF32 if form in ("grouped", "on_te") and harness.device_type() == "cuda" else NEAR
     for found in outcomes:
-        assert {key: found[key] for key in keys if found[key] >= NEAR} == {}
+        assert {key: found[key] for key in keys if found[key] >= near} == {}
 
 
 def _cases(pairs):
@@ -58,7 +63,8 @@ def _cases(pairs):
 )
 def test_training(pool, mesh, form, strategy):
     """Gradients, norms and parameters of three clipped AdamW steps by value."""
-    _check(pool.run(bodies.trains, _ranks(mesh), axes=MESHES[mesh], form=form, strategy=strategy))
+    found = pool.run(bodies.trains, _ranks(mesh), axes=MESHES[mesh], form=form, strategy=strategy)
+    _check(found, form=form)
 
 
 @pytest.mark.ranks(4)

@@ -89,7 +89,8 @@ class Block(nn.Module):
             made.append(nn.Parameter(distributed(full, meshes, 0, tp_dim)))
         own = len(self.own_experts())
         if form in ("grouped", "on_te"):
-            with torch.random.fork_rng(devices=[]):  # it draws for other experts than one process does
+            # It draws for other experts than one process does.
+            with torch.random.fork_rng(devices=[harness.device()] if harness.device().type == "cuda" else []):
                 self.up = te.GroupedLinear(
                     own, WIDTH, HIDDEN, bias=False, params_dtype=torch.float32, device=device
                 )

@@ -25,12 +25,18 @@ def function_of(model: nn.Module, case: dict[str, Any]) -> Callable[..., torch.T
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
+    from te_fsdp.gradient_sync import wait_for_reductions
+    from te_fsdp.sharded_model import require_sharded_model
+
     recipe = DelayedScaling() if case.get("delayed") else Float8CurrentScaling()
 
     def forward_backward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        for parameter in model.parameters() if case.get("moves") else ():
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
+        if case.get("moves"):
+            # Reductions of the previous microbatch may still run on another stream.
+            wait_for_reductions(require_sharded_model(model, "test"))
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
         with te.autocast(enabled=bool(case.get("quantized") or case.get("delayed")), recipe=recipe):
             output = model(x)
         loss = output.float().square().mean() * scale

@@ -48,9 +48,10 @@ def training(recipe: str, policy: dict[str, Any], meta: bool) -> dict[str, int]:
     oracle = stock(KIND, recipe)
     main = _drawn(oracle, meta)
     fill(oracle, main)
-    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    # On a GPU torch's loop over parameters multiplies by a number's reciprocal. Its foreach kernels divide.
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False, **ADAM)
     te_fsdp.main_weights(model, optimizer)
-    twin = torch.optim.AdamW(main.values(), **ADAM)
+    twin = torch.optim.AdamW(main.values(), foreach=False, **ADAM)
     rule = Arithmetic(torch.float32, torch.bfloat16, torch.float32, options.grad_comm_dtype or torch.float32)
     counts = {"buffers": compare(model, oracle, "beginning"), "values": 0}
     generator = torch.Generator().manual_seed(4)

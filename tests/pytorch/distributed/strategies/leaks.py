@@ -63,7 +63,8 @@ def _layer(kind: str, meshes: Any) -> nn.Module:
     if kind == "ops":
         return te.ops.Sequential(te.ops.Linear(16, 16, device=harness.device(), dtype=torch.bfloat16))
     if kind in QUANTIZED:
-        recipe = Float8CurrentScaling() if kind == "quantized" else MXFP8BlockScaling()
+        blocks = kind == "mxfp8" and te.is_mxfp8_available()  # not on Hopper
+        recipe = MXFP8BlockScaling() if blocks else Float8CurrentScaling()
         with te.quantized_model_init(recipe=recipe):
             return te.Linear(64, 64, **options)
     return getattr(te, kind)(16, 16, **options)
