@@ -6,8 +6,9 @@
 
 `run` starts several pytest processes next to each other, each with a pool of ranks on all GPUs. Every process gets its
 share of the test files, longest first by the seconds in the ledger. A result is written as soon as a test ends, so
-nothing is lost when the time limit stops a run. By default `run` skips the tests with a valid result: same card, same
-number of GPUs, same content of the test file.
+nothing is lost when the time limit stops a run. `merge` also takes the file `results.jsonl.partial` of a run that was
+killed. By default `run` skips the tests with a valid result: same card, same number of GPUs, same content of the test
+file.
 
 The ledger has one row per test, card and number of GPUs. A newer result replaces an older one.
 """
@@ -182,7 +183,7 @@ def _record(test: str, outcome: str, seconds: float = 0.0, reason: str = "") -> 
 def _start(share: list[str], number: int, out: Path, options: list[str]) -> subprocess.Popen[bytes]:
     environment = {
         **os.environ,
-        RESULTS_VARIABLE: str(out) + f".{number}",
+        RESULTS_VARIABLE: f"{out}.partial",  # of all processes: a line is written at once
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(
             [str(ROOT), str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -199,7 +200,9 @@ def _start(share: list[str], number: int, out: Path, options: list[str]) -> subp
         "-p",
         "no:cacheprovider",
     ]
-    with open(f"{out}.{number}.log", "wb") as log:
+    logs = out.parent / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    with open(logs / f"{number}.log", "wb") as log:
         return subprocess.Popen(
             [*command, *options, *share],
             cwd=ROOT,
@@ -210,15 +213,12 @@ def _start(share: list[str], number: int, out: Path, options: list[str]) -> subp
         )
 
 
-def _collect(out: Path, pools: int, commit: str, card: str, gpus: int) -> list[Result]:
+def _collect(partial: Path, commit: str, card: str, gpus: int) -> list[Result]:
     results: dict[str, Result] = {}
-    for number in range(pools):
-        part = Path(f"{out}.{number}")
-        for line in part.read_text(encoding="utf-8").splitlines() if part.exists() else []:
-            record = json.loads(line)
-            test = record["test"]
-            results[test] = Result(card=card, gpus=gpus, commit=commit, file=file_digest(test), **record)
-        part.unlink(missing_ok=True)
+    for line in partial.read_text(encoding="utf-8").splitlines() if partial.exists() else []:
+        record = json.loads(line)
+        test = record["test"]
+        results[test] = Result(card=card, gpus=gpus, commit=commit, file=file_digest(test), **record)
     return list(results.values())
 
 
@@ -235,10 +235,10 @@ def run(
 
     Args:
         commit: Commit that is tested; the GPU machine has no repository to ask.
-        out: File for the results, a JSON object per line; each pool's log is written next to it.
+        out: File for the results, a JSON object per line. Results so far are in a file with the suffix `.partial`,
+            texts of failures in `.partial.failures`, logs in the folder `logs`.
         pools: Number of pytest processes.
-        limit: Seconds after which running processes are stopped; results up to then are kept, and the text of each
-            failure in a file with the suffix `.failures` for each pool.
+        limit: Seconds after which running processes are stopped; results up to then are kept.
         everything: Also run files whose results are still valid.
         seed: Value of `--matrix-seed`, which selects the cases of tests with the mark `covering`.
         tests: Files or node ids to run in place of the selection.
@@ -263,7 +263,7 @@ def run(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    results = _collect(out, len(shares), commit, card, gpus)
+    results = _collect(Path(f"{out}.partial"), commit, card, gpus)
     out.write_text("".join(json.dumps(asdict(result)) + "\n" for result in results), encoding="utf-8")
     counts = Counter(result.outcome for result in results)
     print(f"{dict(counts)} in {time.monotonic() - started:.0f} s")
@@ -273,11 +273,15 @@ def run(
     return int(counts["failed"] > 0)
 
 
-def merge(results: Annotated[Path, tyro.conf.Positional]) -> int:
-    """Add the results of a run to the ledger."""
-    old = read_ledger()
-    new = [Result(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
-    write_ledger(merge_results(old, new))
+def merge(
+    results: Annotated[Path, tyro.conf.Positional], commit: str = "", card: str = "", gpus: int = 0
+) -> int:
+    """Add the results of a run to the ledger. A `.partial` file needs the commit, the card and the number of GPUs."""
+    if results.suffix == ".partial":
+        new = _collect(results, commit, card, gpus)
+    else:
+        new = [Result(**json.loads(line)) for line in results.read_text(encoding="utf-8").splitlines()]
+    write_ledger(merge_results(read_ledger(), new))
     return 0
 
 

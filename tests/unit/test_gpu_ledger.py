@@ -107,14 +107,14 @@ def test_the_plugin_records_each_test(gpu_tests, tmp_path):
         env={
             "PATH": "/usr/bin:/bin",
             "PYTHONPATH": str(ROOT / "scripts"),
-            gpu_tests.RESULTS_VARIABLE: f"{out}.0",
+            gpu_tests.RESULTS_VARIABLE: f"{out}.partial",
         },
         check=False,
         capture_output=True,
     )
-    records = [json.loads(line) for line in Path(f"{out}.0").read_text().splitlines()]
+    records = [json.loads(line) for line in Path(f"{out}.partial").read_text().splitlines()]
     assert [record["outcome"] for record in records] == ["pending"] * 3 + ["passed", "failed", "skipped"]
-    collected = gpu_tests._collect(out, 1, "a0e77c7", CARD, 4)
+    collected = gpu_tests._collect(Path(f"{out}.partial"), "a0e77c7", CARD, 4)
     assert [(r.test.split("::")[1], r.outcome) for r in collected] == [
         ("test_good", "passed"),
         ("test_bad", "failed"),

