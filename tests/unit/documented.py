@@ -40,7 +40,7 @@ NOT_RUN = {
     ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",
     ("benchmarks/README.md", "export TE|.*benchmarks/convergence.py"): "GPUs, or minutes; test_convergence_curves.py",
-    ("benchmarks/README.md", ".*benchmarks/(checkpoint.py --gib 16|rollout.py)"): "needs four GPUs",
+    ("benchmarks/README.md", ".*benchmarks/(checkpoint.py --gib 16|rollout.py|weight_gathers.py)"): "needs four GPUs",
     ("benchmarks/README.md", ".*benchmarks/checkpoint.py --gib 1 "): "writes many GiB",
 }  # fmt: skip
 #: First words of a line that is a command, after variables; `text` blocks have none.
