@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from te_fsdp.checkpoint import index, planner, reading
-from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX
+from te_fsdp.checkpoint.manifest import DCP_METADATA, INDEX, dtype_name
 from te_fsdp.checkpoint.reader import empty_manifest
 from te_fsdp.checkpoint.shard_files import without_collector
 from te_fsdp.checkpoint.tensor_entries import Entry, Piece
@@ -236,15 +236,22 @@ def measure_index(model: str, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as directory:
         files = [planner.file_of(rank) for rank in range(ranks)]
-        tensors = (
-            (key, shape, torch.float32, rows) for key, shape, rows in all_pieces(MODELS[model](), ranks)
-        )
+        # As index.encode, without DCP's metadata, which would not fit into memory.
+        heads, packed, block = [], [], []
+        for key, shape, rows in all_pieces(MODELS[model](), ranks):
+            if not block:
+                heads.append([])
+            heads[-1].append((key, shape, dtype_name(torch.float32), len(rows)))
+            block.append(rows)
+            if sum(map(len, block)) >= index._ROWS:
+                packed.append(index._pack(block))
+                block = []
+        packed += [index._pack(block)] if block else []
+        packed.append(json.dumps({"files": files, "blocks": heads}).encode())
         manifest = empty_manifest()
         manifest.save_id = "0" * 32
         mark = manifest.identity
-        index.Encoded(mark.encode(), index.pieces_of(files, tensors, mark), mark).write(
-            Path(directory), manifest
-        )
+        index.Encoded(mark.encode(), mark, packed).write(Path(directory), manifest)
         Path(directory, "manifest").write_bytes(pickle.dumps(manifest))
         found[f"{INDEX} bytes"] = Path(directory, INDEX).stat().st_size
         for name, readers in (("as many ranks", ranks), ("3/4 as many", ranks * 3 // 4)):

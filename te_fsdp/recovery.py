@@ -34,9 +34,7 @@ def recover_from_exception(state: ShardedModel) -> None:
         phase = _fsdp2.interrupted_phase(root)
         lost |= phase == "backward"
         if phase:
-            _log.warning(
-                "a %s was interrupted by an exception: FSDP2 is made ready for the next forward", phase
-            )
+            _log.warning("an exception interrupted a %s; FSDP2 is reset for the next forward", phase)
             _fsdp2.reset_iteration(root)
             state.unsharded.gathers.clear()
     for recover in state.components.recover:

@@ -37,7 +37,7 @@ def check_order(model: nn.Module) -> None:
                 f"{name or type(model).__name__}: fully_shard on a module that is sharded already",
                 expected="a model without FSDP2",
                 got=type(module).__name__,
-                why="The tensor-parallel placements must be set before FSDP2 cuts the parameters",
+                why="The tensor-parallel placements must be set before FSDP2 shards the parameters",
                 fix="call te_fsdp.fully_shard once, and not torch's fully_shard before it",
             )
     for name, parameter in model.named_parameters():

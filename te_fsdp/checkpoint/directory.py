@@ -377,7 +377,7 @@ def why_no_checkpoint(path: Path) -> CheckpointError:
             "flattening, read it with te-fsdp ckpt convert",
         )
     got = "a directory without it" if path.is_dir() else "a file" if path.exists() else "nothing at that path"
-    fix, inside = "check the path; no checkpoint is near it", visible(path)
+    fix, inside = "check the path; no checkpoint is in it or next to it", visible(path)
     files = [path] if not path.is_dir() or inside else path.iterdir()
     if (path / "config.json").is_file():
         fix = "te_fsdp.checkpoint.load_huggingface reads folders of Hugging Face models"

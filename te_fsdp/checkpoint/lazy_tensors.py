@@ -430,7 +430,7 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     from safetensors import safe_open
 
     if not path.is_file():
-        fix = "a model of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
+        fix = "download a model of the Hugging Face hub first: hf download NAME --local-dir FOLDER"
         raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}")
     with unreadable(path, "safetensors file", _COPY), safe_open(path, framework="pt") as file:
         metadata = file.metadata() or {}

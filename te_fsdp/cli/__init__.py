@@ -13,6 +13,7 @@ import importlib
 import json
 import math
 import operator
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command given by the arguments (without the program name); ``None``: ``sys.argv``.
 
     Returns:
-        Exit code: 0 for success, 1 if a problem was found, 2 for wrong usage.
+        Exit code: 0 for success, 1 if a problem was found, 2 for wrong usage, 141 if the reader of stdout has exited.
     """
     if arguments is None:
         # By default glibc keeps blocks that are as large as blocks freed before. DCP allocates small objects in
@@ -45,7 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threshold = -3  # M_MMAP_THRESHOLD in malloc.h
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(threshold, 1 << 20)
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # Python would print the error of a closed pipe at exit.
+    except BrokenPipeError:
+        # The reader of a pipe, such as head, has exited. Python flushes stdout once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as for a process that SIGPIPE ends
+    return code
+
+
+def _dispatch(words: list[str]) -> int:
+    """Run the command that the first word names, and return its exit code."""
     if words and words[0] in _COMMANDS:
         return run(words[0], words[1:])
     if words[:1] == ["completion"]:
@@ -101,6 +113,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 2
     except UsageError as error:
         return fail(arguments, str(error), 2)
+    except BrokenPipeError:
+        raise
     # includes a full disk, or a path that is not a directory
     except (TeFsdpError, OSError, ImportError) as error:
         return fail(arguments, str(error), 1)
@@ -193,7 +207,10 @@ def print_table(
         # Names may contain brackets, which rich would parse as markup.
         table.add_row(*(Text(str(cell)) for cell in row))
     # Without a terminal, rich would assume 80 columns and wrap the names of parameters.
-    Console(width=None if sys.stdout.isatty() else 200, highlight=False).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+    with console.capture() as captured:  # rich itself would exit if the pipe is closed.
+        console.print(table)
+    sys.stdout.write(captured.get())
 
 
 def print_lines(lines: Iterable[str]) -> None:

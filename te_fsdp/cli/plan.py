@@ -325,6 +325,8 @@ def show_report(path: Positional[Path], /, *, as_json: _Json = False) -> int:
             got="a directory",
             fix=f"te-fsdp ckpt inspect {path}",
         )
+    if not path.exists():
+        raise CheckpointError(f"{path}: path does not exist", fix="check the path")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

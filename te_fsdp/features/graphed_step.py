@@ -373,7 +373,8 @@ class GraphedStep:
         self._snapshot = Snapshot(self._state, None if recording.update is None else self._optimizer)
         self.recordings += 1
         _log.info(
-            "graphed_step: recorded, %s", "without the optimizer" if recording.update is None else "whole"
+            "graphed_step: recorded, %s",
+            "without the optimizer" if recording.update is None else "with the optimizer",
         )
         return recording
 

@@ -447,7 +447,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
         parameters = [item.parameter for item in replicated]
         elements = sum(_torch.local_of(parameter).numel() for parameter in parameters)
         _log.info(
-            "no_shard: %d parameters of %s elements stay whole on every data-parallel rank, %d of them trained: %s",
+            "no_shard: %d parameters of %s elements are replicated on every data-parallel rank, %d of them trained: %s",
             len(replicated),
             f"{elements:,}",
             sum(parameter.requires_grad for parameter in parameters),

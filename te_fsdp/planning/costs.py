@@ -4,12 +4,12 @@
 # from the plan of each parameter (:class:`~te_fsdp.records.ParameterPlan`). All numbers are those of the
 # first rank. It has the largest shard of every parameter because FSDP2 shards with ``torch.chunk``.
 #
-# The activations that a module saves for backward follow one formula per kind of module (docs/plan.md,
-# "Activations"). Sizes are those of one tp rank. With sequence parallelism, a rank has a fraction of the
-# tokens between layers. Attention is assumed to use a backend of TE without additional memory (flash or
-# cuDNN). Tokens are assumed to be distributed equally among the experts. Dropout masks, activations of other
-# modules and operations between modules are not counted. The formulas were compared with TransformerEngine
-# 2.20.2 on H200 GPUs and under emulation.
+# The activations that a module saves for backward follow one formula per kind of module (``_stage``). Sizes
+# are those of one tp rank. With sequence parallelism, a rank has a fraction of the tokens between layers.
+# Attention is assumed to use a backend of TE without additional memory (flash or cuDNN). Tokens are assumed
+# to be distributed equally among the experts. Dropout masks, activations of other modules and operations
+# between modules are not counted. The formulas were compared with TransformerEngine 2.20.2 on H200 GPUs and
+# under emulation.
 
 from __future__ import annotations
 

@@ -260,7 +260,7 @@ FSDP2 = (
         "_chunk_with_empty",
         "makes only the pieces that FSDP2 reads",
         "test_patches.py::test_pieces_of_all_ranks",
-        "- FSDP2 cuts every parameter into as many tensors",
+        "- FSDP2 splits every parameter into one tensor per rank",
     ),
 )
 
@@ -291,7 +291,7 @@ PATCHES: dict[str, Patch] = {
         "clear_columnwise_cache",
         "keeps columnwise data that TE cannot recompute",
         "test_recomputation.py::test_mxfp8_weights",
-        "- The backward of a module takes the columnwise half",
+        "- The backward of a module removes the columnwise data",
         versions="those that have it",
     ),
     "copy": Patch(
@@ -327,7 +327,7 @@ PATCHES: dict[str, Patch] = {
         "__torch_dispatch__",
         "quantizes in `copy_` between blocks of different shapes",
         "test_mxfp8_two_dim.py::test_writes_of_rows",
-        "- `copy_` between two tensors of a format",
+        "- `copy_` between two MXFP8 or NVFP4 tensors",
     ),
     "count": Patch(
         "quantized tensors",

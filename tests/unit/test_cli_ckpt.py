@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -60,6 +61,26 @@ def test_a_process_of_its_own(tmp_path: Path, python: str) -> None:
     assert bad.returncode == 1
     (problem,) = json.loads(bad.stdout)["problems"]
     assert problem.startswith(f"{data.name}: its contents have changed (CRC-32 of bytes ")
+
+
+def test_a_reader_of_stdout_may_exit(tmp_path: Path) -> None:
+    """`te-fsdp ... | head` prints no error, and exits like a process that SIGPIPE ends."""
+    make(tmp_path / "step-100")
+    commands = ["--help", "--version", "completion bash", "ckpt --help", "ckpt verify step-100 --json"]
+    for command in [*commands, "ckpt inspect step-100", "ckpt diff step-100 step-100"]:
+        unread, stdout = os.pipe()
+        os.close(unread)
+        words = [sys.executable, "-m", "te_fsdp.cli", *command.split()]
+        done = subprocess.run(
+            words,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (141, b""), command
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:

@@ -229,7 +229,7 @@ MISTAKES = {
         OrderError,
         "FSDPModel: fully_shard on a module that is sharded already: expected a model without FSDP2, got "
         "FSDPModel. "
-        "The tensor-parallel placements must be set before FSDP2 cuts the parameters. Fix: call "
+        "The tensor-parallel placements must be set before FSDP2 shards the parameters. Fix: call "
         "te_fsdp.fully_shard "
         "once, and not torch's fully_shard before it.",
     ),

@@ -267,8 +267,8 @@ def config_contents(source: Any) -> Mapping[str, Any]:
         if not isinstance(contents, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:  # deep nesting ends the recursion of the parser
-        hub = "one of the Hugging Face hub is downloaded first: hf download NAME --local-dir FOLDER"
-        fix = "" if path.exists() else f"the folder of a model, with config.json; {hub}"
+        hub = "download a model of the Hugging Face hub first: hf download NAME --local-dir FOLDER"
+        fix = "" if path.exists() else f"pass the folder of a model, with config.json; {hub}"
         raise CheckpointError(f"{path}: not a readable config.json ({error})", fix=fix) from error
     return contents
 
