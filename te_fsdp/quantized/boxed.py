@@ -23,7 +23,6 @@ from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
 from te_fsdp.records import WEIGHT, weight_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.te_formats import has_square_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -421,5 +420,4 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
 def _kind_of(tensor: torch.Tensor) -> list[str]:
     """Return format and element type. Delayed and current scaling have the same data."""
     found = str(describe_format(tensor)).split()
-    # NVFP4 has one name for square blocks and for blocks of a row.
-    return [found[0], found[-1], str(has_square_blocks(_te.quantizer_of(tensor)))]
+    return [found[0], found[-1]]
