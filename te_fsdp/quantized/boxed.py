@@ -89,6 +89,11 @@ class QuantizedDTensor(BoxedDTensor):
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
 
+    def to_local(self, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
+        """Return the local tensor, or the FP32 values that wait for its scale. Writes to either are kept."""
+        waiting = waiting_values(self._local_tensor) if _waits(self) else None
+        return super().to_local(**options) if waiting is None else waiting
+
     def view(self, *shape: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
         """Return a view; a flat one, as of ``parameters_to_vector``, is of the values: MXFP8 has none of its bytes."""
         if shape == (-1,) and self.ndim > 1 and _te.is_quantized(self._local_tensor):
