@@ -136,7 +136,11 @@ def wrap_reading(narrow: Callable[[Any], Any], load: Callable[[Any], Any]) -> No
     """Wrap the functions by which DCP narrows tensors, and ``dcp.load`` reads a state dict; once per process."""
     for owner, name, wrap in (
         (filesystem, "narrow_tensor_by_index", narrow),  # of stored tensors
-        (default_planner, "narrow_tensor_by_index", narrow),  # of tensors without DCP's protocol that are read into
+        (
+            default_planner,
+            "narrow_tensor_by_index",
+            narrow,
+        ),  # of tensors without DCP's protocol that are read into
         (state_dict_loader, "_load_state_dict", load),
     ):
         if hasattr(owner, name):

@@ -11,7 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,9 +111,11 @@ class Source:
         """Read and check a full tensor of the files, into host memory. Local operation."""
         shape = self.described()[key][0]
         place = key, (0,) * len(shape), tuple(shape)
-        reader = replace(self, staged=Staged({place: []}))
-        reader._read([place])
-        return reader.staged.new(place, torch.device("cpu"))
+        self.staged.parts[place] = []
+        self._read([place])
+        found = self.staged.new(place, torch.device("cpu"))
+        del self.staged.parts[place]
+        return found
 
     def _read(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:
@@ -224,7 +226,9 @@ def _name_rows(source: Source) -> None:
     Collective over the world if there are weights of this name: each rank reads the scales of some of them.
     """
     parameters = source.manifest.parameters
-    named = [n for n, described in parameters.items() if str(described["format"]).startswith(f"{NVFP4_SQUARES} ")]
+    named = [
+        n for n, described in parameters.items() if str(described["format"]).startswith(f"{NVFP4_SQUARES} ")
+    ]
     if not named:
         return
 

@@ -42,9 +42,10 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             # The state dict may contain fewer entries than the model (a partial load), or copies instead of
             # the model's tensors.
             held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
+            if parameter is None or held is None or not _te.is_quantized(held):
+                continue
             # A parameter in high precision or another format gets the values that wait by `copy_`.
-            row = None if held is None else _te.format_of(held)
-            if parameter is None or row is None or _te.format_of(_torch.local_of(parameter)) is not row:
+            if _te.format_of(_torch.local_of(parameter)) is not _te.format_of(held):
                 continue
             values = waiting_values(held, take=True)
             # `copy_` keeps the scale of delayed scaling, too.

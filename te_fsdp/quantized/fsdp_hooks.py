@@ -263,7 +263,9 @@ def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBindi
     # A weight that was on meta when FSDP2 sharded it is checked here.
     row = _te.format_of(shard)
     if row is not None and row.name == NVFP4_ROWS:
-        own = [name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard]
+        own = [
+            name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard
+        ]
         refuse_sharded_rows(binding.label(own[0] if own else "weight"), _te.quantizer_of(shard), shard)
     return row
 

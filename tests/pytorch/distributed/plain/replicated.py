@@ -20,8 +20,9 @@ def loads(recipe: str, source: str, target: str, directory: str) -> dict[str, bo
     Returns:
         Whether the outputs of both models are equal ("same"), and whether they differed before the load ("control").
     """
-    import te_fsdp
     import transformer_engine.pytorch as te
+
+    import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=2, device_type=harness.device_type())
 

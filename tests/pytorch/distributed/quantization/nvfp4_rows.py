@@ -66,8 +66,9 @@ def loads(source: str, target: str, way: str, directory: str) -> dict[str, Any]:
 
 def refusals() -> list[str]:
     """Shard rows with te_fsdp's and with torch's ``fully_shard``; return the errors."""
-    import te_fsdp
     from torch.distributed.fsdp import fully_shard
+
+    import te_fsdp
 
     meshes = te_fsdp.Meshes.build(dp_shard=-1, device_type=harness.device_type())
 
@@ -104,7 +105,13 @@ def same_rowwise_data() -> dict[str, bool]:
     one = weight.detach()
     other = one._get_quantizer()(one.dequantize(dtype=torch.float32))
     found = {}
-    for name in ("rowwise_data", "rowwise_scale_inv", "amax_rowwise", "columnwise_data", "columnwise_scale_inv"):
+    for name in (
+        "rowwise_data",
+        "rowwise_scale_inv",
+        "amax_rowwise",
+        "columnwise_data",
+        "columnwise_scale_inv",
+    ):
         a, b = (tensor.get_metadata()[name].view(torch.uint8) for tensor in (one, other))
         found[name] = torch.equal(a, b)
     return found
@@ -129,7 +136,11 @@ def _model(recipe: str, seed: int) -> nn.Module:
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
     """Return the values in FP32. Those of NVFP4 are not exact in BF16."""
-    return full_values(parameter) if hasattr(parameter, "to_local") else parameter.dequantize(dtype=torch.float32)
+    return (
+        full_values(parameter)
+        if hasattr(parameter, "to_local")
+        else parameter.dequantize(dtype=torch.float32)
+    )
 
 
 def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
