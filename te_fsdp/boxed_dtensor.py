@@ -134,13 +134,10 @@ def place_full_tensors() -> None:
 
 def wrap_reading(narrow: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
     """Wrap the functions by which DCP narrows tensors, and ``dcp.load`` reads a state dict; once per process."""
+    # The planner narrows the tensors that a load fills, if they are not DTensors.
     for owner, name, wrap in (
-        (filesystem, "narrow_tensor_by_index", narrow),  # of stored tensors
-        (
-            default_planner,
-            "narrow_tensor_by_index",
-            narrow,
-        ),  # of tensors without DCP's protocol that are read into
+        (filesystem, "narrow_tensor_by_index", narrow),
+        (default_planner, "narrow_tensor_by_index", narrow),
         (state_dict_loader, "_load_state_dict", load),
     ):
         if hasattr(owner, name):
