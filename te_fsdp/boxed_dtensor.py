@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed import _state_dict_utils
-from torch.distributed.checkpoint import filesystem, state_dict, state_dict_loader
+from torch.distributed.checkpoint import default_planner, filesystem, state_dict, state_dict_loader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Replicate
@@ -133,9 +133,11 @@ def place_full_tensors() -> None:
 
 
 def wrap_reading(narrow: Callable[[Any], Any], load: Callable[[Any], Any]) -> None:
-    """Wrap the functions by which DCP narrows stored tensors, and ``dcp.load`` reads a state dict; once per process."""
+    """Wrap the functions by which DCP narrows tensors, and ``dcp.load`` reads a state dict; once per process."""
+    # The planner narrows the tensors that a load fills, if they are not DTensors.
     for owner, name, wrap in (
         (filesystem, "narrow_tensor_by_index", narrow),
+        (default_planner, "narrow_tensor_by_index", narrow),
         (state_dict_loader, "_load_state_dict", load),
     ):
         if hasattr(owner, name):

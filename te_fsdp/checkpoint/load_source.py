@@ -12,6 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,11 +51,14 @@ from te_fsdp.collectives.agreement import (
 )
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
+from te_fsdp.upstream.te_formats import NVFP4_ROWS, NVFP4_SQUARES
 
 if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("te_fsdp")
+#: Components of an NVFP4 weight with scales of blocks -> the dim in which equal scales make 16 x 16 blocks.
+_SCALES = {"rowwise_scale_inv": -2, "columnwise_scale_inv": -1}
 
 
 @dataclass
@@ -102,6 +106,16 @@ class Source:
         all_agree(read)
         share.exchange(self.staged)
         _log.info("%s: read shared with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """Read and check a full tensor of the files, into host memory. Local operation."""
+        shape = self.described()[key][0]
+        place = key, (0,) * len(shape), tuple(shape)
+        self.staged.parts[place] = []
+        self._read([place])
+        found = self.staged.new(place, torch.device("cpu"))
+        del self.staged.parts[place]
+        return found
 
     def _read(self, wanted: list[Rectangle]) -> None:
         if self.tensors is None:
@@ -169,6 +183,7 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
             text = "%s: format without checksums of pieces: only load(..., verify=True) finds damaged tensors"
             _log.info(text, path)
         source = _own_source(path, manifest, model, is_verified=verify)
+        _name_rows(source)
     if world_size() > 1 and (read == "once" or (read == "auto" and is_remote(path))):
         background().wait()  # a running save uses the same process group
         source.ranks = rank_messenger()
@@ -203,6 +218,33 @@ def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified
     contents = all_agree(lambda: open_checkpoint_contents(path))
     _fit(contents, changes)
     return Source(path, contents.manifest, contents.tensors, contents.notes, index=index)
+
+
+def _name_rows(source: Source) -> None:
+    """Rename the format of NVFP4 weights with one scale per 1 x 16 block, which earlier te_fsdp called ``nvfp4``.
+
+    Collective over the world if there are weights of this name: each rank reads the scales of some of them.
+    """
+    parameters = source.manifest.parameters
+    named = [
+        n for n, described in parameters.items() if str(described["format"]).startswith(f"{NVFP4_SQUARES} ")
+    ]
+    if not named:
+        return
+
+    def has_squares(name: str) -> bool:
+        # Rows with such scales by chance are also valid square blocks, with the same values.
+        part = next(part for part in _SCALES if part in parameters[name]["components"])
+        scales, dim = source.tensor(f"model.{name}:{part}"), _SCALES[part]
+        if scales.shape[dim] % 16:
+            return False
+        blocks = scales.unflatten(dim, (-1, 16))
+        return torch.equal(blocks, blocks.narrow(dim, 0, 1).expand_as(blocks))
+
+    rows = all_agree(lambda: [name for name in named[rank() :: world_size()] if not has_squares(name)])
+    for name in chain.from_iterable(gather_if_any(rows)):
+        described = parameters[name]
+        parameters[name] = described | {"format": described["format"].replace(NVFP4_SQUARES, NVFP4_ROWS, 1)}
 
 
 def _changes(manifest: Manifest, model: nn.Module) -> list[Change]:

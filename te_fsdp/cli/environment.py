@@ -246,9 +246,11 @@ def describe_te() -> int:
     from te_fsdp.upstream.te_formats import FORMATS
 
     te = _te.te()
-    recipes: dict[str, str] = {}
+    recipes, functions = dict[str, str](), set[str]()
     for row in FORMATS.values():
-        if row.available:
+        # Two kinds of weights may have one recipe, which has the name of the first.
+        if row.available and row.available not in functions:
+            functions.add(row.available)
             available, reason = getattr(te, row.available)(return_reason=True)
             recipes[row.name] = "" if available else str(reason)
     attention: dict[str, Any]

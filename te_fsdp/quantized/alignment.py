@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from te_fsdp.errors import PlacementError, PrecisionError
 from te_fsdp.layout import ParameterRule
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.te_formats import FORMATS, Format
+from te_fsdp.upstream.te_formats import FORMATS, NVFP4_ROWS, NVFP4_SQUARES, Format
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from te_fsdp.records import ModuleBinding
@@ -79,6 +80,8 @@ def plan_shard_dims(
         parameter, quantizer = module._parameters[name], _te.weight_quantizer(module, name)
         if parameter is None or quantizer is None or stays_replicated(module, name):
             continue
+        if grid.dp_shard > 1:
+            refuse_sharded_rows(label, quantizer, _torch.local_of(parameter))
         shape = tuple(_torch.local_of(parameter).shape)
         found[id(module), name] = Weight.from_quantizer(quantizer, label, shape, rule, grid.tp)
     all_weights = tuple(found.values())
@@ -233,7 +236,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
         )
     parts = [part for part in _te.quantizers_of_parts(quantizer) if part is not quantizer]
     formats = [_te.format_of_quantizer(part).name for part in parts]
-    if "nvfp4" in formats:
+    if {NVFP4_SQUARES, NVFP4_ROWS} & {*formats}:
         raise PrecisionError(
             f"{label}: hybrid weight with an NVFP4 part",
             expected="parts in float8, float8-block, MXFP8 or high precision",
@@ -254,6 +257,26 @@ def check_quantizer(label: str, quantizer: Any) -> None:
             got="dtype None",
             why="FusedAdam would replace it by the fp32 main weight, which FSDP2 would all-gather as bf16",
             fix="set a dtype on the factory's IdentityQuantizer",
+        )
+
+
+def refuse_sharded_rows(label: str, quantizer: Any, local: torch.Tensor) -> None:
+    """Raise PrecisionError if FSDP2 shards an NVFP4 weight with one scale per 1 x 16 block for training. Local.
+
+    ``quantizer`` comes from :func:`te_fsdp.upstream.te.weight_quantizer`, and ``local`` may not be quantized yet.
+    """
+    # Weights can have the same rowwise data and different columnwise data. TE's all-gather sends rowwise data only,
+    # which is sufficient for weights that were quantized without gradients.
+    is_trained = (
+        local.get_usages()["columnwise"] if _te.is_quantized(local) else quantizer.columnwise_usage  # type: ignore[attr-defined]
+    )
+    if is_trained and _te.format_of_quantizer(quantizer).name == NVFP4_ROWS:
+        raise PrecisionError(
+            f"{label}: sharded NVFP4 weight with 1-D quantization, one scale per 1 x 16 block",
+            expected="2-D quantization of weights, one scale per 16 x 16 block",
+            why="An all-gather sends rowwise data, from which the columnwise data of such a weight cannot be computed",
+            fix="build the model with NVFP4BlockScaling(disable_2d_quantization=False), the default, or keep it "
+            "replicated with te_fsdp.fsdp_no_shard; for inference, build and shard it under torch.no_grad()",
         )
 
 

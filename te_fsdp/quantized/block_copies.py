@@ -1,8 +1,9 @@
 """Copies between quantized tensors whose blocks have different shapes.
 
-``weight.copy_(source)`` of two tensors of one TE class copies their bytes and scales (TE 2.20.2). If the weight has
-one scale per square block and the source one per row of a block, the scales of the source's rows do not hold for
-columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong.
+``weight.copy_(source)`` of two tensors of one TE class copies the bytes and scales that both have (TE 2.20.2). If the
+weight has one scale per square block and the source one per row of a block, the scales of the source's rows do not hold
+for columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong. In the
+reverse direction the weight would keep its previous columnwise data.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import torch
 from te_fsdp.quantized.quantizer_record import change_quantizer_record, quantizer_record
 from te_fsdp.upstream import te as _te
 from te_fsdp.upstream.patches import apply_patch
-from te_fsdp.upstream.te_formats import has_square_blocks
 
 
 def patch_clone_of_scales(tensor: torch.Tensor) -> None:
@@ -49,9 +49,9 @@ def patch_block_copies() -> None:
 
 
 def _has_other_blocks(target: Any, source: Any) -> bool:
-    """Return whether a weight of te_fsdp has one scale per square block, and a source of its class has not."""
+    """Return whether a weight of te_fsdp and a source of its class have scales for blocks of different shapes."""
     if type(source) is not type(target):
         return False
-    own, other = _te.quantizer_of(target), _te.quantizer_of(source)
-    is_ours = own is not None and quantizer_record(own).clones_scales
-    return is_ours and has_square_blocks(own) and not has_square_blocks(other)
+    quantizer = _te.quantizer_of(target)
+    is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
+    return is_ours and _te.format_of(target) is not _te.format_of(source)

@@ -23,7 +23,6 @@ from te_fsdp.layout import Box, ParameterRule, slices
 from te_fsdp.quantized.components import components_of, describe_format, drop_derived_state
 from te_fsdp.records import WEIGHT, weight_record
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.te_formats import has_square_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -89,6 +88,11 @@ class QuantizedDTensor(BoxedDTensor):
         waiting = waiting_values(local)
         values = values_of(local, self.dtype) if waiting is None else waiting.to(self.dtype)
         return _torch.dtensor(values, self._spec)
+
+    def to_local(self, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
+        """Return the local tensor, or the FP32 values that wait for its scale. Writes to either are kept."""
+        waiting = waiting_values(self._local_tensor) if _waits(self) else None
+        return super().to_local(**options) if waiting is None else waiting
 
     def view(self, *shape: Any, **options: Any) -> torch.Tensor:  # type: ignore[bad-override]
         """Return a view; a flat one, as of ``parameters_to_vector``, is of the values: MXFP8 has none of its bytes."""
@@ -421,5 +425,4 @@ def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.T
 def _kind_of(tensor: torch.Tensor) -> list[str]:
     """Return format and element type. Delayed and current scaling have the same data."""
     found = str(describe_format(tensor)).split()
-    # NVFP4 has one name for square blocks and for blocks of a row.
-    return [found[0], found[-1], str(has_square_blocks(_te.quantizer_of(tensor)))]
+    return [found[0], found[-1]]

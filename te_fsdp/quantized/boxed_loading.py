@@ -25,7 +25,6 @@ from te_fsdp.quantized.boxed import (
 from te_fsdp.quantized.components import components_of, drop_derived_state
 from te_fsdp.quantized.shards import quantize_with_shared_scale
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.te_formats import has_square_blocks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,20 +42,14 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             # The state dict may contain fewer entries than the model (a partial load), or copies instead of
             # the model's tensors.
             held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
+            if parameter is None or held is None or not _te.is_quantized(held):
+                continue
             # A parameter in high precision or another format gets the values that wait by `copy_`.
-            if parameter is None or held is None or not _has_format_of(held, _torch.local_of(parameter)):
+            if _te.format_of(_torch.local_of(parameter)) is not _te.format_of(held):
                 continue
             values = waiting_values(held, take=True)
             # `copy_` keeps the scale of delayed scaling, too.
             _finish((state_dict, key), held, (owner, name), values, keep_delayed_scale=True)
-
-
-def _has_format_of(held: torch.Tensor, local: torch.Tensor) -> bool:
-    """Return whether a parameter's local tensor is quantized like a tensor of a state dict. Local operation."""
-    row = _te.format_of(held)
-    if row is None or _te.format_of(local) is not row:
-        return False
-    return has_square_blocks(_te.quantizer_of(held)) == has_square_blocks(_te.quantizer_of(local))
 
 
 def _finish(

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import ParameterRule
-from te_fsdp.quantized.alignment import Grid, Weight, check_fit
+from te_fsdp.quantized.alignment import Grid, Weight, check_fit, refuse_sharded_rows
 from te_fsdp.quantized.amax import has_amax_group, set_amax_group
 from te_fsdp.quantized.components import (
     bytes_of_ranks,
@@ -46,6 +46,7 @@ from te_fsdp.upstream.fsdp2_settled import pass_of
 from te_fsdp.upstream.fsdp2_unused import keep_zeros_unquantized
 from te_fsdp.upstream.patches import apply_patch, apply_patch_to
 from te_fsdp.upstream.te_derived import derive_columnwise, drop_derived_buffers
+from te_fsdp.upstream.te_formats import NVFP4_ROWS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,6 +114,7 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
     Raises:
         PlacementError: The shards do not fit, or the parameter must stay replicated. The error names the weight
             and the nearest mesh and shape that fit.
+        PrecisionError: An all-gather of the shards cannot provide the columnwise data.
     """
     if is_replicated(module, name):
         raise PlacementError(
@@ -123,6 +125,8 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
     rule, quantizer = binding.rules.get(name), _te.weight_quantizer(module, name)
     if rule is None or not rule.quantizable or quantizer is None:
         return
+    if not rule.layout.is_grouped:  # all-gathers of all experts send both directions
+        refuse_sharded_rows(binding.label(name), quantizer, _torch.local_of(shard))
     mesh, tp = shard.device_mesh, 1 if binding.tp_mesh is None else binding.tp_mesh.size()
     shape, first = list(shard.shape), 0
     if rule.shard_dim is not None:
@@ -218,7 +222,7 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         now = id(binding.weight_mesh), id(mesh), orig_size
         if known is not None and known[:3] != now:
             known = None
-        row = _te.format_of(self) if known is None else known.row
+        row = _checked_format(self, module, binding) if known is None else known.row
         shares_data = row is not None and row.shares_data
         if shares_data:
             keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
@@ -252,6 +256,18 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
     # FSDP2 inspects the signature in every all-gather. Without this attribute it would parse TE's function each time.
     fsdp_pre_all_gather.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
     return fsdp_pre_all_gather
+
+
+def _checked_format(shard: torch.Tensor, module: nn.Module, binding: ModuleBinding) -> Format | None:
+    """Return the format of a shard; raise PrecisionError if its all-gather lacks the columnwise data. Local."""
+    # A weight that was on meta when FSDP2 sharded it is checked here.
+    row = _te.format_of(shard)
+    if row is not None and row.name == NVFP4_ROWS:
+        own = [
+            name for name, p in module._parameters.items() if p is not None and _torch.local_of(p) is shard
+        ]
+        refuse_sharded_rows(binding.label(own[0] if own else "weight"), _te.quantizer_of(shard), shard)
+    return row
 
 
 def _build_gather_metadata(

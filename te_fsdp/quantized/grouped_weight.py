@@ -304,7 +304,7 @@ def _buffers(grouped: Any) -> list[tuple[str, torch.Tensor]]:
 def _kind(weight: Any) -> tuple[Any, ...]:
     """Return quantizer, names and sizes of buffers. Bytes can be copied between weights with equal results."""
     sizes = [(name, buffer.numel(), buffer.dtype) for name, buffer in _buffers(weight.grouped)]
-    return type(_te.quantizer_of(weight)), sizes
+    return _te.format_of_quantizer(_te.quantizer_of(weight)), type(_te.quantizer_of(weight)), sizes
 
 
 def _from_buffers(

@@ -190,7 +190,7 @@ FSDP2 = (
         "test_plain_dcp.py::test_states_of_fused_adam",
     ),
     Patch(
-        "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`",
+        "modules `checkpoint.state_dict_loader`, `checkpoint.filesystem`, `checkpoint.default_planner`",
         "_load_state_dict, narrow_tensor_by_index",
         "quantizes weights read from a different mesh",
         "test_plain_dcp.py::test_load_without_load_state_dict",

@@ -11,7 +11,10 @@
 #     mxfp8-2d        the same, with one scale for each 32 x 32 block, so that both directions have equal data
 #     float8-block    data, scale            1 x 1, 128 x 128, and the same transposed
 #     nvfp4           data, scale            1 x 2 (two values per byte), 1 x 16, and transposed; amax of the
-#                                            unsharded weight
+#                                            unsharded weight; one scale for each 16 x 16 block
+#     nvfp4-1d        the same, with one scale for each 1 x 16 block, and columnwise for each 16 x 1 block
+#
+# Checkpoints of earlier te_fsdp call both kinds of NVFP4 weights nvfp4.
 #
 # Delayed and current scaling use one format, float8. Their data is the same, but the scale is computed
 # differently.
@@ -38,6 +41,8 @@ from te_fsdp.unpickling import EnumNames, TableUnpickler
 #: Rows and columns of the weight that one buffer element covers; ``None``: the unsharded weight.
 Block: TypeAlias = tuple[int, int] | None
 
+#: Names of NVFP4 weights with one scale for each 16 x 16 block, and for each 1 x 16 block.
+NVFP4_SQUARES, NVFP4_ROWS = "nvfp4", "nvfp4-1d"
 _FP8 = ("kFloat8E4M3", "kFloat8E5M2")
 
 
@@ -95,7 +100,8 @@ class Format:
     #: Whether rowwise and columnwise data are quantized independently, so that neither can be computed from the
     #: other. An all-gather sends one of them. Other formats send rowwise data only.
     independent_directions: bool = False
-    #: Name of the row for tensors whose quantizer has ``with_2d_quantization`` (TE 2.19 and later), if they have one
+    #: Name of the row for tensors whose quantizer has ``with_2d_quantization`` (MXFP8: TE 2.19 and later), if they have
+    #: one
     two_dim: str = ""
     #: Whether the rowwise data and one scale per block are also the columnwise data. Shards and all-gathers contain
     #: the rowwise data only.
@@ -147,6 +153,17 @@ _BLOCK_ROWWISE = Buffer("rowwise_data", _VALUES), Buffer("rowwise_scale_inv", (1
 #: Derived from the rowwise data.
 _TRANSPOSED: dict[str, Any] = {"is_transposed": True, "is_derived": True}
 
+_NVFP4: dict[str, Any] = {
+    "block": 16,
+    "elements": ("kFloat4E2M1",),
+    "available": "is_nvfp4_available",
+    "unknown_options": {"with_gemm_swizzled_scales": True, "row_scaled_nvfp4": True},
+    # TE 2.20: scales up to 256 instead of 448.
+    "unrecorded_options": {"nvfp4_use_4over6": True},
+}
+_NVFP4_ROWWISE = Buffer("rowwise_data", (1, 2)), Buffer("rowwise_scale_inv", (1, 16), _E4M3, is_derived=True)
+_NVFP4_AMAXES = Buffer("amax_rowwise", None, _FP32), Buffer("amax_columnwise", None, _FP32)
+
 _ROWS = (
     Format(
         name="float8",
@@ -183,6 +200,7 @@ _ROWS = (
         name="mxfp8-2d",
         block=32,
         elements=_FP8,
+        available="is_mxfp8_available",
         buffers=(
             Buffer("rowwise_data", _VALUES),
             Buffer("rowwise_scale_inv", (1, 32), _E8M0, is_derived=True),
@@ -211,25 +229,30 @@ _ROWS = (
         short_blocks=True,
     ),
     Format(
-        name="nvfp4",
+        name=NVFP4_SQUARES,
+        buffers=(
+            *_NVFP4_ROWWISE,
+            Buffer("columnwise_data", (2, 1), **_TRANSPOSED),
+            Buffer("columnwise_scale_inv", (16, 1), _E4M3, **_TRANSPOSED),
+            *_NVFP4_AMAXES,
+        ),
+        **_NVFP4,
+    ),
+    # TE cannot compute the columnwise data of rows from the rowwise data.
+    Format(
+        name=NVFP4_ROWS,
         tensor="NVFP4Tensor",
         module="nvfp4_tensor",
         # First-level scales belong to blocks, the second-level scale to the unsharded weight.
         quantizers={"NVFP4Quantizer": "amax"},
-        block=16,
-        elements=("kFloat4E2M1",),
-        available="is_nvfp4_available",
         buffers=(
-            Buffer("rowwise_data", (1, 2)),
-            Buffer("rowwise_scale_inv", (1, 16), _E4M3, is_derived=True),
-            Buffer("columnwise_data", (2, 1), **_TRANSPOSED),
-            Buffer("columnwise_scale_inv", (16, 1), _E4M3, **_TRANSPOSED),
-            Buffer("amax_rowwise", None, _FP32),
-            Buffer("amax_columnwise", None, _FP32),
+            *_NVFP4_ROWWISE,
+            Buffer("columnwise_data", (2, 1), is_transposed=True),
+            Buffer("columnwise_scale_inv", (16, 1), _E4M3, is_transposed=True),
+            *_NVFP4_AMAXES,
         ),
-        unknown_options={"with_gemm_swizzled_scales": True, "row_scaled_nvfp4": True},
-        # TE 2.20: scales up to 256 instead of 448.
-        unrecorded_options={"nvfp4_use_4over6": True},
+        two_dim=NVFP4_SQUARES,
+        **_NVFP4,
     ),
     # Each direction has its own format. Only the parts have buffers.
     Format("hybrid", "HybridQuantizedTensor", "hybrid_tensor", quantizers={"HybridQuantizer": "parts"}),
@@ -243,14 +266,10 @@ FORMATS: dict[str, Format] = {row.name: row for row in _ROWS}
 SCALE_SOURCES: dict[str, str] = {name: source for row in _ROWS for name, source in row.quantizers.items()}
 
 
-def has_square_blocks(quantizer: Any) -> bool:
-    """Return whether a quantizer of MXFP8 or NVFP4 has one scale per square block, not per row of a block."""
-    return bool(getattr(quantizer, "with_2d_quantization", False))
-
-
 def row_for(row: Format, quantizer: Any) -> Format:
     """Return the row of a tensor's format, given the row of its class and its quantizer."""
-    return FORMATS[row.two_dim] if row.two_dim and has_square_blocks(quantizer) else row
+    is_two_dim = row.two_dim and getattr(quantizer, "with_2d_quantization", False)
+    return FORMATS[row.two_dim] if is_two_dim else row
 
 
 @functools.cache  # a cached result costs no call of a Python function, and each step needs one per weight

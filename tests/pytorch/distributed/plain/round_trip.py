@@ -450,8 +450,10 @@ def copies_that_wait(directory: str) -> dict[str, list[str]]:
     uses |= {"clone": state[name].clone(), "float": state[name].float()}
     for use, found in uses.items():
         compare(use, found.to(harness.device()))
+    compare("to_local", state[name].to_local(), values.chunk(2)[dist.get_rank()])
+    state[name].to_local().mul_(4)  # writes are kept
     compare("bytes after values", loaded("values", "bytes")[name], whole(source.inner.weight))
-    state[name].mul_(2)
+    state[name].mul_(0.5)
     compare("mul_", state[name], 2 * values)
     control += ["values"] if torch.equal(whole(loaded()[name]), values.to(harness.device()).float()) else []
     return {"wrong": wrong, "control": control}

@@ -160,8 +160,9 @@ def writes_of_rows(recipes: tuple[str, str], directory: str) -> dict[str, list[s
         te_fsdp.fully_shard(model, meshes, units=[])
         return te_fsdp.materialize(model, seed=seed)
 
-    source = sharded(recipes[0], 1)
-    values = {name: _full(p) for name, p in source.named_parameters()}
+    with torch.no_grad():  # rowwise data is sufficient: te_fsdp refuses to shard rows of NVFP4 for training
+        source = sharded(recipes[0], 1)
+    values = {name: full_values(p) for name, p in source.named_parameters()}
 
     def run(model: nn.Module) -> list[torch.Tensor]:
         import transformer_engine.pytorch as te
@@ -191,7 +192,7 @@ def writes_of_rows(recipes: tuple[str, str], directory: str) -> dict[str, list[s
     return {"wrong": wrong, "control": control}
 
 
-def _full(parameter: torch.Tensor) -> torch.Tensor:
+def full_values(parameter: torch.Tensor) -> torch.Tensor:
     """Return the values of shards of rows in fp32: those of NVFP4 are not exact in bf16."""
     local = parameter.to_local().dequantize(dtype=torch.float32)  # type: ignore[attr-defined]
     parts = [torch.empty_like(local) for _ in range(dist.get_world_size())]
