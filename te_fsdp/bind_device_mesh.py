@@ -246,7 +246,6 @@ def set_device_mesh(
     dense = ModuleMeshes(tp, weight_mesh, single=tp_mesh if tp is None else None)
     expert = ModuleMeshes(tp, expert_weight_mesh, ep_mesh)
     with together, track_replaced_parameters(model, "set_device_mesh"):
-        # The plan changes nothing, so that after an error of one rank the model is as before on all ranks.
         with raised_on_all_ranks(mesh, "set_device_mesh"):
             planned = plan_modules(model, dense, expert, experts)
         for check in check_points().binding:

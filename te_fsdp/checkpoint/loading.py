@@ -218,7 +218,6 @@ class Filling:
         Raise CheckpointError, with nothing changed, if any rank cannot read its data.
         """
         saved_states = (self.manifest.optimizer or {"state": {}})["state"]
-        # Parameters to convert through high precision, by name of the files' tensor.
         conversions: dict[str, list[Conversion]] = {}
         for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
             saved, own = self.manifest.tensor(name), saved_states.get(name, {})

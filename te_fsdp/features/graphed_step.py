@@ -130,7 +130,6 @@ def graphed_step(
         require_number(
             "graphed_step", "max_norm", max_norm, least=0, fix="max_norm=1.0, or None to clip nothing"
         )
-    # Now, and not after the warm-up, when a recording would update parameters that are not the model's.
     check_optimizer(model, optimizer)
     return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators), microbatches)
 
