@@ -126,7 +126,23 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             "ignored_params": {item.parameter for item in plan.replicated},
         }
         of_experts = _expert_units(plan.parameters.values())
-        for name in _inner_first(plan):
+        # Each unit after all units inside of it. A module that several units share has one name, by which it is inside
+        # of one of them, and FSDP2 must shard it before any of them.
+        modules = {
+            name: plan.model.get_submodule(name) for name in reversed(plan.units) if name not in plan.whole
+        }
+        names = {id(module): name for name, module in modules.items()}
+        order: dict[str, None] = {}
+
+        def add(name: str) -> None:
+            inside = (names.get(id(module), name) for module in modules[name].modules())
+            for inner in [inner for inner in inside if inner != name and inner not in order][::-1]:
+                add(inner)
+            order.setdefault(name)
+
+        for name in modules:
+            add(name)
+        for name in list(order):
             row = plan.units[name]
             unit = state.modules[name] = model.get_submodule(name)
             options["mesh"] = _fsdp_mesh(plan.meshes, row, experts=name in of_experts)
@@ -141,29 +157,6 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
         divide_gradients(state, plan.mp_policy)
         restore_quantized(stash)
     return state
-
-
-def _inner_first(plan: ModelPlan) -> list[str]:
-    """Return the names of the units that FSDP2 manages, each after all units inside of it.
-
-    A module that several units share has one name, by which it is inside of one of them. FSDP2 must shard it before any
-    of them.
-    """
-    modules = {
-        name: plan.model.get_submodule(name) for name in reversed(plan.units) if name not in plan.whole
-    }
-    names = {id(module): name for name, module in modules.items()}
-    order: dict[str, None] = {}
-
-    def add(name: str) -> None:
-        inside = (names.get(id(module), name) for module in modules[name].modules())
-        for inner in [inner for inner in inside if inner != name and inner not in order][::-1]:
-            add(inner)
-        order.setdefault(name)
-
-    for name in modules:
-        add(name)
-    return list(order)
 
 
 def _expert_units(rows: Iterable[ParameterPlan]) -> set[str]:

@@ -216,6 +216,8 @@ class BoxedDTensor(DTensor):
         ):
             return super().redistribute(device_mesh, placements, **options)
         whole = self._original()
+        # DTensor's own redistribution takes local tensors for contiguous parts of the tensor. Rows of stacked
+        # weights are not, so they are put in order first.
         everywhere = DTensor.from_local(
             whole, self.device_mesh, [Replicate()] * self.device_mesh.ndim, run_check=False
         )

@@ -139,5 +139,6 @@ def requested_checks(where: str, checks: object, check_inputs: object) -> CheckP
             fix="omit check_inputs",
         )
     instead = DEFAULT if check_inputs else "setup"
+    # Scripts written for earlier versions pass check_inputs, which had two levels.
     warnings.warn(f"{where}: check_inputs is deprecated: use checks={instead!r}", FutureWarning, stacklevel=3)
     return check_points(inputs=bool(check_inputs))

@@ -31,9 +31,23 @@ if TYPE_CHECKING:
 
 def register_forward_hooks(state: ShardedModel) -> None:
     """Register the hooks around each forward of a model and of its units. Local operation."""
+
     # Hooks are not compiled: they read the state of a step, which a traced graph would contain as constants.
+    def after_unit(name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
+            return
+        # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
+        opaque = _fsdp2_outputs.opaque_in(output)
+        if not opaque:
+            return
+        found = list(_fsdp2_outputs.tensors_in(opaque))
+        _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in found if tensor.requires_grad])
+        if not found and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
+            for check in state.checks.output:
+                check(name, unit, opaque)
+
     for name, unit in state.modules.items():
-        unit.register_forward_hook(_torch.disable_compile(functools.partial(_after_unit, state, name)))
+        unit.register_forward_hook(_torch.disable_compile(functools.partial(after_unit, name)))
         handle: list[Any] = []
         choose = _torch.disable_compile(functools.partial(choose_root, state, handle))
         # Before FSDP2's own hook, which chooses the root and gathers.
@@ -119,25 +133,11 @@ def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: A
             return
 
 
-def _after_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any, output: Any) -> None:
-    """Make FSDP2 gather a unit in the backward of all tensors in its output, in objects of any class."""
-    if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
-        return
-    # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
-    opaque = _fsdp2_outputs.opaque_in(output)
-    if not opaque:
-        return
-    found = list(_fsdp2_outputs.tensors_in(opaque))
-    _fsdp2_outputs.gather_in_backward_of(unit, [tensor for tensor in found if tensor.requires_grad])
-    if not found and not any(isinstance(leaf, torch.Tensor) for leaf in _torch.flatten(output)[0]):
-        for check in state.checks.output:
-            check(name, unit, opaque)
-
-
 def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
     """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed."""
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
+        # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.
         if kept and name not in state.unsharded.known and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
             state.unsharded.known.add(name)
@@ -148,4 +148,5 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
             for check in state.checks.trained:
                 check(state, output)
         else:
+            # After an evaluation users may read or write weights, and must find the sharded parameters.
             expose_sharded_params(state)

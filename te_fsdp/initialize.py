@@ -71,10 +71,26 @@ def initialize_te_parameters(module: nn.Module) -> None:
     for name, parameter, elsewhere in _in_order(module, binding):
         value = None
         try:
-            value = _draw(module, name, parameter, binding.label(name))
-        except (
-            Exception
-        ) as error:  # raised below, because other ranks need this one in their collectives until then
+            # The original tensor by TE's init method, and this rank's shard of it.
+            label = binding.label(name)
+            info = shard_info(module, name, parameter, label=label)
+            with torch.no_grad():
+                full = sentinel(info.original_shape, parameter.dtype, target_device(parameter))
+                fill = _te.init_function(module, name)
+                for part in (
+                    full if info.rule.layout.is_grouped else (full,)
+                ):  # one expert after the other, as in TE
+                    fill(part)
+                if has_sentinel(full):
+                    raise InitError(
+                        f"{label}: not initialized",
+                        expected="an init method that fills the unsharded tensor",
+                        got="uninitialized values",
+                        fix="pass an init_method to the TE module that fills the tensor in place",
+                    )
+                value = take_part(full, info)
+        # Raised below, because other ranks need this one in their collectives until then.
+        except Exception as error:
             first_error = first_error or error
         if elsewhere:
             continue  # drop the value; the random state advances as in one process
@@ -110,24 +126,6 @@ def _in_order(module: nn.Module, binding: ModuleBinding) -> Iterator[tuple[str, 
             template = module._parameters[f"{kind}{first}"]
             assert template is not None
             yield (name, held, False) if held is not None else (f"{kind}{first}", template, True)
-
-
-def _draw(module: nn.Module, name: str, parameter: torch.Tensor, label: str) -> torch.Tensor:
-    """Draw a parameter's original tensor with TE's init method and return this rank's shard. Local operation."""
-    info = shard_info(module, name, parameter, label=label)
-    with torch.no_grad():
-        full = sentinel(info.original_shape, parameter.dtype, target_device(parameter))
-        fill = _te.init_function(module, name)
-        for part in full if info.rule.layout.is_grouped else (full,):  # one expert after the other, as in TE
-            fill(part)
-        if has_sentinel(full):
-            raise InitError(
-                f"{label}: not initialized",
-                expected="an init method that fills the unsharded tensor",
-                got="uninitialized values",
-                fix="pass an init_method to the TE module that fills the tensor in place",
-            )
-        return take_part(full, info)
 
 
 def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[str]:

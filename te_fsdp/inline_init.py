@@ -81,11 +81,7 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
             why="They would keep the values of their modules' reset_parameters: those of another model",
             fix=_FIX,
         )
-    _warn_of_data(model, own)
-
-
-# Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
-def _warn_of_data(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
+    # Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.
     own = list(own)
     found = {}
     for name, module in model.named_modules():
@@ -106,6 +102,7 @@ def _warn_of_data(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> Non
 def _in_place_calls(cls: type) -> set[str]:
     """Return names of in-place operations in the constructors of a class, and "data" if they use that."""
     names = set()
+    # Bases too: their constructors run on meta like the class's own.
     for base in cls.__mro__:
         constructor = vars(base).get("__init__")
         if isinstance(constructor, FunctionType) and str(base.__module__).partition(".")[0] not in STOCK:

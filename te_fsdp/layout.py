@@ -117,9 +117,12 @@ def linear_rules(
     """
     dim = {"column": 0, "row": 1, None: None}[parallel_mode]
     weight = ParameterRule(dim, layout if dim == 0 else PLAIN, quantizable=True)
+    # A row-parallel layer adds its bias after the reduction, to the tokens that this rank has.
     bias = ParameterRule(None, partial_grad=sequence_parallel and parallel_mode == "row")
     if parallel_mode == "column":
         bias = ParameterRule(0, layout)
+    # Under sequence parallelism each rank normalizes a part of the tokens, so its gradient is one term of the
+    # sum.
     norm = ParameterRule(None, partial_grad=sequence_parallel)
     return {
         **dict.fromkeys(("layer_norm_weight", "layer_norm_bias"), norm),

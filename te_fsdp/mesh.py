@@ -425,6 +425,7 @@ def as_meshes(given: object, where: str) -> Meshes:
     if isinstance(given, Meshes):
         return given
     if isinstance(given, DeviceMesh):
+        # An axis of a te_fsdp mesh leads back to all of its axes, which the plan needs.
         part = getattr(given, _PART_OF, None)
         return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(given)
     raise MeshError(

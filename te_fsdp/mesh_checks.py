@@ -133,6 +133,7 @@ def check_contains_tp(
     """Raise :class:`MeshError` unless the ranks that shard a weight include those that shard it over tp."""
     if tp_mesh is None or weight_mesh is None:
         return
+    # The scale of a quantized weight is that of all its shards, and tp ranks have different ones.
     tp, weight = set(tp_mesh.mesh.flatten().tolist()), set(weight_mesh.mesh.flatten().tolist())
     if not tp <= weight:
         raise MeshError(
@@ -203,6 +204,7 @@ def check_stages(mesh: DeviceMesh, found: Sequence[str | None], pp: DeviceMesh |
     where = "Meshes.from_device_mesh"
     check_1d(pp, "pp", where)
     check_ascending(pp, "pp", where)
+    # A rank is in one stage only, so the mesh of its stage and the pipeline's mesh share this rank alone.
     both = sorted({*pp.mesh.flatten().tolist()} & {*mesh.mesh.flatten().tolist()})
     if STAGES in found or both != [dist.get_rank()]:
         raise MeshError(
@@ -296,6 +298,7 @@ def own_device(device_type: str) -> int:
     """
     count, said = torch.get_device_module(device_type).device_count(), os.environ.get("LOCAL_RANK", "")
     index = int(said) if said.isdecimal() else 0
+    # Without LOCAL_RANK several ranks of a node would all use device 0, which fails much later, in NCCL.
     alone = said.isdecimal() or count < 2 or os.environ.get("WORLD_SIZE", "1") == "1"
     if index >= count or not alone:
         raise MeshError(
@@ -354,6 +357,7 @@ def slow_axes(groups: Mapping[str, torch.Tensor], node: int) -> list[str]:
 
     ``groups`` maps an axis to its ranks, ``(groups, size)``. Rank r is on node ``r // node``, as torchrun numbers them.
     """
+    # Consecutive ranks share a node, as torchrun numbers them.
     crossing = {axis for axis, ranks in groups.items() if bool((ranks // node != ranks[:, :1] // node).any())}
     why = {
         "tp": "it all-reduces the activations of every layer",

@@ -267,6 +267,7 @@ class _Unsharded(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, spec = _torch.flatten((args, kwargs or {}))
         wanted = [x for x in flat if isinstance(x, torch.Tensor) and id(x) in self.places]
+        # At most the tensors of one call are unsharded at a time, so that a large model fits into memory.
         if any(id(x) not in self.live for x in wanted):
             self._release([self.places[id(x)][1][0][0] for x in wanted])
         for tensor in wanted:
@@ -281,6 +282,8 @@ class _Unsharded(TorchFunctionMode):
             if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 continue
             for entry in self.live.values():
+                # An initialization may write through a view that it made before, so the tensor stays unsharded
+                # while a view lives.
                 if tensor is not entry.full and _memory(tensor) == _memory(entry.full):
                     entry.views.append(weakref.ref(tensor))
         return result

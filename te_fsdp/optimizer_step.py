@@ -69,6 +69,7 @@ def wrap_closure(step: Step) -> None:
         loss = closure()
         for check in step.checks.closure:
             check(step, loss)
+        # The closure has run a backward inside of step(), after the hooks that wait and check.
         wait_for_gradients(step)
         check_gradients(step)
         return loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -92,8 +92,13 @@ def dense_beside_own(
     for home in homes:
         if units[home].is_whole:
             continue
-        left = [p for p in _left_in(model, home, units) if id(p.owner) not in modules]
-        once = {id(place.parameter): place for place in left if id(place.parameter) not in known}
+        once: dict[int, ParamOwner] = {}
+        for place in iter_param_owners(model):
+            path = place.path
+            while path not in units:
+                path = path.rpartition(".")[0]
+            if path == home and id(place.owner) not in modules and id(place.parameter) not in known:
+                once[id(place.parameter)] = place
         elements = sum(place.parameter.numel() for place in once.values())
         if elements > MOST:
             raise PlacementError(
@@ -106,14 +111,3 @@ def dense_beside_own(
             )
         found.update(once)
     return found
-
-
-def _left_in(model: nn.Module, home: str, units: Iterable[str]) -> Iterator[ParamOwner]:
-    """Yield the places of parameters whose innermost unit is ``home``."""
-    named = set(units)
-    for place in iter_param_owners(model):
-        path = place.path
-        while path not in named:
-            path = path.rpartition(".")[0]
-        if path == home:
-            yield place

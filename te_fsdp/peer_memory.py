@@ -71,25 +71,24 @@ class PeerGroup:
         """
         size = max(size, _LEAST)
         if self._exchange is None:
-            return PeerMemory(_mapped_files(size, self.group), self.group)
+            storages, reason = [], ""
+            with tempfile.NamedTemporaryFile(prefix="te_fsdp_peers_") as file:
+                file.truncate(size)
+                for name in gather(file.name, self.group):
+                    try:
+                        storages.append(torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
+                    except RuntimeError as error:
+                        reason = str(error).splitlines()[0]
+                # Also a barrier: no file is deleted before all ranks have mapped it.
+                reasons = gather(reason, self.group)
+            if any(reasons):
+                raise RuntimeError(next(filter(None, reasons)))
+            return PeerMemory(
+                [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,)) for storage in storages],
+                self.group,
+            )
         handle, parts = _torch_transport.allocate_shared_memory(size, self.device, self._exchange)
         return PeerMemory(parts, self.group, handle)
-
-
-def _mapped_files(size: int, group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Map a file of each rank on all ranks, then delete the files. The memory lives as long as its maps."""
-    storages, reason = [], ""
-    with tempfile.NamedTemporaryFile(prefix="te_fsdp_peers_") as file:
-        file.truncate(size)
-        for name in gather(file.name, group):
-            try:
-                storages.append(torch.UntypedStorage.from_file(name, shared=True, nbytes=size))
-            except RuntimeError as error:
-                reason = str(error).splitlines()[0]
-        reasons = gather(reason, group)  # also a barrier: no file is deleted before all ranks have mapped it
-    if any(reasons):
-        raise RuntimeError(next(filter(None, reasons)))
-    return [torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,), (1,)) for storage in storages]
 
 
 def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerGroup, PeerMemory] | str:

@@ -295,6 +295,8 @@ def _with_module_rows(
         item = planned.get(owner)
         if item is not None:
             own = item.registered(name)
+            # Binding renames parameters of experts to their global numbers, also for the other owners of a tied
+            # parameter.
             labels[row.label] = row.label.removesuffix(name) + own
             row = replace(
                 row,
@@ -381,10 +383,24 @@ def find_units(
         chosen = {name for want in wanted for name in _find(names, want)}
     given: dict[str, str] = {}
     if isinstance(strategy, Mapping):
-        given = _strategies_by_name(names, strategy)
+        # Classes first, so that a name overrides the strategy of its class.
+        for want in sorted(strategy, key=lambda want: isinstance(want, str)):
+            word = check_word("strategy", strategy[want])
+            for name in _find(names, want):
+                other_name = isinstance(want, str) and not want.endswith(".*") and want != name
+                if (isinstance(want, type) or other_name) and given.get(name, word) != word:
+                    raise PlacementError(
+                        f"{name or 'model'}: two strategies",
+                        expected="one class or name of the mapping that selects it, or equal strategies",
+                        got=f"{given[name]} and {word}",
+                        fix="add the module's name to the mapping",
+                    )
+                for own in _with_forward(names, name):
+                    given[own] = word
         chosen |= given.keys()
     else:
         given[""] = check_word("strategy", strategy)
+    # In the order of the model, outer units before inner ones, each module under its first name.
     inner = [name for name, _ in model.named_modules() if name in chosen and name]
     return {name: nearest_strategy(name, given) for name in ["", *inner]}
 
@@ -394,11 +410,6 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     first: dict[int, str] = {}
     for name, module in names.items():
         first.setdefault(id(module), name)
-    return list(dict.fromkeys(first[id(names[name])] for name in _matching(names, want)))
-
-
-def _matching(names: dict[str, nn.Module], want: type | str) -> list[str]:
-    """Return all ``names`` that a class, a name or a name with ``.*`` selects; raise PlacementError if none."""
     if isinstance(want, type):
         found = [n for n, m in names.items() if isinstance(m, want)]
     elif not isinstance(want, str):
@@ -424,26 +435,7 @@ def _matching(names: dict[str, nn.Module], want: type | str) -> list[str]:
             if near
             else "use names of model.named_modules()",
         )
-    return found
-
-
-def _strategies_by_name(names: dict[str, nn.Module], strategy: Mapping[Any, Any]) -> dict[str, str]:
-    """Return a mapping by classes and names as a mapping by names. A name has priority over a class."""
-    found: dict[str, str] = {}
-    for want in sorted(strategy, key=lambda want: isinstance(want, str)):
-        word = check_word("strategy", strategy[want])
-        for name in _find(names, want):
-            other_name = isinstance(want, str) and not want.endswith(".*") and want != name
-            if (isinstance(want, type) or other_name) and found.get(name, word) != word:
-                raise PlacementError(
-                    f"{name or 'model'}: two strategies",
-                    expected="one class or name of the mapping that selects it, or equal strategies",
-                    got=f"{found[name]} and {word}",
-                    fix="add the module's name to the mapping",
-                )
-            for own in _with_forward(names, name):
-                found[own] = word
-    return found
+    return list(dict.fromkeys(first[id(names[name])] for name in found))
 
 
 def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:

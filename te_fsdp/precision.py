@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy
@@ -74,6 +74,7 @@ class MixedPrecisionPolicy:
             elif value is not None:
                 allowed = "None or one of " + ", ".join(map(str, COMM_DTYPES))
                 _require(value in COMM_DTYPES, option.name, allowed, value)
+        # NCCL adds in the dtype that it sends, except that te_fsdp can add in fp32 after an all-to-all.
         reduce, wire = self.grad_reduce_dtype, self.grad_comm_dtype or self.main_grads_dtype
         _require(
             reduce in (None, torch.float32) or reduce == wire,
@@ -186,27 +187,23 @@ def plan_precision(
             members[row.unit].append((label, parameter, _te.weight_quantizer(module, name) is not None))
     compute: dict[str, torch.dtype | None] = {}
     for unit, own in reversed(members.items()):
-        compute[unit] = _compute_dtype(unit, own, policy)
+        labels = {parameter.dtype: label for label, parameter, _ in own}
+        if policy.param_dtype is not None:
+            compute[unit] = policy.param_dtype if own else None
+        elif len(labels) > 1:
+            raise PrecisionError(
+                f"{unit or 'model'}: parameters of several dtypes in one unit",
+                expected="one compute dtype",
+                got=", ".join(f"{dtype} ({label})" for dtype, label in labels.items()),
+                why="FSDP2 all-gathers the parameters of a unit in one dtype",
+                fix="pass MixedPrecisionPolicy(param_dtype=...), or make separate units (units=...)",
+            )
+        else:
+            compute[unit] = next(iter(labels), None)
         for label, parameter, quantized in own:
             if parameter.requires_grad:
                 _check_main_params_dtype(label, parameter, quantized, policy.main_params_dtype)
     return PrecisionPlan(policy, compute, all_reduces)
-
-
-def _compute_dtype(unit: str, members: list[Any], policy: MixedPrecisionPolicy) -> torch.dtype | None:
-    """Return the compute dtype of a unit."""
-    if policy.param_dtype is not None:
-        return policy.param_dtype if members else None
-    found = {parameter.dtype: label for label, parameter, _ in members}
-    if len(found) > 1:
-        raise PrecisionError(
-            f"{unit or 'model'}: parameters of several dtypes in one unit",
-            expected="one compute dtype",
-            got=", ".join(f"{dtype} ({label})" for dtype, label in found.items()),
-            why="FSDP2 all-gathers the parameters of a unit in one dtype",
-            fix="pass MixedPrecisionPolicy(param_dtype=...), or make separate units (units=...)",
-        )
-    return next(iter(found), None)
 
 
 def _check_main_params_dtype(

@@ -266,6 +266,14 @@ def iter_param_owners(
                 yield ParamOwner(f"{path}.{name}" if path else name, owner, name, parameter)
 
 
+def first_owners(model: nn.Module) -> dict[int, ParamOwner]:
+    """Map the ``id`` of each parameter to its first place. A tied parameter occurs once. Local operation."""
+    places: dict[int, ParamOwner] = {}
+    for place in iter_param_owners(model):
+        places.setdefault(id(place.parameter), place)
+    return places
+
+
 def require_model(given: object, where: str) -> None:
     """Raise ``PlacementError`` unless an argument is a module. Most often two arguments were exchanged."""
     if not isinstance(given, torch.nn.Module):

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.boxed_dtensor import coordinates_of
 from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, chunk_boxes, shard_boxes
-from te_fsdp.records import OwnDTensor, binding_of
+from te_fsdp.records import binding_of
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -45,7 +45,19 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
     has_ep = binding is not None and binding.ep.experts_mesh is not None and rule.layout.is_grouped
     original = tuple(parameter.shape)
     if binding is not None and name in binding.distributed and isinstance(parameter, DTensor):
-        at, cuts = _cuts_of(binding.distributed[name], parameter)
+        own = binding.distributed[name]
+        mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
+        first = mesh.ndim - own.mesh.ndim
+        found: dict[int, tuple[int, int, int]] = {}
+        # tp and ep have sharded the tensor first, FSDP2 shards their parts, although its axes are in front.
+        for axis in (*range(first, mesh.ndim), *range(first)):
+            dim = _torch.shard_dim_of(parameter.placements[axis])
+            if dim is not None:
+                found[axis] = dim, mesh.size(axis), coordinate[axis]
+        fsdp = next((cut for axis, cut in found.items() if axis < first), (0, 1, 0))
+        tp = found.get(mesh.ndim - 1, (0, 1, 0)) if own.tp_dim is not None else (0, 1, 0)
+        ep = found.get(first, (0, 1, 0)) if own.is_expert else (0, 1, 0)
+        at, cuts = Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(found.values())
         local_shape, boxes = chunk_boxes(original, cuts)
     else:
         at = (
@@ -63,18 +75,3 @@ def shard_info(module: nn.Module, name: str, parameter: torch.Tensor, *, label: 
             fix="do not replace local tensors by hand; bind and shard the model again",
         )
     return ShardInfo(rule, at, original, local_shape, tuple(boxes))
-
-
-def _cuts_of(own: OwnDTensor, parameter: DTensor) -> tuple[Coordinates, list[tuple[int, int, int]]]:
-    """Return this rank's coordinates and the sharded dims of a user's DTensor: the user's axes first, then FSDP2's."""
-    mesh, coordinate = parameter.device_mesh, parameter.device_mesh.get_coordinate() or ()
-    first = mesh.ndim - own.mesh.ndim
-    found: dict[int, tuple[int, int, int]] = {}
-    for axis in (*range(first, mesh.ndim), *range(first)):
-        dim = _torch.shard_dim_of(parameter.placements[axis])
-        if dim is not None:
-            found[axis] = dim, mesh.size(axis), coordinate[axis]
-    fsdp = next((cut for axis, cut in found.items() if axis < first), (0, 1, 0))
-    tp = found.get(mesh.ndim - 1, (0, 1, 0)) if own.tp_dim is not None else (0, 1, 0)
-    ep = found.get(first, (0, 1, 0)) if own.is_expert else (0, 1, 0)
-    return Coordinates(tp[1], tp[2], fsdp[1], fsdp[2], fsdp[0], ep[1], ep[2]), list(found.values())

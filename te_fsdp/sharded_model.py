@@ -157,6 +157,7 @@ class ShardedModel:
 
     def pending(self) -> dict[int, str]:
         """Map the ``id`` of each parameter with an unreduced gradient to its name. Local operation."""
+        # Gradients that the user has cleared since the backward are not waiting for a reduction any more.
         for drop in self.components.drop_cleared:
             drop()
         records = [
@@ -170,6 +171,7 @@ class ShardedModel:
         if not records and not waiting:
             return {}
         for _, unit in self.gathered():
+            # The names are those of sharded parameters, and a gathered unit shows its unsharded ones.
             record_unsharded_params(unit)
         names = self.names()
         found = {(key := id(_fsdp2.sharded_param_of(record))): names[key] for record in records}

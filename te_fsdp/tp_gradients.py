@@ -42,6 +42,7 @@ def _sum(group: Any) -> None:
         flat = (
             torch.cat([part.reshape(-1) for part in parts]) if len(parts) > 1 else parts[0].flatten().clone()
         )
+        # One all-reduce for all norms of a unit: they are small, and DTensor would start one for each.
         dist.all_reduce(flat, group=mesh.get_group())
         sums = flat.split([part.numel() for part in parts])
         for (managed, _), part, total in zip(waiting, parts, sums, strict=True):

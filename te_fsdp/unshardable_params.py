@@ -48,34 +48,31 @@ def find_odd(
     for unit, places in units.items():
         odd.update(id(place.parameter) for place in places if not place.parameter.numel())
         if one_dtype:
-            odd.update(_of_other_dtypes(unit, places, with_frozen))
+            trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
+            for place in places:
+                parameter = place.parameter
+                counts = parameter.requires_grad or (with_frozen and parameter.is_floating_point())
+                if counts and parameter.numel() and not is_replicated(place.owner, place.name):
+                    trained.setdefault(parameter.dtype, {})[id(parameter)] = place
+            if len(trained) < 2:
+                continue
+            sizes = {dtype: sum(p.parameter.numel() for p in own.values()) for dtype, own in trained.items()}
+            # The name decides between equal sizes, so that all ranks choose the same dtype.
+            main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
+            others = [place for dtype, own in trained.items() if dtype != main for place in own.values()]
+            elements = sum(sizes.values()) - sizes[main]
+            if elements > MOST:
+                found = [f"{place.label} ({place.parameter.dtype})" for place in others]
+                raise PlacementError(
+                    f"{shorten(found, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
+                    expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other "
+                    "dtypes are replicated)",
+                    got=f"{elements:,} elements of other dtypes",
+                    why="FSDP2 gathers and reduces a unit in one dtype",
+                    fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
+                    "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
+                )
+            odd |= {id(place.parameter) for place in others}
     # Tied parameters of several units are an error of their own.
     homes = Counter(key for places in units.values() for key in {id(place.parameter) for place in places})
     return {key for key in odd if homes[key] == 1}
-
-
-def _of_other_dtypes(unit: str, places: list[ParamOwner], with_frozen: bool) -> set[int]:
-    trained: dict[torch.dtype, dict[int, ParamOwner]] = {}
-    for place in places:
-        parameter = place.parameter
-        counts = parameter.requires_grad or (with_frozen and parameter.is_floating_point())
-        if counts and parameter.numel() and not is_replicated(place.owner, place.name):
-            trained.setdefault(parameter.dtype, {})[id(parameter)] = place
-    if len(trained) < 2:
-        return set()
-    sizes = {dtype: sum(p.parameter.numel() for p in own.values()) for dtype, own in trained.items()}
-    # The name decides between equal sizes, so that all ranks choose the same dtype.
-    main = max(sizes, key=lambda dtype: (sizes[dtype], str(dtype)))
-    others = [place for dtype, own in trained.items() if dtype != main for place in own.values()]
-    elements = sum(sizes.values()) - sizes[main]
-    if elements > MOST:
-        found = [f"{place.label} ({place.parameter.dtype})" for place in others]
-        raise PlacementError(
-            f"{shorten(found, 3)}: dtype of trained parameters of unit {unit or 'of the root'}",
-            expected=f"{main}, the dtype of most of the unit (up to {MOST:,} elements of other dtypes are replicated)",
-            got=f"{elements:,} elements of other dtypes",
-            why="FSDP2 gathers and reduces a unit in one dtype",
-            fix="units=[...] with the modules that have these parameters, te_fsdp.fsdp_no_shard(parameter), or "
-            "precision=te_fsdp.MixedPrecisionPolicy(param_dtype=...)",
-        )
-    return {id(place.parameter) for place in others}

@@ -153,8 +153,41 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
     for name, first in tied_names(model).items():
         if (then := manifest.tied.get(name, first)) != first:
             found.settings[f"{name}.tied"] = Difference(f"{name}.tied", then, first, "error")
-    _compare_semantics(found, manifest, model, state)
-    _compare_delayed(found, model, manifest.delayed)
+    here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
+    known = from_json(recorded) if recorded else {}
+    # Attributes of a user's module may have a value for each rank. The saved ones are rank 0's.
+    if recorded and rank() == 0:
+        seen += own_differences(from_json(recorded, own=True), own_settings(model))
+    if known:
+        # A difference of a module whose tensors one side lacks is reported with these tensors.
+        alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
+        seen += differences(known, here, alone)
+        recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
+        if all(recipes) and recipes[0] != recipes[1]:
+            seen.append(Difference("recipes", *recipes, "note"))
+    elif values := distinguishing_settings(here):
+        # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
+        is_older = not recorded and distinguishing_settings(
+            {name: one for name, one in here.items() if one.library == "te"}
+        )
+        seen.append(Difference(SETTINGS, "none", values, "strict" if is_older else "note"))
+    found.settings |= {one.name: one for one in seen}
+    # A module has a recipe once it has run under it. Margin and history may change in training. The
+    # number of GEMMs and the FP8 formats may not.
+    modules, live = modules_of(model), delayed_modules(model)
+    for name, saved in manifest.delayed.items():
+        if not _te_modules.has_recipe_state(modules.get(name)):
+            found.tensors["with delayed-scaling state for a module that the model lacks", name] = ""
+            continue
+        module = modules[name]
+        live_recipe = of_all_gemms(
+            module, _te_modules.describe_delayed_recipe(module) if name in live else saved
+        )
+        for key in ("num_gemms", "fp8_format"):
+            if saved[key] != live_recipe[key]:
+                found.tensors["with another recipe", name] = (
+                    f"{key}: saved {saved[key]}, model has {live_recipe[key]}"
+                )
     return found
 
 
@@ -180,75 +213,31 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
         elif layouts[0] != layouts[1] and None not in layouts:
             found.tensors["with another layout", name] = _saved_and_here(*layouts)
         else:
-            _compare_contents(found, name, then, now, name in state.cut_blocks)
+            formats = then.get("format"), now.get("format")
+            kinds = [one.get("format") or one["dtype"] for one in (then, now)]
+            # Components that only the checkpoint has, such as transposes, are not read.
+            lacks = set(now.get("components", ())) - set(then.get("components", ()))
+            if kinds[0] == kinds[1] and not lacks and name not in state.cut_blocks:
+                continue
+            plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
+            # Integers and bools are not rounded or quantized: a difference that no conversion removes.
+            if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
+                what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
+                found.tensors[f"with another {what}", name] = _saved_and_here(*both)
+                continue
+            why = ""
+            if formats[0] is not None and formats[0] == formats[1]:
+                why = (
+                    f" ({', '.join(sorted(lacks))} not saved)"
+                    if lacks
+                    else " (this mesh cuts through blocks)"
+                )
+            found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
     return found
 
 
 def _saved_and_here(old: Any, new: Any) -> str:
     return f"saved {old or 'high precision'}, model has {new or 'high precision'}"
-
-
-def _compare_semantics(found: Differences, manifest: Manifest, model: nn.Module, state: ModelState) -> None:
-    """Add differences in the settings of modules, or a note that the checkpoint has none."""
-    here, recorded, seen = semantics_of(model), manifest.semantics, list[Difference]()
-    known = from_json(recorded) if recorded else {}
-    # Attributes of a user's module may have a value for each rank. The saved ones are rank 0's.
-    if recorded and rank() == 0:
-        seen += own_differences(from_json(recorded, own=True), own_settings(model))
-    if known:
-        # A difference of a module whose tensors one side lacks is reported with these tensors.
-        alone = {*manifest.parameters, *manifest.buffers} ^ {*state.described, *state.buffers}
-        seen += differences(known, here, alone)
-        recipes = (recorded or {}).get("recipes"), _te.recipes_in_use(model)
-        if all(recipes) and recipes[0] != recipes[1]:
-            seen.append(Difference("recipes", *recipes, "note"))
-    elif values := distinguishing_settings(here):
-        # An older te_fsdp could have recorded TE's settings, and did not; in files of other kinds they never are.
-        is_older = not recorded and distinguishing_settings(
-            {name: one for name, one in here.items() if one.library == "te"}
-        )
-        seen.append(Difference(SETTINGS, "none", values, "strict" if is_older else "note"))
-    found.settings |= {one.name: one for one in seen}
-
-
-def _compare_contents(
-    found: Differences, name: str, then: dict[str, Any], now: dict[str, Any], cuts_blocks: bool
-) -> None:
-    """Compare format, components and dtype of one tensor: equal, convertible, or a difference."""
-    formats = then.get("format"), now.get("format")
-    kinds = [one.get("format") or one["dtype"] for one in (then, now)]
-    # Components that only the checkpoint has, such as transposes, are not read.
-    lacks = set(now.get("components", ())) - set(then.get("components", ()))
-    if kinds[0] == kinds[1] and not lacks and not cuts_blocks:
-        return
-    plain = [one["dtype"] for one in (then, now) if one.get("format") is None]
-    # Integers and bools are not rounded or quantized: a difference that no conversion removes.
-    if not all(getattr(torch, dtype).is_floating_point for dtype in plain):
-        what, both = ("dtype", kinds) if formats == (None, None) else ("format", formats)
-        found.tensors[f"with another {what}", name] = _saved_and_here(*both)
-        return
-    why = ""
-    if formats[0] is not None and formats[0] == formats[1]:
-        why = f" ({', '.join(sorted(lacks))} not saved)" if lacks else " (this mesh cuts through blocks)"
-    found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
-
-
-def _compare_delayed(found: Differences, model: nn.Module, described: dict[str, Any]) -> None:
-    """Compare the state of delayed scaling.
-
-    A module has a recipe once it has run under it. Margin and history may change in training; the number of GEMMs and
-    the FP8 formats may not.
-    """
-    modules, live = modules_of(model), delayed_modules(model)
-    for name, then in described.items():
-        if not _te_modules.has_recipe_state(modules.get(name)):
-            found.tensors["with delayed-scaling state for a module that the model lacks", name] = ""
-            continue
-        module = modules[name]
-        now = of_all_gemms(module, _te_modules.describe_delayed_recipe(module) if name in live else then)
-        for key in ("num_gemms", "fp8_format"):
-            if then[key] != now[key]:
-                found.tensors["with another recipe", name] = f"{key}: saved {then[key]}, model has {now[key]}"
 
 
 def compare_stacked(found: Differences, source: Source, described: dict[str, dict[str, Any]]) -> None:
@@ -262,6 +251,8 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
     for name, now in described.items():
         if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
             continue
+        # Without te_fsdp's manifest only TE's extra state, or pieces of columns, show in which order the rows
+        # are.
         if f"model.{name}" in cut:
             found.tensors["whose rows tensor parallelism has put in another order", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:

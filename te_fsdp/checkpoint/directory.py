@@ -57,7 +57,29 @@ def begin(target: Path, *, is_file: bool = False) -> Path:
     CheckpointError if something exists at the target, or the system refuses.
     """
     if is_remote(target):
-        return _begin_remote(target, is_file)
+        if is_file:
+            raise CheckpointError(
+                f"{target}: cannot be written on object storage",
+                expected="a checkpoint of te_fsdp",
+                got="files without a manifest",
+                why="Without renaming, only a manifest makes files appear in one step",
+                fix="write to a local path, and copy that",
+            )
+        if not all(map(_owner_of_folder, target.iterdir())):
+            raise _exists(target)
+        own = cast(Any, target / f"{_DATA}{Owner.new()}")
+        (own / _BEGUN).write_bytes(b"")
+        now = last_written(own) or 0.0
+        for place in target.parent.iterdir():
+            for folder in () if (place / FILE_NAME).exists() else place.iterdir():
+                owner = _owner_of_folder(folder)
+                if owner is None or folder == own:
+                    continue
+                # One save runs at a time: another folder of this process is of a failed save.
+                if owner.is_here or _is_left(cast(Any, folder), owner, now):
+                    _log.info("%s was left by a job that was killed", folder)
+                    remove(cast(Any, folder))
+        return own
     with explain_os_errors(target):
         if not target.parent.exists():  # otherwise a later step shows what is wrong with it
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -160,6 +182,7 @@ def new_directory(
         temporary = begin(target, is_file=is_file or (is_remote(target) and not is_checkpoint))
         try:
             yield temporary
+            # Before the rename: after a power failure the name must not refer to files whose bytes are lost.
             for path in () if is_remote(target) else temporary.rglob("*"):
                 sync(path)
             commit(temporary, target)
@@ -210,33 +233,6 @@ def remove(path: Path) -> None:
         _log.log(level, "%s: cannot be removed: %s", path, error)
 
 
-def _begin_remote(target: RemotePath, is_file: bool) -> Any:
-    """Make the folder of a save on object storage, and remove the folders of killed jobs in and next to the target."""
-    if is_file:
-        raise CheckpointError(
-            f"{target}: cannot be written on object storage",
-            expected="a checkpoint of te_fsdp",
-            got="files without a manifest",
-            why="Without renaming, only a manifest makes files appear in one step",
-            fix="write to a local path, and copy that",
-        )
-    if not all(map(_owner_of_folder, target.iterdir())):
-        raise _exists(target)
-    own = cast(Any, target / f"{_DATA}{Owner.new()}")
-    (own / _BEGUN).write_bytes(b"")
-    now = last_written(own) or 0.0
-    for place in target.parent.iterdir():
-        for folder in () if (place / FILE_NAME).exists() else place.iterdir():
-            owner = _owner_of_folder(folder)
-            if owner is None or folder == own:
-                continue
-            # One save runs at a time: another folder of this process is of a failed save.
-            if owner.is_here or _is_left(cast(Any, folder), owner, now):
-                _log.info("%s was left by a job that was killed", folder)
-                remove(cast(Any, folder))
-    return own
-
-
 def _owner_of_folder(folder: RemotePath) -> Owner | None:
     """Return the process that wrote a folder; ``None`` for a folder that te_fsdp did not write."""
     owner = Owner.parse(folder.name.removeprefix(_DATA))
@@ -261,6 +257,8 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
                 break
             if path.exists():
                 _log.warning("%s is not complete, skipped: %s", path, "; ".join(problems))
+        # Another job may have removed a checkpoint meanwhile (keep_last). Its list would then be incomplete, so
+        # it is read again.
         if all(path.exists() for path in seen):
             return whole
         # keep_last of another job has removed some, after it saved newer ones.

@@ -274,6 +274,7 @@ def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
         return _MAPS[kind]({inner(key): inner(item) for key, item in content})
     if kind == "complex":
         return complex(*content)
+    # The text comes from a file: only dtypes are taken from torch, not its functions.
     if kind == "dtype" and isinstance(getattr(torch, content, None), torch.dtype):
         return getattr(torch, content)
     if kind == "device":

@@ -103,32 +103,26 @@ def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
             tensor = contents.tensors.pop(f"model.{name}{end}")
             if is_absent:
                 contents.tensors[f"model.{first}{end}"] = tensor
-        _rename_state(contents, name, first)
+        optimizer = contents.manifest.optimizer
+        if optimizer is not None:
+            states = dict(optimizer["state"])
+            own = states.pop(name, None)
+            keys = [key for key in contents.tensors if key.startswith(f"optimizer.state.{name}.")]
+            tensors = {key: contents.tensors.pop(key) for key in keys}
+            if own is not None and first not in states:
+                states[first] = own
+                prefix = f"optimizer.state.{name}."
+                contents.tensors |= {
+                    f"optimizer.state.{first}.{key.removeprefix(prefix)}": t for key, t in tensors.items()
+                }
+            groups, seen = [], set[str]()
+            # A parameter may be in one group only: the first one that has either name keeps it.
+            for group in optimizer["groups"]:
+                names = dict.fromkeys(first if n == name else n for n in group["parameters"])
+                groups.append({**group, "parameters": [n for n in names if n not in seen]})
+                seen |= names.keys()
+            contents.manifest.optimizer = {**optimizer, "state": states, "groups": groups}
         manifest.tied.pop(first, None)
         manifest.tied |= {n: first for n, other in manifest.tied.items() if other == name} | {name: first}
         how = "stored under this name alone" if is_absent else "and equal to it"
         contents.notes.append(f"{name}: tied to {first} here, {how}")
-
-
-def _rename_state(contents: Contents, name: str, first: str) -> None:
-    """Give the optimizer state of ``name`` to ``first``, unless that has its own."""
-    optimizer = contents.manifest.optimizer
-    if optimizer is None:
-        return
-    states = dict(optimizer["state"])
-    own = states.pop(name, None)
-    keys = [key for key in contents.tensors if key.startswith(f"optimizer.state.{name}.")]
-    tensors = {key: contents.tensors.pop(key) for key in keys}
-    if own is not None and first not in states:
-        states[first] = own
-        prefix = f"optimizer.state.{name}."
-        contents.tensors |= {
-            f"optimizer.state.{first}.{key.removeprefix(prefix)}": t for key, t in tensors.items()
-        }
-    groups, seen = [], set[str]()
-    # A parameter may be in one group only: the first one that has either name keeps it.
-    for group in optimizer["groups"]:
-        names = dict.fromkeys(first if n == name else n for n in group["parameters"])
-        groups.append({**group, "parameters": [n for n in names if n not in seen]})
-        seen |= names.keys()
-    contents.manifest.optimizer = {**optimizer, "state": states, "groups": groups}

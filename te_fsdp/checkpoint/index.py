@@ -135,25 +135,30 @@ def encode(tensors: Mapping[str, Stored], files: list[str], places: list[Rows], 
             count += len(rows)
         heads = [[head for head, _ in block] for block in blocks]
         head = json.dumps({"files": files, "blocks": heads}).encode()
-        packed = [_pack([rows for _, rows in block]) for block in blocks]
-        return Encoded(_pickled(metadata), mark, [*packed, head])
+        packed = []
+        for block in blocks:
+            members = [rows for _, rows in block]
+            columns = np.zeros(
+                (max(rows.shape[1] for rows in members), sum(map(len, members))),
+                dtype="<i8",
+            )
+            at = 0
+            for rows in members:
+                columns[: rows.shape[1], at : at + len(rows)] = rows.T
+                at += len(rows)
+            packed.append(zlib.compress(np.diff(columns, axis=1, prepend=0).tobytes(), 1))
+        # Enums are stored by value, because pickles of names differ between releases of Python.
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file)
+        by_value = {one: lambda member: (type(member), (member.value,)) for one in _ENUMS}
+        pickler.dispatch_table = {**copyreg.dispatch_table, **by_value}
+        pickler.dump(metadata)
+        return Encoded(file.getvalue(), mark, [*packed, head])
 
 
 @functools.cache
 def _properties(dtype: torch.dtype) -> TensorProperties:
     return TensorProperties.create_from_tensor(torch.empty(0, dtype=dtype, device="cpu"))
-
-
-# [Note: size of the index] Tensors are sharded regularly, so these differences repeat, and the index has some
-# MB. Each rank reads it, unpacks the blocks of the tensors that it needs, and keeps their rows.
-def _pack(tensors: list[Rows]) -> bytes:
-    """Return a block with the rows of some tensors."""
-    columns = np.zeros((max(rows.shape[1] for rows in tensors), sum(map(len, tensors))), dtype="<i8")
-    at = 0
-    for rows in tensors:
-        columns[: rows.shape[1], at : at + len(rows)] = rows.T
-        at += len(rows)
-    return zlib.compress(np.diff(columns, axis=1, prepend=0).tobytes(), 1)
 
 
 def _unpack(data: memoryview, heads: list[_Head]) -> Iterator[tuple[str, Rows]]:
@@ -245,6 +250,7 @@ def files_in(path: Path) -> Callable[[str], Path]:
 
     @functools.cache
     def file_of(name: str) -> Path:
+        # The metadata comes with the files, and must not make a reader open others.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise CheckpointError(
                 f"{path}: its {DCP_METADATA} refers to {name}",
@@ -296,6 +302,7 @@ def stored_tensors(
                 plain.append((f"optimizer.state.{name}.{key}", described["shape"], described["dtype"]))
     for described in references(manifest.extra):
         plain.append((described["key"], described["shape"], described["dtype"].removeprefix("torch.")))
+    # DCP stores no chunk for a tensor without elements, so such tensors are only in the manifest.
     yield from (one for one in plain if empty != bool(math.prod(one[1])))
 
 
@@ -337,16 +344,6 @@ def _get_enum_member(enum: Any, name: Any) -> Enum:
     if not known or not isinstance(name, str) or name not in enum.__members__:
         raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum of DCP's")
     return enum.__members__[name]
-
-
-def _pickled(metadata: Metadata) -> bytes:
-    """Return DCP's metadata as a pickle whose enums are stored by value, whatever the release of Python."""
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    by_value = {one: lambda member: (type(member), (member.value,)) for one in _ENUMS}
-    pickler.dispatch_table = {**copyreg.dispatch_table, **by_value}
-    pickler.dump(metadata)
-    return file.getvalue()
 
 
 class _Properties(TensorProperties):

@@ -381,7 +381,28 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     if not path.is_dir():
         return _open_file(path)
     if (path / INDEX).is_file():
-        return _open_sharded(path / INDEX)
+        index = path / INDEX
+        tensors: dict[str, Lazy] = {}
+        metadata: dict[str, str] = {}
+        problems = []
+        with unreadable(index, "index", _COPY):
+            where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            if not where:
+                raise DamagedFileError("it names no tensor and no file")
+            for name in sorted(set(where.values())):
+                # An index comes with the weights, and must not make a reader open other files.
+                if Path(name).name != name:
+                    raise DamagedFileError("a file outside of the folder")
+                found, more = _open_file(index.parent / name)
+                metadata |= more
+                problems += [
+                    f"{key} is in {name} but not listed there" for key in found if where.get(key) != name
+                ]
+                tensors |= found
+            problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
+            if problems:
+                raise DamagedFileError(shorten(sorted(problems), 5, "; "))
+        return {key: tensors[key] for key in where}, metadata
     files = sorted(path.glob("*.safetensors"))
     if not files:
         other = [file.name for file in sorted(path.iterdir()) if file.suffix in (".bin", ".pt", ".pth")]
@@ -400,30 +421,6 @@ def open_safetensors(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
             fix=f"add the index, or name one file; {_JOIN}",
         )
     return _open_file(files[0])
-
-
-def _open_sharded(index: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
-    tensors: dict[str, Lazy] = {}
-    metadata: dict[str, str] = {}
-    problems = []
-    with unreadable(index, "index", _COPY):
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not where:
-            raise DamagedFileError("it names no tensor and no file")
-        for name in sorted(set(where.values())):
-            # An index comes with the weights, and must not make a reader open other files.
-            if Path(name).name != name:
-                raise DamagedFileError("a file outside of the folder")
-            found, more = _open_file(index.parent / name)
-            metadata |= more
-            problems += [
-                f"{key} is in {name} but not listed there" for key in found if where.get(key) != name
-            ]
-            tensors |= found
-        problems += [f"{key} is not in {where[key]}" for key in where.keys() - tensors.keys()]
-        if problems:
-            raise DamagedFileError(shorten(sorted(problems), 5, "; "))
-    return {key: tensors[key] for key in where}, metadata
 
 
 def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:

@@ -175,7 +175,17 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
             "same path, mount one file system on all nodes",
         )
     if manifest is None:
-        source = _foreign_source(path, model, optimizer, verify)
+        plain = all_agree(lambda: open_dcp(path, needs_paths=True))
+        if verify:
+            _verify_together(path, plain)
+        choices = Choices(optimizer_class=optimizer or None)
+        contents = all_agree(lambda: open_dcp_contents(path, plain, choices))
+        _fit(contents, _changes(contents.manifest, model))
+        if contents.manifest.optimizer is not None and not optimizer:
+            contents.notes.append("optimizer: left, since none was given to load")
+        count = f"{len(contents.manifest.parameters)} tensors of a state dict"
+        notes = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
+        source = Source(path, contents.manifest, contents.tensors, notes, is_plain=True)
     else:
         if verify:
             _verify_together(path, manifest)
@@ -188,21 +198,6 @@ def open_source(path: Path, model: nn.Module, optimizer: str, *, verify: bool, r
         background().wait()  # a running save uses the same process group
         source.ranks = rank_messenger()
     return source
-
-
-def _foreign_source(path: Path, model: nn.Module, optimizer: str, verify: bool) -> Source:
-    """Return the source for a plain directory, with notes about its contents. Collective over the world."""
-    plain = all_agree(lambda: open_dcp(path, needs_paths=True))
-    if verify:
-        _verify_together(path, plain)
-    choices = Choices(optimizer_class=optimizer or None)
-    contents = all_agree(lambda: open_dcp_contents(path, plain, choices))
-    _fit(contents, _changes(contents.manifest, model))
-    if contents.manifest.optimizer is not None and not optimizer:
-        contents.notes.append("optimizer: left, since none was given to load")
-    count = f"{len(contents.manifest.parameters)} tensors of a state dict"
-    notes = [f"a plain {DCP_KIND} directory, without te_fsdp's manifest: {count} taken", *contents.notes]
-    return Source(path, contents.manifest, contents.tensors, notes, is_plain=True)
 
 
 def _own_source(path: Path, manifest: Manifest, model: nn.Module, *, is_verified: bool) -> Source:

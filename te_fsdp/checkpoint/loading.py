@@ -217,7 +217,15 @@ class Filling:
 
         Raise CheckpointError, with nothing changed, if any rank cannot read its data.
         """
-        conversions, numbers = self._conversions(), self._shared_numbers()
+        saved_states = (self.manifest.optimizer or {"state": {}})["state"]
+        conversions: dict[str, list[Conversion]] = {}
+        for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
+            saved, own = self.manifest.tensor(name), saved_states.get(name, {})
+            members = self.state.members.get(name, [])
+            conversions[name] = [Conversion.of(owned, saved, own) for owned in members]
+            if members:
+                self.found.converted[name] += f", from {conversions[name][0].source}"
+        numbers = self._shared_numbers()
         direct = [name for name in self.names if name not in conversions]
         extra, homeless = for_rank(self.manifest.extra, self.manifest.mesh, mesh_sizes(self.model), rank())
         delayed, delayed_slots = self._delayed()
@@ -291,17 +299,6 @@ class Filling:
     def _given(self) -> list[tuple[Optimizer, Manifest]]:
         """Return the optimizers that are loaded, each with the manifest as if it were the only one."""
         return [] if self.saved_optimizer is None else [*each_with_manifest(self.optimizers, self.manifest)]
-
-    def _conversions(self) -> dict[str, list[Conversion]]:
-        """Return the parameters to convert through high precision, by name of the files' tensor."""
-        states = (self.manifest.optimizer or {"state": {}})["state"]
-        found: dict[str, list[Conversion]] = {}
-        for name in [n for n in self.names if n in self.found.converted and n not in self.state.buffers]:
-            saved, own = self.manifest.tensor(name), states.get(name, {})
-            found[name] = [Conversion.of(owned, saved, own) for owned in self.state.members.get(name, [])]
-            if found[name]:
-                self.found.converted[name] += f", from {found[name][0].source}"
-        return found
 
     def _entries(
         self, direct: list[str], conversions: dict[str, list[Conversion]]

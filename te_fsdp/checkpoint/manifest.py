@@ -118,12 +118,6 @@ def _is_dtype(name: Any) -> bool:
     return type(name) is str and isinstance(getattr(torch, name, None), torch.dtype)
 
 
-def _is_file(value: Any) -> bool:
-    if type(value) is not list or len(value) not in (2, 3) or not all(map(_whole().fits, value)):
-        return False
-    return value[1] < 2**32 and value[2:] <= value[:1]
-
-
 def _is_file_name(name: Any) -> bool:
     return _encodes(name) and name not in ("", ".", "..") and not {"/", "\0"} & set(name)
 
@@ -163,7 +157,16 @@ _FOLDER = Kind("the name of a folder, or none", lambda name: name == "" or _is_f
 _ID = Kind("32 hexadecimal digits, or none", lambda value: bool(re.fullmatch("([0-9a-f]{32})?", str(value))))
 _FLAG = Kind("true or false", lambda value: type(value) is bool)
 _PLAIN = Kind("a plain value", lambda value: type(value) in (NoneType, bool, int, float) or _encodes(value))
-_FILE = Kind("bytes, CRC-32 and perhaps where the table begins", _is_file)
+_FILE = Kind(
+    "bytes, CRC-32 and perhaps where the table begins",
+    lambda value: (
+        type(value) is list
+        and len(value) in (2, 3)
+        and all(map(_whole().fits, value))
+        and value[1] < 2**32
+        and value[2:] <= value[:1]
+    ),
+)
 _TENSOR = {"shape": [_whole()], "dtype": Kind("the name of a dtype", _is_dtype)}
 _DTYPE = Kind("the name of a dtype", lambda name: str(name)[:6] == "torch." and _is_dtype(name[6:]))
 _MARKED = {

@@ -312,7 +312,18 @@ def _add_parameter(
     if not _te.is_quantized(local):
         entries[f"model.{name}"] = owned.entry(local)
     else:
-        described |= _describe_quantized(owned)
+        one: Any = owned.local
+        if owned.is_grouped:
+            held = one.experts
+            if not held:  # a rank without experts has none to describe
+                shape = (1, *owned.info.original_shape[1:])
+                held = empty_experts(shape, _te.quantizer_of(one), one.dtype, one.device).experts
+            one = held[0]
+        names = sorted(component.name for component in components_of(one, owned.fqn))
+        text = describe_format(one, owned.fqn)
+        assert text is not None
+        needed_components(text, names, owned.fqn)  # raises for values whose bytes are not saved
+        described |= {"format": text, "components": names}
         try:
             # A load may convert such a weight through high precision. A save has no form for half a block.
             entries = _quantized_entries(owned)
@@ -334,22 +345,6 @@ def _add_parameter(
             why="A checkpoint holds the weights of all experts of a layer as one tensor",
             fix="build all experts of one layer with the same options",
         )
-
-
-def _describe_quantized(owned: OwnedTensor) -> dict[str, Any]:
-    """Return ``format`` and ``components`` of a quantized parameter; raise if they do not determine its values."""
-    one: Any = owned.local
-    if owned.is_grouped:
-        held = one.experts
-        if not held:  # a rank without experts has none to describe
-            shape = (1, *owned.info.original_shape[1:])
-            held = empty_experts(shape, _te.quantizer_of(one), one.dtype, one.device).experts
-        one = held[0]
-    names = sorted(component.name for component in components_of(one, owned.fqn))
-    described = describe_format(one, owned.fqn)
-    assert described is not None
-    needed_components(described, names, owned.fqn)  # raises for values whose bytes are not saved
-    return {"format": described, "components": names}
 
 
 def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:

@@ -210,7 +210,28 @@ def compare_optimizer(
     for one in owned.values():
         states = _own_states(saved, one)
         if states:
-            _compare_states(found, optimizer, states, one)
+            name, shapes = one.key, ((), (1,), one.info.original_shape)
+            expected = _expected_dtypes(optimizer, one.parameter, states)
+            for key in sorted(states.keys() ^ expected.keys()):
+                where = "only in the checkpoint" if key in states else "not in the checkpoint"
+                if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
+                    found.optimizer[f"optimizer state {key!r} is {where}", name] = None
+                else:
+                    made = "left out" if key in states else "made from the loaded weights"
+                    found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
+            for key, described in states.items():
+                dtype, wanted = described.get("dtype"), expected.get(key)
+                if dtype is None:
+                    continue
+                if wanted is not None and dtype != wanted:
+                    if all(getattr(torch, d).is_floating_point for d in (dtype, wanted)):
+                        found.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
+                    else:
+                        text = f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {wanted}"
+                        found.optimizer[text, name] = None
+                shape = tuple(described["shape"])
+                if shape not in shapes:
+                    found.optimizer[f"optimizer state {key!r}: saved shape {shape}", name] = None
 
 
 def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
@@ -218,32 +239,6 @@ def _own_states(saved: dict[str, Any], owned: OwnedTensor) -> States:
     states = saved["state"].get(owned.key, {})
     own = {key: per_expert(described, owned.expert) for key, described in states.items()}
     return {key: described for key, described in own.items() if described is not None}
-
-
-def _compare_states(found: Differences, optimizer: Optimizer, states: States, owned: OwnedTensor) -> None:
-    """Add state tensors whose kind, shape or dtype does not fit, or fits after a conversion."""
-    name, shapes = owned.key, ((), (1,), owned.info.original_shape)
-    expected = _expected_dtypes(optimizer, owned.parameter, states)
-    for key in sorted(states.keys() ^ expected.keys()):
-        where = "only in the checkpoint" if key in states else "not in the checkpoint"
-        if key != MAIN or {states.get(key, {}).get("dtype"), expected.get(key)} - {None, "float32"}:
-            found.optimizer[f"optimizer state {key!r} is {where}", name] = None
-        else:
-            made = "left out" if key in states else "made from the loaded weights"
-            found.converted[f"optimizer.state.{name}.{key}"] = f"{where}: {made}"
-    for key, described in states.items():
-        dtype, wanted = described.get("dtype"), expected.get(key)
-        if dtype is None:
-            continue
-        if wanted is not None and dtype != wanted:
-            if all(getattr(torch, d).is_floating_point for d in (dtype, wanted)):
-                found.converted[f"optimizer.state.{name}.{key}"] = f"{dtype} -> {wanted}"
-            else:
-                text = f"optimizer state {key!r}: saved {dtype}, this optimizer keeps {wanted}"
-                found.optimizer[text, name] = None
-        shape = tuple(described["shape"])
-        if shape not in shapes:
-            found.optimizer[f"optimizer state {key!r}: saved shape {shape}", name] = None
 
 
 def _expected_dtypes(optimizer: Optimizer, parameter: torch.Tensor, saved: States) -> dict[str, str | None]:

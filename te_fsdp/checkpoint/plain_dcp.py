@@ -98,6 +98,7 @@ def tensors_of(path: Path, index: Index, *, check: bool = False) -> dict[str, La
         for key, rows in index.rows(index.tensors):
             (shape, dtype), chunks = index.tensors[key], []
             for number, begin, length, *box in rows.tolist():
+                # Nothing is read here. A piece opens its file only when its values are needed.
                 at, sizes = tuple(box[: len(shape)]), tuple(box[len(shape) :])
                 piece = Piece(file_of(index.files[number]), key, begin, length, sizes, dtype, check)
                 chunks.append((at, piece))

@@ -63,7 +63,21 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
     # DCP describes a quantized weight by its nominal dtype, so integers are never one.
     if not isinstance(tensor, Chunked) or not tensor.dtype.is_floating_point:
         return tensor
-    parts = _with_quantized(tensor.chunks)
+    # Replace each record of a quantized tensor by the tensor. Plain records are not read.
+    parts: list[_Part] = []
+    plain = set[tuple[Any, int]]()  # records of another release of torch: one of each length is read
+    for at, piece in tensor.chunks:
+        parts.append((at, piece))
+        if not isinstance(piece, Piece) or (piece.shape, piece.length) in plain:
+            continue
+        # Only the length of the record differs.
+        if piece.bytes < piece.length == frame_of(piece.dtype, piece.shape).length:
+            continue
+        loaded = piece.load()
+        if _te.is_quantized(loaded):
+            parts[-1] = (at, loaded)
+        else:
+            plain.add((piece.shape, piece.length))
     if all(isinstance(part, Lazy) for _, part in parts):
         return tensor
     # A single piece is the complete weight: its rows are in its own order, and no scales must be compared.
@@ -100,25 +114,6 @@ def _stack(key: str, tensor: Chunked, parts: Sequence[_Part]) -> Any:
     return replace(experts[0], shape=tensor.shape, components=stacked)
 
 
-def _with_quantized(chunks: Sequence[tuple[tuple[int, ...], Lazy]]) -> list[_Part]:
-    """Return pieces with each record of a quantized tensor replaced by this tensor. Plain records are not read."""
-    found: list[_Part] = []
-    plain = set[tuple[Any, int]]()  # records of another release of torch: one of each length is read
-    for at, piece in chunks:
-        found.append((at, piece))
-        if not isinstance(piece, Piece) or (piece.shape, piece.length) in plain:
-            continue
-        # Only the length of the record differs.
-        if piece.bytes < piece.length == frame_of(piece.dtype, piece.shape).length:
-            continue
-        loaded = piece.load()
-        if _te.is_quantized(loaded):
-            found[-1] = (at, loaded)
-        else:
-            plain.add((piece.shape, piece.length))
-    return found
-
-
 def _join(key: str, whole: Chunked, shape: tuple[int, ...], parts: Sequence[_Part]) -> Any:
     """Return a weight from its pieces: the stored components, or FP32 values if these do not fit together.
 
@@ -131,6 +126,7 @@ def _join(key: str, whole: Chunked, shape: tuple[int, ...], parts: Sequence[_Par
             return Quantized(str(kinds.pop()), parts[0][1].dtype, shape, components)
     plain: list[tuple[tuple[int, ...], Lazy]] = []
     for at, part in parts:
+        # FP32 contains the values of every format exactly, whatever the scales of the pieces.
         value = part.whole().float() if isinstance(part, Lazy) else part.dequantize(dtype=torch.float32)
         plain.append((at, InMemory(value.detach())))
     return Chunked(key, shape, torch.float32, plain, in_original_order=whole.in_original_order)

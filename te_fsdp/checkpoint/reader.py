@@ -171,6 +171,8 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     keys = {
         name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
+        # torch.save and safetensors write a tied tensor under each of its names. A checkpoint has the first one
+        # only.
         if name.partition(":")[0] not in manifest.tied
     }
     absent = []
@@ -216,8 +218,23 @@ def stack_experts(contents: Contents, wanted: Collection[str] | None = None) -> 
             {**group, "parameters": [*dict.fromkeys(stacked_of.get(n, n) for n in group["parameters"])]}
             for group in manifest.optimizer["groups"]
         ]
-        states = _stacked_states(contents, manifest.optimizer["state"], found)
-        states = {n: own for n, own in manifest.optimizer["state"].items() if n not in stacked_of} | states
+        saved_states, stacked_states = manifest.optimizer["state"], dict[str, dict[str, Any]]()
+        for stacked, members in found.items():
+            whole = manifest.parameters[stacked]["shape"][1:]
+            joined: dict[str, dict[str, Any]] = {}
+            for index, name in enumerate(members):
+                place, own = ExpertPlace(index, len(members)), saved_states.get(name, {})
+                join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
+            for key, described in joined.items():
+                if "dtype" in described:
+                    # For an expert without the state: one expanded zero.
+                    zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
+                    zeros = InMemory(zero.expand(described["shape"][1:]))
+                    parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
+                    tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
+            if joined:
+                stacked_states[stacked] = joined
+        states = {n: own for n, own in saved_states.items() if n not in stacked_of} | stacked_states
         manifest.optimizer = {**manifest.optimizer, "state": states, "groups": groups}
     layers = {stacked.rpartition(".")[0] for stacked in found}
     contents.notes.append(f"experts: the weights of {len(layers)} layer(s) taken as one tensor each")
@@ -237,39 +254,19 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
             numbered.setdefault(stacked_name(name), {})[int(match[3])] = name
     found = {}
     for stacked, by_index in numbered.items():
+        # Numbers with gaps are not those of the experts of one layer.
         if sorted(by_index) != list(range(len(by_index))) or stacked in parameters:
             continue
         module, members = stacked.rpartition(".")[0], [by_index[n] for n in range(len(by_index))]
         kinds: list[dict[str, Any]] = [{**parameters[name], "layout": None} for name in members]
+        # Only TE's modules have an extra state, so a user's own weights with numbers in their names are left
+        # alone.
         is_te = module in extras or parameters[members[0]].get("layout") == GROUPED
         is_layer = is_te if wanted is None else stacked in wanted
         dims = 2 if stacked.endswith("weight") else 1
         if is_layer and len(kinds[0]["shape"]) == dims and all(kind == kinds[0] for kind in kinds):
             found[stacked] = members
     return found
-
-
-def _stacked_states(
-    contents: Contents, states: Mapping[str, Any], found: Mapping[str, list[str]]
-) -> dict[str, dict[str, Any]]:
-    """Return the descriptions of stacked optimizer state; stack its tensors."""
-    tensors, stacked_states = contents.tensors, {}
-    for stacked, members in found.items():
-        whole = contents.manifest.parameters[stacked]["shape"][1:]
-        joined: dict[str, dict[str, Any]] = {}
-        for index, name in enumerate(members):
-            place, own = ExpertPlace(index, len(members)), states.get(name, {})
-            join_experts(joined, {k: of_all_experts(d, place, whole) for k, d in own.items()}, stacked)
-        for key, described in joined.items():
-            if "dtype" in described:
-                # For an expert without the state: one expanded zero.
-                zero = torch.zeros((), dtype=getattr(torch, described["dtype"]), device="cpu")
-                zeros = InMemory(zero.expand(described["shape"][1:]))
-                parts = [tensors.pop(f"optimizer.state.{n}.{key}", zeros) for n in members]
-                tensors[f"optimizer.state.{stacked}.{key}"] = Stack(parts)
-        if joined:
-            stacked_states[stacked] = joined
-    return stacked_states
 
 
 def split_experts(contents: Contents) -> Contents:

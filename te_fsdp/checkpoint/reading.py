@@ -231,8 +231,20 @@ class ReadShare:
         """
         # In the order of the request, which ranks with the same data share.
         common = {p: dtypes[p[0]] for p in wanted if p[0].startswith(_COMMON) and p[0] in dtypes}
+
+        def ranks_with_same_reads(seen: list[int]) -> list[list[int]]:
+            """Return, for each rank, the ranks with its number, limited so that each still reads a large part."""
+            alike: dict[int, list[int]] = {}
+            found = []
+            for rank, number in enumerate(seen):
+                if len(alike.setdefault(number, [])) == _MOST_RANKS:
+                    alike[number] = []
+                alike[number].append(rank)
+                found.append(alike[number])
+            return found
+
         # Digests, because the lists of a large model have many MB on all ranks together.
-        members = ranks.round(lambda: digest(repr([*common])), _ranks_with_same_reads)
+        members = ranks.round(lambda: digest(repr([*common])), ranks_with_same_reads)
         parts: list[dict[Rectangle, torch.dtype]] = [{} for _ in members]
         ends = [*accumulate(math.prod(place[2]) * dtype.itemsize for place, dtype in common.items())]
         for (place, dtype), end in zip(common.items(), ends, strict=True):
@@ -279,18 +291,6 @@ class ReadShare:
 def _bytes(values: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor."""
     return values.view(-1).view(torch.uint8)
-
-
-def _ranks_with_same_reads(seen: list[int]) -> list[list[int]]:
-    """Return, for each rank, the ranks with its number, limited so that each still reads a large part."""
-    alike: dict[int, list[int]] = {}
-    found = []
-    for rank, number in enumerate(seen):
-        if len(alike.setdefault(number, [])) == _MOST_RANKS:
-            alike[number] = []
-        alike[number].append(rank)
-        found.append(alike[number])
-    return found
 
 
 # --- weights that are converted
@@ -366,9 +366,11 @@ class Conversion:
             if not _te.is_quantized(local):
                 local.copy_(value)
                 return
+            # All ranks with a part of the weight take part, because one scale covers the unsharded weight.
             quantize_with_shared_scale(
                 module, self.owned.name, local, value, keep_delayed_scale=keep_delayed_scale
             )
         drop_derived_state(local)
+        # Main weights are initialized from this value, which is more precise than the quantized weight.
         if _te.keeps_high_precision_value(module):
             _te.attach_high_precision_value(local, value.to(self.owned.parameter.dtype).cpu())

@@ -180,33 +180,29 @@ class _Collected:
         if before is not None and self.is_known:
             self.known = before
         else:
-            self._describe_again(model, look, before)
+            self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
+            if self.optimizers:
+                self.optimized = joined_state(model, self.optimizers, self.state.owned)
+            fields = {
+                "parameters": self.state.described,
+                "buffers": self.state.buffers,
+                "mesh": mesh_sizes(model),
+                "extra_states": modules_with_extra_state(model),
+                "tied": tied_names(model),
+                "optimizer": self.optimized.described if self.optimizers else None,
+            }
+            digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
+            digests["optimizer"] = _digest(self.optimized.described["state"])
+            names = {id(o.parameter): o.key for o in self.state.owned.values()}
+            views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
+            self.known = _SaveCache(fields, names, digests, None if views is None else look, views or [])
+            # Missing states of experts are added later; the ranks' messages determine them.
+            self.signature = rank(), world_size(), signature_of(self.entries())
+            # The description may have changed, for example a name of a tie, while the pieces are the same.
+            if before is not None and before.plan is not None and before.plan.signature == self.signature:
+                self.known.plan = before.plan
         self.groups = joined_groups(optimizers, self.known.names)
         self.semantics = record(model)
-
-    def _describe_again(self, model: nn.Module, look: list[Any] | None, before: _SaveCache | None) -> None:
-        """Describe model and optimizer; reuse the plan of the previous save if this rank's tensors are the same."""
-        self.state, self.optimized = model_state(model), OptimizerState({"state": {}}, {})
-        if self.optimizers:
-            self.optimized = joined_state(model, self.optimizers, self.state.owned)
-        fields = {
-            "parameters": self.state.described,
-            "buffers": self.state.buffers,
-            "mesh": mesh_sizes(model),
-            "extra_states": modules_with_extra_state(model),
-            "tied": tied_names(model),
-            "optimizer": self.optimized.described if self.optimizers else None,
-        }
-        digests = {name: _digest(fields[name]) for name in ("parameters", "buffers")}
-        digests["optimizer"] = _digest(self.optimized.described["state"])
-        names = {id(o.parameter): o.key for o in self.state.owned.values()}
-        views = views_of(self.leaves, [*self.state.entries.values(), *self.optimized.entries.values()])
-        self.known = _SaveCache(fields, names, digests, None if views is None else look, views or [])
-        # Missing states of experts are added later; the ranks' messages determine them.
-        self.signature = rank(), world_size(), signature_of(self.entries())
-        # The description may have changed, for example a name of a tie, while the pieces are the same.
-        if before is not None and before.plan is not None and before.plan.signature == self.signature:
-            self.known.plan = before.plan
 
     def seen(self, target: Path) -> _Seen:
         """Return the message to rank 0."""

@@ -197,6 +197,7 @@ def elements_of(
 
     ``check`` compares the elements with the checksum of ``torch.save``, if it wrote one; raise DamagedFileError.
     """
+    # A record that is not longer than its elements has no frame of torch.save around them.
     if math.prod(shape) * dtype.itemsize >= len(data):
         return None
     frame = frame_of(dtype, shape)
@@ -208,6 +209,7 @@ def elements_of(
         mark, crc = _DESCRIPTOR.unpack(data[begin + frame.size :][: _DESCRIPTOR.size].numpy().tobytes())
         if mark != _DATA_END:
             return None
+        # torch can write archives without checksums, which have 0 here.
         if crc not in (0, crc32(view_of(elements))):
             raise DamagedFileError("its contents have changed (CRC-32)")
     return elements.view(dtype).view(shape)

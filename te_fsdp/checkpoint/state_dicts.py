@@ -191,7 +191,16 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
             contents.notes.append(f"{name}: tied to {first[place]}, stored once")
             manifest.tied[name] = first[place]
         elif isinstance(value, Quantized):
-            _add_quantized(contents, name, value)
+            # TE's float8 tensor does not record the origin of its scale; the module's state does.
+            is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
+            contents.manifest.parameters[name] = {
+                "shape": list(value.shape),
+                "dtype": dtype_name(value.dtype),
+                "layout": None,
+                "format": value.format.replace(" current ", " delayed ") if is_delayed else value.format,
+                "components": sorted(value.components),
+            }
+            contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in value.components.items()}
         elif isinstance(value, Lazy):
             manifest.parameters[name] = describe(value)
             contents.tensors[f"model.{name}"] = value
@@ -212,19 +221,6 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
         contents.notes.append(
             "_extra_state: none in the file; delayed scaling would start with new histories"
         )
-
-
-def _add_quantized(contents: Contents, name: str, found: Quantized) -> None:
-    # TE's float8 tensor does not record the origin of its scale; the module's state does.
-    is_delayed = name.rpartition(".")[0] in contents.manifest.delayed
-    contents.manifest.parameters[name] = {
-        "shape": list(found.shape),
-        "dtype": dtype_name(found.dtype),
-        "layout": None,
-        "format": found.format.replace(" current ", " delayed ") if is_delayed else found.format,
-        "components": sorted(found.components),
-    }
-    contents.tensors |= {f"model.{name}:{part}": tensor for part, tensor in found.components.items()}
 
 
 def _add_extra_state(contents: Contents, module: str, value: Any, choices: Choices) -> None:
@@ -299,7 +295,40 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
 
     state = with_leaves(state, option)  # reads options, before the try: damage is an error, not a note
     try:
-        described, tensors = _read_optimizer(contents, _nested(state), choices)
+        state = _nested(state)
+        if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
+            raise CheckpointError("not a torch optimizer's state_dict()")
+        groups = with_other_experts(contents.manifest, state["param_groups"], state.get("state", {}))
+        names = _names(contents, groups)
+        # DCP converts numbers to text in the keys of dicts.
+        by_text = {str(number): number for number in names}
+        tensors: dict[str, Lazy] = {}
+        states: dict[str, dict[str, Any]] = {}
+        for number, values in state.get("state", {}).items():
+            name = names.get(by_text.get(number, number))
+            if name is None:
+                raise CheckpointError(f"state of parameter {number}, which is in no group")
+            for key, value in values.items():
+                if isinstance(value, Lazy):
+                    if value.shape not in ((), (1,), tuple(contents.manifest.parameters[name]["shape"])):
+                        raise CheckpointError(f"{key} of {name} has the shape {value.shape}")
+                    described = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
+                    states.setdefault(name, {})[key] = described
+                    tensors[f"optimizer.state.{name}.{key}"] = value
+                elif value is not None:
+                    states.setdefault(name, {})[key] = {"value": encode(value, f"{key} of {name}")[0]}
+        own = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+        described_groups = [
+            {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
+            for group, options in zip(groups, own, strict=True)
+        ]
+        # The state dict of torch does not record the class of its optimizer.
+        kind = _class_of(groups) or choices.optimizer_class
+        if kind is None:
+            raise CheckpointError(
+                "its class cannot be inferred from its options (save it with te_fsdp.checkpoint.save)"
+            )
+        described = {"class": kind, "groups": described_groups, "state": states}
     except (CheckpointError, TypeError, KeyError, ValueError, AttributeError) as error:
         why = f"not a torch optimizer's state_dict() ({type(error).__name__}: {error})"
         contents.notes.append(f"optimizer: left, {error if isinstance(error, CheckpointError) else why}")
@@ -327,45 +356,6 @@ def _nested(state: Any) -> Any:
         same = [names for known, names in groups if known == own]
         same[0].append(name) if same else groups.append((own, [name]))
     return {"state": states, "param_groups": [{**own, "params": names} for own, names in groups]}
-
-
-# A CheckpointError here becomes a note above.
-def _read_optimizer(
-    contents: Contents, state: Any, choices: Choices
-) -> tuple[dict[str, Any], dict[str, Lazy]]:
-    if not isinstance(state, Mapping) or not isinstance(state.get("param_groups"), list):
-        raise CheckpointError("not a torch optimizer's state_dict()")
-    groups = with_other_experts(contents.manifest, state["param_groups"], state.get("state", {}))
-    names = _names(contents, groups)
-    # DCP converts numbers to text in the keys of dicts.
-    by_text = {str(number): number for number in names}
-    tensors: dict[str, Lazy] = {}
-    states: dict[str, dict[str, Any]] = {}
-    for number, values in state.get("state", {}).items():
-        name = names.get(by_text.get(number, number))
-        if name is None:
-            raise CheckpointError(f"state of parameter {number}, which is in no group")
-        for key, value in values.items():
-            if isinstance(value, Lazy):
-                if value.shape not in ((), (1,), tuple(contents.manifest.parameters[name]["shape"])):
-                    raise CheckpointError(f"{key} of {name} has the shape {value.shape}")
-                described = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
-                states.setdefault(name, {})[key] = described
-                tensors[f"optimizer.state.{name}.{key}"] = value
-            elif value is not None:
-                states.setdefault(name, {})[key] = {"value": encode(value, f"{key} of {name}")[0]}
-    own = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
-    described_groups = [
-        {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
-        for group, options in zip(groups, own, strict=True)
-    ]
-    # The state dict of torch does not record the class of its optimizer.
-    kind = _class_of(groups) or choices.optimizer_class
-    if kind is None:
-        raise CheckpointError(
-            "its class cannot be inferred from its options (save it with te_fsdp.checkpoint.save)"
-        )
-    return {"class": kind, "groups": described_groups, "state": states}, tensors
 
 
 def _names(contents: Contents, groups: list[Any]) -> dict[Any, str]:

@@ -250,6 +250,8 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
     else:
         kind = f"forward in {'training' if mode[0] else 'evaluation'}"
         kind += "" if mode[1] else " without gradients"
+        # The name contains the mode: ranks in different modes would run different collectives, and wait for
+        # each other.
         with _rendezvous(kind if mode in known.modes else f"first {kind}", mesh):
             known.checks_done[mesh.mesh_dim_names] += 1
             yield mesh
@@ -303,10 +305,21 @@ def _compare(
         known.checks_done[mesh.mesh_dim_names] += 1
         same = are_equal([digest(mine), digest(repr(by_name))], mesh).tolist()
         if not same[0]:
+            ranks: dict[str, list[int]] = {}
+            for rank, text in sorted(gather_by_rank(mine, mesh).items()):
+                ranks.setdefault(text, []).append(rank)
+            words = {text: text.split(", ") for text in ranks}
+            common = set.intersection(*map(set, words.values()))
+            kinds = {own[0] for own in words.values()}
+            shown = []
+            for text, own in ranks.items():
+                kind, *options = words[text]
+                options = [option for option in options if option not in common] if len(kinds) == 1 else []
+                shown.append(f"{', '.join([kind, *options])} on {format_ranks(own)}")
             raise PrecisionError(
                 f"{where}: recipes that differ between ranks",
                 expected="the same te.autocast, and torch.autocast, on all ranks of the model",
-                got=_format_recipes_by_rank(mine, mesh),
+                got=shorten(shown, 4, "; "),
                 why="They compute one forward together, and wait for each other's amax where a recipe needs that",
                 fix="enter te.autocast(enabled=..., recipe=...) on all ranks in the same way: by numbers that all "
                 "have, such as the step or an all-reduced loss, not by the rank",
@@ -355,24 +368,9 @@ def _format_recipe(recipe: Any, dtype: torch.dtype | None) -> str:
     return _te.format_recipe(recipe) + ("" if dtype is None else f", torch.autocast({dtype})")
 
 
-def _format_recipes_by_rank(mine: str, mesh: DeviceMesh) -> str:
-    """Return the recipes with their ranks, without the options that all have. Collective over ``mesh``."""
-    ranks: dict[str, list[int]] = {}
-    for rank, text in sorted(gather_by_rank(mine, mesh).items()):
-        ranks.setdefault(text, []).append(rank)
-    words = {text: text.split(", ") for text in ranks}
-    common = set.intersection(*map(set, words.values()))
-    kinds = {own[0] for own in words.values()}
-    shown = []
-    for text, own in ranks.items():
-        kind, *options = words[text]
-        options = [option for option in options if option not in common] if len(kinds) == 1 else []
-        shown.append(f"{', '.join([kind, *options])} on {format_ranks(own)}")
-    return shorten(shown, 4, "; ")
-
-
 def _other_parameters(where: str, mine: dict[str, bool], mesh: DeviceMesh) -> MeshError:
     """Return the error that names the parameters. Collective over ``mesh``."""
+    # Only after a difference was found, because the names of all parameters are a large message.
     everyone = gather_by_rank(mine, mesh)
     found = []
     for name in dict.fromkeys(name for own in everyone.values() for name in own):

@@ -83,7 +83,20 @@ def _check_list(state: ShardedModel, operator: str, tensors: Sequence[torch.Tens
             [n for n, p in experts.items() if (p.device_mesh if isinstance(p, DTensor) else None) in partial]
         )
     if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
-        _refuse_joined(parameters, operator, tensors)
+        ids = {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None} | set(
+            map(id, tensors)
+        )
+        names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
+        plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
+        raise PlacementError(
+            f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors "
+            "of other meshes",
+            expected="tensors on one mesh",
+            got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
+            why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
+            fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
+            "for p in model.parameters()])",
+        )
     return operator != "stack" or scalars
 
 
@@ -106,24 +119,6 @@ def _refuse_norm_of_experts(names: list[str]) -> None:
             why="Each rank of ep would clip all other gradients by a different factor",
             fix="te_fsdp.clip_grad_norm_(model, max_norm)",
         )
-
-
-def _refuse_joined(
-    parameters: dict[str, torch.Tensor], operator: str, tensors: Sequence[torch.Tensor]
-) -> None:
-    ids = {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None} | set(
-        map(id, tensors)
-    )
-    names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
-    plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
-    raise PlacementError(
-        f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors of other meshes",
-        expected="tensors on one mesh",
-        got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
-        why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
-        fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
-        "for p in model.parameters()])",
-    )
 
 
 def compare_gradients(state: ShardedModel) -> None:

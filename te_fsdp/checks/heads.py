@@ -66,6 +66,7 @@ def _watch(model: nn.Module, tp: DeviceMesh, *, every: bool = False) -> _HeadGra
         and _te.kind_of(module) in ("Linear", "LayerNormLinear")
         and getattr(module, "parallel_mode", None) == "column"
     }
+    # Only a column-parallel layer at the end has an output of which each tp rank computes a part.
     if heads and not is_simulated():
         for name, module in outermost.items():
             check.handles.append(module.register_forward_hook(check.hook(name, name in heads)))

@@ -424,12 +424,26 @@ def _check_equal(
     if drops:
         state = torch.get_rng_state() if mesh.device_type == "cpu" else torch.cuda.get_rng_state()
         mine["the random state of dropout"] = mesh.device_type, int(checksum(state))
-    found, values = _differing(gather(mine | _seen(tensors), mesh), "tp")
-    exact = [text for name, text in values if name not in tensors or not _is_floating(tensors[name])]
+    found, differing = _differing(gather(mine | _seen(tensors), mesh), "tp")
+    exact = [text for name, text in differing if name not in tensors or not _is_floating(tensors[name])]
     if found or exact:
-        found += [text for _, text in values]
-    else:
-        found = _beyond_rounding([(tensors[name], text) for name, text in values], mesh)
+        found += [text for _, text in differing]
+    elif differing:
+        # Inputs that each rank computes, for example with an encoder before the model, may differ in the last
+        # bits.
+        beyond = []
+        for tensor, text in [(tensors[name], text) for name, text in differing]:
+            plain = _plain(tensor).to(mesh.device_type).double().contiguous()
+            first = plain.clone()
+            dist.broadcast(first, group=mesh.get_group(), group_src=0)
+            # NaN and infinities must have the same positions.
+            finite = plain.isfinite()
+            same = bool((finite == first.isfinite()).all())
+            plain, first = torch.where(finite, plain, 0), torch.where(finite, first, 0)
+            limit = _ROUNDING * torch.finfo(tensor.dtype).eps * first.abs().max()
+            if not same or bool((plain - first).abs().max() > limit):
+                beyond.append(text)
+        found = list(dict.fromkeys(text for texts in gather(beyond, mesh) for text in texts))
     if found:
         raise InputError(
             f"{where}: inputs that differ over tp",
@@ -448,27 +462,3 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor whose bits can be compared."""
     tensor = tensor.detach()
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
-
-
-def _beyond_rounding(tensors: list[tuple[torch.Tensor, str]], mesh: DeviceMesh) -> list[str]:
-    """Return the texts of tensors that differ from the first rank's by more than rounding, on any rank.
-
-    Collective over ``mesh``: a broadcast of each tensor, and a gather.
-    """
-    # Inputs that each rank computes, for example with an encoder before the model, may differ in the last
-    # bits.
-    if not tensors:
-        return []
-    mine = []
-    for tensor, text in tensors:
-        values = _plain(tensor).to(mesh.device_type).double().contiguous()
-        first = values.clone()
-        dist.broadcast(first, group=mesh.get_group(), group_src=0)
-        # NaN and infinities must have the same positions.
-        finite = values.isfinite()
-        same = bool((finite == first.isfinite()).all())
-        values, first = torch.where(finite, values, 0), torch.where(finite, first, 0)
-        limit = _ROUNDING * torch.finfo(tensor.dtype).eps * first.abs().max()
-        if not same or bool((values - first).abs().max() > limit):
-            mine.append(text)
-    return list(dict.fromkeys(text for texts in gather(mine, mesh) for text in texts))

@@ -189,12 +189,38 @@ def check_first_step(step: Step) -> None:
             return
         with raised_on_all_ranks(state.meshes.device_mesh, step.where):
             refuse_changed_parameters(state)
-            _refuse_states_of_another_class(step, parameters)
+            needed = _states_of(step.optimizer)
+            for parameter in parameters if needed else ():
+                found = {name for name in step.optimizer.state.get(parameter, {}) if name != MAIN}
+                if found and not found.issuperset(needed):
+                    raise _another_class(
+                        f"{step.where}: states of {step.names[id(parameter)]}",
+                        needed,
+                        f"{', '.join(sorted(found))}, as of an optimizer of another class",
+                    )
             _refuse_state_of_other_ranks(step, parameters)
             refuse_unsupported_optimizer(step.optimizer, parameters)
         if not is_simulated():
             _compare_options(state, step)
-            _refuse_unmanaged_parameters(state, step)
+            # te_fsdp does not average these. Those of other wrappers (DistributedDataParallel), and those that the
+            # user averages, are equal by now.
+            mesh = state.meshes.fsdp
+            others = [
+                p
+                for group in step.optimizer.param_groups
+                for p in group["params"]
+                if type(p) is torch.nn.Parameter and get_record(p) is None and p.requires_grad
+            ]
+            if others and mesh is not None and mesh.size() > 1:
+                gradients = [p.grad for p in others if p.grad is not None and p.grad.layout is torch.strided]
+                # The sum of the checksums may wrap, but is equal where they are.
+                total = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
+                if not bool(are_equal([total], mesh)):
+                    wanted = {id(p) for p in others}
+                    labels = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(wanted)]
+                    raise not_in_the_model(
+                        list(dict.fromkeys(labels)) or ["a parameter"], len(others), "left out"
+                    )
             # Once per model: a second optimizer updates parameters of a model that was compared.
             if not state.checked.optimizers:
                 compare_copies(state, step.where)
@@ -245,31 +271,6 @@ def _format_option(value: Any) -> str:
     return repr(value) if isinstance(value, plain) else type(value).__name__
 
 
-def _refuse_unmanaged_parameters(state: ShardedModel, step: Step) -> None:
-    """Raise for plain parameters of no sharded model if their gradients differ over data parallel.
-
-    Collective over data parallel if the optimizer contains such parameters.
-    """
-    # te_fsdp does not average these. Those of other wrappers (DistributedDataParallel), and those that the
-    # user averages, are equal by now.
-    mesh = state.meshes.fsdp
-    others = [
-        p
-        for group in step.optimizer.param_groups
-        for p in group["params"]
-        if type(p) is torch.nn.Parameter and get_record(p) is None and p.requires_grad
-    ]
-    if not others or mesh is None or mesh.size() == 1:
-        return
-    gradients = [p.grad for p in others if p.grad is not None and p.grad.layout is torch.strided]
-    # The sum of the checksums may wrap, but is equal where they are.
-    total = sum(int(checksum(gradient)) for gradient in gradients) % (1 << 60)
-    if not bool(are_equal([total], mesh)):
-        wanted = {id(p) for p in others}
-        found = [f"{type(owner).__name__}.{name}" for owner, name in registered_at(wanted)]
-        raise not_in_the_model(list(dict.fromkeys(found)) or ["a parameter"], len(others), "left out")
-
-
 def refuse_unknown_state(optimizer: Any, parameter: torch.Tensor, name: str) -> None:
     """Raise for a loaded state that TE's ``FusedAdam`` does not have. Local operation."""
     raise _another_class(
@@ -298,19 +299,6 @@ def _refuse_failed_load(optimizer: Optimizer) -> None:
 
 def _states_of(optimizer: Optimizer) -> tuple[str, ...]:
     return next((names for cls, names in _STATES.items() if isinstance(optimizer, cls)), ())
-
-
-def _refuse_states_of_another_class(step: Step, parameters: list[torch.Tensor]) -> None:
-    """Raise for loaded states without those that torch's optimizer reads. Local operation."""
-    needed = _states_of(step.optimizer)
-    for parameter in parameters if needed else ():
-        held = {name for name in step.optimizer.state.get(parameter, {}) if name != MAIN}
-        if held and not held.issuperset(needed):
-            raise _another_class(
-                f"{step.where}: states of {step.names[id(parameter)]}",
-                needed,
-                f"{', '.join(sorted(held))}, as of an optimizer of another class",
-            )
 
 
 def _another_class(what: str, needed: Iterable[str], got: str) -> CheckpointError:

@@ -26,6 +26,18 @@ def refuse_split_backward(state: ShardedModel) -> None:
         return
     handles: list[Any] = []
 
+    def refuse_split(leaf: Any, gradient: torch.Tensor) -> None:
+        if _fsdp2.defers_leaf_gradient(leaf):
+            raise OrderError(
+                "a backward only for the inputs of a pipeline stage, before a separate one for its weights",
+                expected="one backward for both, as in TransformerEngine's modules",
+                got="a schedule that splits backward (zero bubble)",
+                fix="use PipelineStage(..., dw_builder=lambda: lambda: None), which computes both in the first, or a "
+                "schedule that does not split, such as Schedule1F1B or ScheduleInterleaved1F1B",
+            )
+        while handles:
+            handles.pop().remove()
+
     def watch(module: nn.Module, args: Any, output: Any) -> None:
         for tensor in _torch.flatten(output)[0]:
             nodes = graph_nodes(tensor.grad_fn) if isinstance(tensor, torch.Tensor) else ()
@@ -34,20 +46,6 @@ def refuse_split_backward(state: ShardedModel) -> None:
                 (n for n in nodes if isinstance(getattr(n, "variable", None), torch.nn.Parameter)), None
             )
             if leaf is not None:
-                tensor.register_hook(functools.partial(_refuse_split, handles, leaf))
+                tensor.register_hook(functools.partial(refuse_split, leaf))
 
     handles.append(state.model.register_forward_hook(_torch.disable_compile(watch)))
-
-
-def _refuse_split(handles: list[Any], leaf: Any, gradient: torch.Tensor) -> None:
-    """Raise at a gradient of the stage's output. Remove the hook after the first backward that is not split."""
-    if _fsdp2.defers_leaf_gradient(leaf):
-        raise OrderError(
-            "a backward only for the inputs of a pipeline stage, before a separate one for its weights",
-            expected="one backward for both, as in TransformerEngine's modules",
-            got="a schedule that splits backward (zero bubble)",
-            fix="use PipelineStage(..., dw_builder=lambda: lambda: None), which computes both in the first, or a "
-            "schedule that does not split, such as Schedule1F1B or ScheduleInterleaved1F1B",
-        )
-    while handles:
-        handles.pop().remove()

@@ -295,15 +295,6 @@ def inspect(
     plain DCP directory.
     """
     contents = open_any(path, Choices(key=key))
-    summary = _summary(contents, filter)
-    if as_json:
-        print_json(summary)
-    else:
-        _print_summary(summary, filter)
-    return 0
-
-
-def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
     manifest = contents.manifest
     groups = {"model": "model.", "optimizer": "optimizer.", "delayed": "delayed.", "extra": "extra"}
     sizes = {
@@ -311,7 +302,7 @@ def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
     }
     sizes |= {"total": contents.bytes, "files": _sum(manifest.files)}
     is_ours = contents.kind == CHECKPOINT
-    return {
+    summary = {
         "ok": True,
         "path": str(contents.source),
         "kind": contents.kind,
@@ -319,8 +310,8 @@ def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
         "saved_at": manifest.saved_at if is_ours else None,
         "versions": manifest.versions if is_ours else {},
         "mesh": manifest.mesh if is_ours else {},
-        "parameters": [_parameter(contents, n) for n in manifest.parameters if fnmatch.fnmatch(n, pattern)],
-        "buffers": [_parameter(contents, n) for n in manifest.buffers if fnmatch.fnmatch(n, pattern)],
+        "parameters": [_parameter(contents, n) for n in manifest.parameters if fnmatch.fnmatch(n, filter)],
+        "buffers": [_parameter(contents, n) for n in manifest.buffers if fnmatch.fnmatch(n, filter)],
         "optimizer": _optimizer(contents),
         "delayed": manifest.delayed,
         "semantics": manifest.semantics,
@@ -328,6 +319,11 @@ def _summary(contents: Contents, pattern: str) -> dict[str, Any]:
         "bytes": sizes,
         "notes": contents.notes,
     }
+    if as_json:
+        print_json(summary)
+    else:
+        _print_summary(summary, filter)
+    return 0
 
 
 def _parameter(contents: Contents, name: str) -> dict[str, Any]:

@@ -95,6 +95,29 @@ def gather() -> Environment:
     for name in ("flash-attn", "flash-attn-3", "flash_attn_3", "flash-attn-4"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             flash[name] = importlib.metadata.version(name)
+    driver, problem, nccl = None, "", None
+    # Some containers lack the file, but nvidia-smi still reports the version.
+    with contextlib.suppress(OSError):
+        found = re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+        driver = found and found[1]
+    if driver is None:
+        driver = next(
+            iter(_run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")[1].split()), None
+        )
+    if torch.version.cuda is not None and not torch.cuda.is_available():
+        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+            problem = "CUDA_VISIBLE_DEVICES hides all GPUs"
+        else:
+            # is_available() hides the reason, which initializing raises.
+            try:
+                torch.cuda.init()
+            except Exception as error:  # torch raises RuntimeError, AssertionError and further types
+                problem = (str(error).splitlines() or ["unknown"])[0]
+    with contextlib.suppress(Exception):  # a build without NCCL lacks the function, or it raises
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    homes = [os.environ.get(variable) or "/nonexistent" for variable in ("CUDA_HOME", "CUDA_PATH")]
+    compilers = [os.path.join(home, "bin", "nvcc") for home in homes]
+    compilers += [shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"]
     return Environment(
         python=platform.python_version(),
         executable=sys.executable,
@@ -108,7 +131,11 @@ def gather() -> Environment:
         gpus=_gpus(),
         emulation=os.environ.get("TE_FSDP_EMULATION", ""),
         variables={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.match(name)},
-        **_cuda(),
+        torch_cuda=torch.version.cuda,
+        cuda_problem=problem,
+        driver=driver,
+        nccl=nccl,
+        nvcc=next((place for place in compilers if os.path.isfile(place)), None),
         **_cudnn(),
     )
 
@@ -150,41 +177,6 @@ def te_capabilities(parts: dict[str, list[str]], bindings: bool) -> dict[str, An
     messages = [line for line in errors.splitlines() if line.strip()]
     ended = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
     return {"error": messages[-1].strip() if messages else ended}
-
-
-def _cuda() -> dict[str, Any]:
-    """Return the fields of :class:`Environment` about CUDA, except cuDNN."""
-    problem, nccl = "", None
-    if torch.version.cuda is not None and not torch.cuda.is_available():
-        if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-            problem = "CUDA_VISIBLE_DEVICES hides all GPUs"
-        else:
-            # is_available() hides the reason, which initializing raises.
-            try:
-                torch.cuda.init()
-            except Exception as error:  # torch raises RuntimeError, AssertionError and further types
-                problem = (str(error).splitlines() or ["unknown"])[0]
-    with contextlib.suppress(Exception):  # a build without NCCL lacks the function, or it raises
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-    homes = [os.environ.get(variable) or "/nonexistent" for variable in ("CUDA_HOME", "CUDA_PATH")]
-    compilers = [os.path.join(home, "bin", "nvcc") for home in homes]
-    compilers += [shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"]
-    return {
-        "torch_cuda": torch.version.cuda,
-        "cuda_problem": problem,
-        "driver": _driver(),
-        "nccl": nccl,
-        "nvcc": next((place for place in compilers if os.path.isfile(place)), None),
-    }
-
-
-def _driver() -> str | None:
-    # Some containers lack the file, but nvidia-smi still reports the version.
-    with contextlib.suppress(OSError):
-        if found := re.search(r"Module\s+([\d.]+)", Path("/proc/driver/nvidia/version").read_text()):
-            return found[1]
-    _, output, _ = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return output.split()[0] if output.strip() else None
 
 
 def _cudnn() -> dict[str, Any]:

@@ -291,12 +291,34 @@ class RankMessenger:
         :func:`te_fsdp.set_collective_timeout`.
         """
         result, error = _call(mine)
+        reply: Any
         try:
             if self.rank != 0:
                 self._send((result, _serialize_error(error)), 0)
                 reply, problem = self._receive(0)
             else:
-                reply, problem = self._answer(result, error, on_rank_0)
+                # Rank 0 answers all ranks that are alive, also after an error, so that none of them waits.
+                results: list[Any] = [result]
+                told, dead = [_serialize_error(error)], set()
+                for other in range(1, self.size):
+                    try:
+                        value, problem = self._receive(other)
+                    except RuntimeError as lost:
+                        dead.add(other)
+                        text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
+                        value, problem = None, (CheckpointError, text)
+                    results.append(value)
+                    told.append(problem)
+                replies: Any = None
+                worst = _first_error(told)
+                if worst is None:
+                    replies, worst = _call(lambda: on_rank_0(results))
+                for other in set(range(1, self.size)) - dead:
+                    try:
+                        self._send((None if replies is None else replies[other], worst), other)
+                    except RuntimeError as lost:  # the other ranks must still get their reply
+                        worst = worst or CheckpointError(f"on rank(s) {other}: the rank has ended: {lost}")
+                reply, problem = (None if replies is None else replies[0]), worst
         except RuntimeError as lost:  # raised by gloo
             if isinstance(lost, TeFsdpError):
                 raise
@@ -304,30 +326,6 @@ class RankMessenger:
         if problem is not None:
             raise problem from (error.__cause__ if error is not None else None)
         return reply
-
-    def _answer(
-        self, result: Any, error: TeFsdpError | None, on_rank_0: Callable[[list[Any]], list[U]]
-    ) -> Any:
-        """Run rank 0's side of a round."""
-        results, told, dead = [result], [_serialize_error(error)], set()
-        for other in range(1, self.size):
-            try:
-                value, problem = self._receive(other)
-            except RuntimeError as lost:
-                dead.add(other)
-                text = f"the rank has ended, or was silent for {collective_timeout():.0f} s: {lost}"
-                value, problem = None, (CheckpointError, text)
-            results.append(value)
-            told.append(problem)
-        replies, worst = None, _first_error(told)
-        if worst is None:
-            replies, worst = _call(lambda: on_rank_0(results))
-        for other in set(range(1, self.size)) - dead:
-            try:
-                self._send((None if replies is None else replies[other], worst), other)
-            except RuntimeError as lost:  # the other ranks must still get their reply
-                worst = worst or CheckpointError(f"on rank(s) {other}: the rank has ended: {lost}")
-        return (None if replies is None else replies[0]), worst
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

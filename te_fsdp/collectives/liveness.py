@@ -8,7 +8,6 @@ import os
 import socket
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
 #: Timeout of a connection attempt in seconds.
 _PATIENCE = 1.0
@@ -32,7 +31,14 @@ class Liveness:
         """Return the address for other ranks, empty without a free port. Open the port on the first call."""
         if self.listener is None:
             try:
-                family, host = _own_address()
+                # Without a route to the master, other processes of this machine can still connect.
+                family, host = socket.AF_INET, "127.0.0.1"
+                with contextlib.suppress(OSError):
+                    master = os.environ.get("MASTER_ADDR", "")
+                    found = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+                    with socket.socket(*found[:3]) as probe:
+                        probe.connect(found[4])  # sends nothing
+                        family, host = found[0], probe.getsockname()[0]
                 self.listener = socket.socket(family, socket.SOCK_STREAM)
                 self.listener.bind((host, 0))
                 self.listener.listen(socket.SOMAXCONN)
@@ -82,15 +88,3 @@ def _is_open(connection: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-def _own_address() -> tuple[Any, str]:
-    """Return the address family and the address by which this machine reaches the master and the other ranks."""
-    try:
-        found = socket.getaddrinfo(os.environ.get("MASTER_ADDR", ""), 9, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, address = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            return family, probe.getsockname()[0]
-    except OSError:
-        return socket.AF_INET, "127.0.0.1"

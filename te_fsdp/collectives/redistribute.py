@@ -383,6 +383,8 @@ def broadcast(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None
     """
     small: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
+        # Large tensors are sent alone: packing would copy them twice. Small ones are packed, because each
+        # collective has a fixed cost.
         if tensor.numel() > LARGE and tensor.is_contiguous():
             dist.broadcast(tensor, group=group, group_src=0)
         elif tensor.numel():

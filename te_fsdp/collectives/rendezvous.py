@@ -111,6 +111,8 @@ def collective_call(call: str, mesh: DeviceMesh | None = None) -> Iterator[None]
             entered a different call.
     """
     thread = _process().thread
+    # The outer call has brought all ranks here. A second rendezvous would also fail where only some ranks make
+    # the inner call.
     if getattr(thread, "inside", False):
         yield
         return
@@ -269,6 +271,7 @@ class _Rendezvous:
     def _report(self, waited: float) -> None:
         """Log the missing ranks. Write an error as outcome if some ranks are in a different call."""
         came = self.store.add(f"{self.number}/came", 0)
+        # add(key, 0) reads a counter without waiting for a key that does not exist yet.
         if came != self.store.add(f"{self.number}/in/{self.call}", 0):
             self._settle(self._other_calls().encode())
         elif came < len(self.ranks):
@@ -296,6 +299,7 @@ class _Rendezvous:
         """Build the error text for ranks that are in different calls."""
         named: dict[str, list[int]] = {}
         for rank in self.ranks:
+            # get would block for a rank that has not arrived.
             if self.store.check([f"{self.number}/{rank}"]):
                 named.setdefault(self.store.get(f"{self.number}/{rank}").decode(), []).append(rank)
         calls = "; ".join(f"{format_ranks(ranks)} in te_fsdp.{call}" for call, ranks in named.items())

@@ -12,7 +12,7 @@ from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.features.param_gather import release_params
 from te_fsdp.quantized.components import components_of, drop_derived_state
-from te_fsdp.records import ParamOwner, iter_param_owners, require_model
+from te_fsdp.records import first_owners, require_model
 from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.sharded_model import get_sharded_model, mesh_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -48,13 +48,9 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
         if state is not None:
             # Unsharded copies would keep the values from before the broadcast.
             release_params(model)
-        places: dict[int, ParamOwner] = {}
-        for place in iter_param_owners(model):
-            # A tied parameter has several owners and is sent once.
-            places.setdefault(id(place.parameter), place)
         found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
         quantized = []
-        for place in places.values():
+        for place in first_owners(model).values():
             parameter, local = place.parameter, _torch.local_of(place.parameter)
             buffers = [local]
             if _te.is_quantized(local):

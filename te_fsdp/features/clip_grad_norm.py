@@ -109,7 +109,15 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         if meshes not in known:
             known[meshes] = _axes_of(meshes, groups)
         gradients = spread.setdefault(known[meshes], [])
-        _check_reduced(parameter)
+        gradient: Any = parameter.grad
+        if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            raise PlacementError(
+                f"grad_norm: gradient of a parameter of shape {tuple(parameter.shape)}",
+                expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
+                got=f"{tuple(gradient.placements)}",
+                why="The terms of the ranks are not summed yet",
+                fix="clip after the last backward of the step, which reduces gradients",
+            )
         # Replicas of a gradient may differ by rounding (see ``lifecycle.py``), and all ranks must get one result, so
         # that only the gradient of the first replica counts.
         is_first = not isinstance(parameter, DTensor) or all(
@@ -229,16 +237,3 @@ def _axes_of(meshes: Sequence[DeviceMesh], groups: dict[_Axis, dist.ProcessGroup
                 # The single parameter of all experts is on ep itself.
                 axes += [ranks] if ranks not in axes else []
     return tuple(axes)
-
-
-def _check_reduced(parameter: torch.Tensor) -> None:
-    """Check that a gradient is reduced; raise PlacementError otherwise."""
-    gradient: Any = parameter.grad
-    if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
-        raise PlacementError(
-            f"grad_norm: gradient of a parameter of shape {tuple(parameter.shape)}",
-            expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
-            got=f"{tuple(gradient.placements)}",
-            why="The terms of the ranks are not summed yet",
-            fix="clip after the last backward of the step, which reduces gradients",
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,55 +25,56 @@ if TYPE_CHECKING:
 
 def follow_conversions(setup: Setup) -> None:
     """Make ``Module._apply`` (``to``, ``half``, ``to_empty``) keep te_fsdp's records, or raise. Local operation."""
-    _fsdp2_patches.wrap_apply(setup.state.model, functools.partial(_apply_and_carry, setup.state))
+    state = setup.state
 
+    def apply_and_carry(stock: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run ``Module._apply``, and copy the Python attributes to the DTensors that replace the parameters.
 
-def _apply_and_carry(state: ShardedModel, stock: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``Module._apply``, and copy the Python attributes to the DTensors that replace the parameters.
-
-    The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
-    refuses them.
-    """
-    _refuse_conversion(state, args[0])
-    for prepare in state.components.before_conversion:
-        prepare()
-    known, gradients = {}, {}
-    for name, parameter in state.parameters().items():
-        known[name] = param_attrs_to_copy(parameter)
-        plan = plan_of(parameter)
-        if plan is not None and plan.gradient_dtype is not None:
-            gradients[name], parameter.grad = parameter.grad, None
-    try:
-        with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
-            result = stock(*args, **kwargs)
-        if "to_empty" in getattr(args[0], "__qualname__", ""):
-            # Fill the memory with NaN, which the first forward detects and any loss shows.
-            for tensor in [*state.model.parameters(), *state.model.buffers()]:
-                local = _torch.local_of(tensor).detach()
-                if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
-                    local.fill_(float("nan"))
-            state.checked.released = state.checked.on_meta = True
-        return result
-    except NotImplementedError as error:
-        if "meta tensor" not in str(error):
-            raise
-        raise OrderError(
-            f"{type(state.model).__name__}: a move to a device before its parameters have values",
-            expected="te_fsdp.materialize(model), which moves and initializes them",
-            got="parameters on meta",
-            fix="call te_fsdp.materialize(model, seed=...) instead",
-        ) from error
-    finally:
-        # Also after an error, because torch has replaced some of the parameters by then.
+        The dtype of gradients is restored, too. Gradients of other dtypes are removed during the call, because torch
+        refuses them.
+        """
+        _refuse_conversion(state, args[0])
+        for prepare in state.components.before_conversion:
+            prepare()
+        known, gradients = {}, {}
         for name, parameter in state.parameters().items():
-            copy_param_attrs(known[name], parameter)
-            if _te.is_quantized(parameter):
-                _torch_autograd.renew_hooks(parameter)
-            if name in gradients:
-                gradient = gradients[name]
-                parameter.grad_dtype = gradient_dtype(parameter)
-                parameter.grad = None if gradient is None else gradient.to(parameter.device)
-        attach_state_to_params(state, moved=True)
+            known[name] = param_attrs_to_copy(parameter)
+            plan = plan_of(parameter)
+            if plan is not None and plan.gradient_dtype is not None:
+                gradients[name], parameter.grad = parameter.grad, None
+        try:
+            with track_replaced_parameters(state.model, "to_empty, or another call that converts the model"):
+                result = stock(*args, **kwargs)
+            if "to_empty" in getattr(args[0], "__qualname__", ""):
+                # Fill the memory with NaN, which the first forward detects and any loss shows.
+                for tensor in [*state.model.parameters(), *state.model.buffers()]:
+                    local = _torch.local_of(tensor).detach()
+                    if not local.is_meta and local.is_floating_point() and not _te.is_quantized(local):
+                        local.fill_(float("nan"))
+                state.checked.released = state.checked.on_meta = True
+            return result
+        except NotImplementedError as error:
+            if "meta tensor" not in str(error):
+                raise
+            raise OrderError(
+                f"{type(state.model).__name__}: a move to a device before its parameters have values",
+                expected="te_fsdp.materialize(model), which moves and initializes them",
+                got="parameters on meta",
+                fix="call te_fsdp.materialize(model, seed=...) instead",
+            ) from error
+        finally:
+            # Also after an error, because torch has replaced some of the parameters by then.
+            for name, parameter in state.parameters().items():
+                copy_param_attrs(known[name], parameter)
+                if _te.is_quantized(parameter):
+                    _torch_autograd.renew_hooks(parameter)
+                if name in gradients:
+                    gradient = gradients[name]
+                    parameter.grad_dtype = gradient_dtype(parameter)
+                    parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            attach_state_to_params(state, moved=True)
+
+    _fsdp2_patches.wrap_apply(setup.state.model, apply_and_carry)
 
 
 def _refuse_conversion(state: ShardedModel, fn: Any) -> None:

@@ -111,7 +111,23 @@ class ExpertDispatcher:
                 got=f"{tuple(tokens.shape)} and {tuple(chosen.shape)}",
                 fix="flatten the batch dims first",
             )
-        route = self._route(chosen)
+        count, top_k = chosen.shape
+        buckets = self.num_experts * self.groups
+        groups = torch.arange(self.groups, device=chosen.device)[:, None, None]
+        # (groups, top_k, tokens of a group): the order of precedence.
+        wanted = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
+        wanted = wanted.flatten()
+        # Stable, so that copies for one expert keep their order of precedence.
+        order = wanted.argsort(stable=True)
+        ordered = wanted[order]
+        # The first copy of each expert and group in the sorted order.
+        begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
+        place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
+        position = torch.empty_like(place).scatter_(0, order, place)
+        unused = buckets * self.capacity
+        # Copies beyond the capacity get the unused last row, which `dispatch` cuts off.
+        rows = torch.where(position < self.capacity, wanted * self.capacity + position, unused)
+        route = ExpertRoute(rows.view(self.groups, top_k, -1).transpose(1, 2).reshape(count, top_k), unused)
         copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
         # The last row receives the dropped copies.
         buffer = tokens.new_zeros(route.unused + 1, tokens.shape[1])
@@ -140,26 +156,6 @@ class ExpertDispatcher:
         padded = torch.cat([results, results.new_zeros(1, results.shape[1])])
         found = padded.index_select(0, route.rows.flatten()).unflatten(0, route.rows.shape)
         return (found * weights[..., None]).sum(1)
-
-    def _route(self, chosen: torch.Tensor) -> ExpertRoute:
-        """Return the row of each copy: by expert, then by group, then by the position in the group."""
-        tokens, top_k = chosen.shape
-        buckets = self.num_experts * self.groups
-        groups = torch.arange(self.groups, device=chosen.device)[:, None, None]
-        # (groups, top_k, tokens of a group): the order of precedence.
-        wanted = chosen.reshape(self.groups, -1, top_k).transpose(1, 2) * self.groups + groups
-        wanted = wanted.flatten()
-        # Stable, so that copies for one expert keep their order of precedence.
-        order = wanted.argsort(stable=True)
-        ordered = wanted[order]
-        # The first copy of each expert and group in the sorted order.
-        begin = torch.searchsorted(ordered, torch.arange(buckets, device=chosen.device, dtype=ordered.dtype))
-        place = torch.arange(len(ordered), device=chosen.device) - begin[ordered]
-        position = torch.empty_like(place).scatter_(0, order, place)
-        unused = buckets * self.capacity
-        # Copies beyond the capacity get the unused last row, which `dispatch` cuts off.
-        rows = torch.where(position < self.capacity, wanted * self.capacity + position, unused)
-        return ExpertRoute(rows.view(self.groups, top_k, -1).transpose(1, 2).reshape(tokens, top_k), unused)
 
 
 class _AllToAll(torch.autograd.Function):

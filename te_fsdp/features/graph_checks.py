@@ -138,6 +138,7 @@ def addresses_between_microbatches(state: ShardedModel) -> dict[str, tuple[int, 
     found = {
         f"the gradient of {name}": _addresses(parameter.grad)
         for name, parameter in state.parameters().items()
+        # Markers stand for gradients that are reduced later, and have no memory of their own.
         if parameter.grad is not None and not is_marker(parameter.grad)
     }
     replicated = state.components.get(ReplicatedGradients)
@@ -294,7 +295,15 @@ class CudaRecorder:
         except Exception as error:
             failure = failure or error
             self._failed.append(graph)
-            self._mend(pool, generators)
+            _torch.end_failed_capture(self._device, pool)
+            # Until torch 2.11, generators stay in capture state, and every later draw raises "Offset increment outside
+            # graph capture". A successful capture resets them without changing their next draws.
+            nothing = torch.zeros((), device=self._device)
+            resetting = torch.cuda.CUDAGraph()
+            for generator in generators:
+                resetting.register_generator_state(generator)
+            with torch.cuda.graph(resetting, stream=self._stream, capture_error_mode="thread_local"):
+                nothing.zero_()
         finally:
             if collects:
                 gc.enable()
@@ -302,18 +311,6 @@ class CudaRecorder:
             raise failure
         self._recorded.add(graph)
         return graph, result
-
-    def _mend(self, pool: Any, generators: Sequence[torch.Generator]) -> None:
-        """Restore the process after a capture that could not be started or ended."""
-        _torch.end_failed_capture(self._device, pool)
-        # Until torch 2.11, generators stay in capture state, and every later draw raises "Offset increment outside
-        # graph capture". A successful capture resets them without changing their next draws.
-        nothing = torch.zeros((), device=self._device)
-        graph = torch.cuda.CUDAGraph()
-        for generator in generators:
-            graph.register_generator_state(generator)
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            nothing.zero_()
 
 
 def capture_failure(error: Exception) -> str:

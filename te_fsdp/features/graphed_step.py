@@ -218,7 +218,40 @@ class GraphedStep:
         if self._recorder is None:
             return self._eager(leaves, structure)
         with self._recorder.on_own_stream():
-            return self._aside(leaves, structure)
+            if self._state.unsharded.gathers or self._state.gathered():
+                # Weights unsharded by an evaluation would be stale after a replay.
+                release_params(self._model)
+            if self._snapshot is not None and (what := self._snapshot.changed()):
+                _log.info("graphed_step: recorded again, because of a change: %s", what)
+                self._drop()
+            signature = Signature.of(leaves, structure)
+            found = next((r for r in self._recorded if r.signature.fits(signature)), None)
+            reads_rates = self._step_can_be_recorded() if found is None else found.update is not None
+            if reads_rates:
+                self._rates.take()
+            is_warm = self._steps >= self._warmup
+            if found is None and is_warm and not self.why_eager and self._has_run(signature):
+                why = ""
+                if len(self._recorded) == MAX_KINDS:
+                    why = f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, or non-tensor values)"
+                elif self.recordings == MAX_RECORDINGS:
+                    why = f"the model or the optimizer has changed after each of {MAX_RECORDINGS} recordings"
+                if why:
+                    self._run_eagerly(why)
+                else:
+                    found = self._record(signature, leaves, structure)
+            if found is not None:
+                return self._replay(found, leaves)
+            there = [
+                leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ]
+            output = self._eager(there, structure)
+            self._steps += 1
+            if not self._has_run(signature):
+                # Only the latest kinds, so that memory stays bounded for data with many shapes.
+                self._known = [*self._known[1 - MAX_KINDS :], signature]
+            return output
 
     def forget(self) -> None:
         """Drop all recordings. The next call runs eagerly and the one after it records again. Local operation.
@@ -238,33 +271,6 @@ class GraphedStep:
         self._snapshot: Snapshot | None = None
 
     # ----------------------------------------------------------------------------------------------------- eager steps
-
-    def _aside(self, leaves: list[Any], structure: Any) -> StepOutput:
-        """A step on the recorder's stream."""
-        if self._state.unsharded.gathers or self._state.gathered():
-            release_params(self._model)  # weights unsharded by an evaluation would be stale after a replay
-        if self._snapshot is not None and (what := self._snapshot.changed()):
-            _log.info("graphed_step: recorded again, because of a change: %s", what)
-            self._drop()
-        signature = Signature.of(leaves, structure)
-        found = next((r for r in self._recorded if r.signature.fits(signature)), None)
-        reads_rates = self._step_can_be_recorded() if found is None else found.update is not None
-        if reads_rates:
-            self._rates.take()
-        if found is None and self._may_record(signature):
-            found = self._record(signature, leaves, structure)
-        if found is not None:
-            return self._replay(found, leaves)
-        there = [
-            leaf.to(self._device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
-        output = self._eager(there, structure)
-        self._steps += 1
-        if not self._has_run(signature):
-            # Only the latest kinds, so that memory stays bounded for data with many shapes.
-            self._known = [*self._known[1 - MAX_KINDS :], signature]
-        return output
 
     def _eager(self, leaves: list[Any], structure: Any) -> StepOutput:
         zero_grad(self._model)
@@ -330,19 +336,6 @@ class GraphedStep:
 
     def _has_run(self, signature: Signature) -> bool:
         return any(known.fits(signature) for known in self._known)
-
-    def _may_record(self, signature: Signature) -> bool:
-        """Return whether to record now: the kind of inputs has run before, and the first steps are done."""
-        if self.why_eager or self._steps < self._warmup or not self._has_run(signature):
-            return False
-        why = ""
-        if len(self._recorded) == MAX_KINDS:
-            why = f"inputs of more than {MAX_KINDS} kinds (shapes, dtypes, or non-tensor values)"
-        elif self.recordings == MAX_RECORDINGS:
-            why = f"the model or the optimizer has changed after each of {MAX_RECORDINGS} recordings"
-        if why:
-            self._run_eagerly(why)
-        return not why
 
     def _record(self, signature: Signature, leaves: list[Any], structure: Any) -> _Recording | None:
         """Record a step; return ``None`` if some rank cannot. Collective over the model's ranks."""

@@ -334,6 +334,7 @@ class _Unit:
             shared.fixed_storages(self.module),
         )
         try:
+            # The caller's own forward follows after an error, so that the step is complete without a graph.
             with shared.recording():
                 recording.record_forward()
         except NotRecordableError as error:
@@ -357,6 +358,7 @@ class _Unit:
             return f"{type(recipe).__name__} updates scales between forward and backward"
         if hooked := _graphs.hooked_module(self.module):
             return f"a hook on {hooked}, which a replay would not call"
+        # Hooks of saved tensors run in Python during forward and backward, which a replay skips.
         if _graphs.replaces_saved_tensors():
             return "saved tensors are replaced by hooks (recomputed or offloaded activations)"
         for module in self.module.modules():

@@ -150,7 +150,22 @@ class HostPace(Component):
             elif len(self._measured) > MEASURED:
                 self._unwatch()
         elif self._clock.is_done(self._measured[-1][-1].event):
-            self._evaluate()
+            measured, slept = self._measured[:MEASURED], self._measured[-1]
+            behind = [
+                statistics.median(flags)
+                for flags in zip(*[[m.is_behind for m in s] for s in measured], strict=True)
+            ]
+            device = [self._clock.between(a.event, b.before) for a, b in itertools.pairwise(slept)]
+            parts = zip(self._host_parts(), device, behind[1:], strict=True)
+            wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
+            step = statistics.median(
+                [self._clock.between(marks[0].event, marks[-1].event) for marks in measured]
+            )
+            self._end()
+            if wait >= max(SHARE * step, LEAST):
+                self._result = Pace(step, min(wait, step))
+                if rank() == 0:
+                    _log.warning("%s", self._result)
 
     # ------------------------------------------------------------------------------------------------------------ marks
 
@@ -209,22 +224,6 @@ class HostPace(Component):
             [b.host - a.host for a, b in itertools.pairwise(marks)] for marks in self._measured[:MEASURED]
         ]
         return [statistics.median(times) for times in zip(*parts, strict=True)]
-
-    def _evaluate(self) -> None:
-        measured, slept = self._measured[:MEASURED], self._measured[-1]
-        behind = [
-            statistics.median(flags)
-            for flags in zip(*[[m.is_behind for m in s] for s in measured], strict=True)
-        ]
-        device = [self._clock.between(a.event, b.before) for a, b in itertools.pairwise(slept)]
-        parts = zip(self._host_parts(), device, behind[1:], strict=True)
-        wait = sum(max(0.0, host - alone) for host, alone, is_behind in parts if not is_behind)
-        step = statistics.median([self._clock.between(marks[0].event, marks[-1].event) for marks in measured])
-        self._end()
-        if wait >= max(SHARE * step, LEAST):
-            self._result = Pace(step, min(wait, step))
-            if rank() == 0:
-                _log.warning("%s", self._result)
 
 
 def measure_host_pace(setup: Setup) -> None:

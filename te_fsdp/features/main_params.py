@@ -279,10 +279,12 @@ class MainParameters:
         """Restore parameters and state, and keep averaged gradients."""
         if self.locals:
             remove_local_tensors(optimizer, self.locals)
+        # In place, because learning rate schedulers and users hold the group's own list.
         for live, held in self._groups:
             live[:] = held
         scales = getattr(optimizer, "_scales", None)
         for pair in self.pairs:
+            # The state moves back to the parameter, by which state_dict and checkpoints find it.
             state = optimizer.state.pop(pair.main, {})
             if pair.low:
                 state = {**state, MAIN: pair.main}
@@ -291,6 +293,7 @@ class MainParameters:
             if scales:
                 rekey_scales(optimizer, pair.main, pair.parameter)
         self.pairs, self._groups = [], []
+        # FusedAdam must not make main weights of the FP32 main parameters, but its option belongs to the user.
         if self._own_main_weights is not None:
             optimizer.master_weights, self._own_main_weights = self._own_main_weights, None
 
@@ -317,7 +320,31 @@ class MainParameters:
         self.install_main_params(optimizer, stepping=True)
         whole = [pair for pair in self.pairs if pair.shard is None]
         if self.lent:
-            _assign_without_cast(optimizer, {id(pair.main): pair.parameter for pair in whole})
+            parameters = {id(pair.main): pair.parameter for pair in whole}
+            fused: Any = optimizer
+            name = "decoupled_grad" if fused.use_decoupled_grad else "grad"
+            for group in optimizer.param_groups:
+                # Attributes of DTensors are then read and set without Python calls.
+                with without_subclasses():
+                    mains, gradients, dtypes = [], list[Any](), set[torch.dtype]()
+                    for member in group["params"]:
+                        if member.dtype != torch.float32:
+                            continue
+                        parameter = parameters.get(id(member))
+                        gradient = getattr(member if parameter is None else parameter, name, None)
+                        if gradient is not None:
+                            dtypes.add(gradient.dtype)
+                        if parameter is not None:
+                            mains.append(member)
+                            gradients.append(gradient)
+                if len(dtypes) > 1 or fused.capturable:
+                    gradients = _torch.in_dtypes_of(gradients, mains)
+                with without_subclasses():
+                    for main, gradient in zip(mains, gradients, strict=True):
+                        if gradient is not None:
+                            main.grad = None  # grad_dtype cannot change while there is a gradient
+                            main.grad_dtype = gradient.dtype
+                    assign_main_gradients(mains, gradients)
         else:
             mains, gradients = [pair.main for pair in whole], gradients_of([pair.parameter for pair in whole])
             assign_main_gradients(mains, _torch.in_dtypes_of(gradients, mains))
@@ -368,7 +395,11 @@ class MainParameters:
         self.restore_params(optimizer)
         for key, shard in self._shards(optimizer, state_dict):
             state = state_dict["state"].get(key)
-            if state and not _is_exact(shard):
+            # DTensor placements represent the shard if one axis shards the rows, or each does so evenly.
+            sizes = [size for axis in _axes_that_shard_dim0(shard) if (size := shard.mesh.size(axis)) > 1]
+            # dims other than 0 are chosen only if they divide evenly
+            is_exact = shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
+            if state and not is_exact:
                 state_dict["state"][key] = {name: _padded(shard, value) for name, value in state.items()}
 
     def _before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -418,44 +449,9 @@ def rekey_scales(optimizer: Any, source: torch.Tensor, target: torch.Tensor) -> 
         scales[target] = scales.pop(source)
 
 
-# FusedAdam accepts any gradient dtype, but one dtype per group of fp32 parameters, and with ``capturable=True`` only
-# the parameters' dtype. Otherwise gradients are cast to fp32.
-def _assign_without_cast(optimizer: Any, parameters: dict[int, torch.Tensor]) -> None:
-    """Assign gradients to main weights without casting. ``parameters`` maps id(main weight) to parameter."""
-    name = "decoupled_grad" if optimizer.use_decoupled_grad else "grad"
-    for group in optimizer.param_groups:
-        with without_subclasses():  # attributes of DTensors are then read and set without Python calls
-            mains, gradients, dtypes = [], list[Any](), set[torch.dtype]()
-            for member in group["params"]:
-                if member.dtype != torch.float32:
-                    continue
-                parameter = parameters.get(id(member))
-                gradient = getattr(member if parameter is None else parameter, name, None)
-                if gradient is not None:
-                    dtypes.add(gradient.dtype)
-                if parameter is not None:
-                    mains.append(member)
-                    gradients.append(gradient)
-        if len(dtypes) > 1 or optimizer.capturable:
-            gradients = _torch.in_dtypes_of(gradients, mains)
-        with without_subclasses():
-            for main, gradient in zip(mains, gradients, strict=True):
-                if gradient is not None:
-                    main.grad = None  # grad_dtype cannot change while there is a gradient
-                    main.grad_dtype = gradient.dtype
-            assign_main_gradients(mains, gradients)
-
-
 def _axes_that_shard_dim0(shard: OptimizerShard) -> list[int]:
     """Return the axes of ``shard.mesh`` that shard dim 0, in mesh order; the last one shards first."""
     return [axis for axis, p in enumerate(shard.placements) if _torch.shard_dim_of(p) == 0]
-
-
-def _is_exact(shard: OptimizerShard) -> bool:
-    """Return whether DTensor placements represent the shard: one axis shards the rows, or each does so evenly."""
-    sizes = [size for axis in _axes_that_shard_dim0(shard) if (size := shard.mesh.size(axis)) > 1]
-    # dims other than 0 are chosen only if they divide evenly
-    return shard.dim > 0 or len(sizes) <= 1 or shard.parameter.shape[0] % math.prod(sizes) == 0
 
 
 # [Note: padded states] ``state_dict`` contains states and main weights as DTensors, and ``load_state_dict``
@@ -469,6 +465,7 @@ def _padded(shard: OptimizerShard, value: Any) -> Any:
     if not isinstance(value, DTensor) or value.shape != shard.parameter.shape:
         return value
     mesh, axes, rows, local = shard.mesh, _axes_that_shard_dim0(shard), value.shape[0], _torch.local_of(value)
+    # In this order, because the last axis shards first. Every rank then has the same number of rows.
     for axis in reversed(axes):
         rows = -(-rows // mesh.size(axis))
     padded = torch.cat([local, local.new_zeros((rows - len(local), *local.shape[1:]))])[(None,) * len(axes)]
@@ -485,6 +482,7 @@ def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     local, leading = _torch.local_of(value), len(_axes_that_shard_dim0(shard))
+    # A padded state of this format. Other shapes are states of full shards, from before shard_optimizer.
     if value.ndim == shard.parameter.ndim + leading:
         local = local.reshape(local.shape[leading:])[: shard.high - shard.low]
     elif tuple(local.shape) != shard.shape and local.shape == _torch.local_of(shard.parameter).shape:

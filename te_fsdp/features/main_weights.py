@@ -194,11 +194,15 @@ def main_weights(model: nn.Module, optimizer: Optimizer) -> None:
         fused: Any = optimizer
         for label, parameter, local in quantized_among(parameters_of_optimizer(optimizer)):
             check_optimizer_of_quantized(optimizer, label)
+            # FusedAdam itself would initialize the main weight from the quantized weight, which has lost most
+            # bits of the value.
             if not optimizer.state.get(parameter) and _te.high_precision_value(local) is not None:
                 fused.initialize_state(parameter, False)
                 fused.set_scaled_state(parameter, MAIN, initial_main_weight(local))
+            # It is a copy of the weight on the CPU, which nothing reads any more.
             _te.drop_high_precision_value(local)
     elif not hasattr(optimizer, KEEPS_MAIN_WEIGHTS):
+        # FP32 parameters are their own main weights.
         low = [p for g in optimizer.param_groups for p in g["params"] if is_low_precision(p)]
         if any(optimizer.state.get(p) for p in low):
             raise OrderError(

@@ -33,7 +33,7 @@ from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.layout import Box, cut_boxes
 from te_fsdp.modules.plan import fused_matrices
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import ParamOwner, binding_of, iter_param_owners, require_model
+from te_fsdp.records import ParamOwner, binding_of, first_owners, iter_param_owners, require_model
 from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import shard_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -93,8 +93,31 @@ class Muon(Optimizer):
         # torch's constructors check the options and define the defaults.
         some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
         defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}
-        others = _adamw_options(some, adamw)
-        matrices = _groups(_matrices_of(model) if params is None else params)
+        known = ("lr", "betas", "eps", "weight_decay")
+        unknown = sorted(set(adamw or ()) - set(known))
+        if unknown:
+            raise ValueError(
+                message(
+                    "Muon(adamw=...)",
+                    expected=f"options among {', '.join(known)}",
+                    got=", ".join(unknown),
+                    fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
+                )
+            )
+        found = torch.optim.AdamW(some, **(adamw or {})).defaults
+        others = {key: found[key] for key in known}
+        if params is None:
+            # TransformerEngine's linear layers, including single weights of all experts.
+            weights = {
+                id(place.parameter): place.parameter
+                for place in iter_param_owners(model)
+                if place.parameter.requires_grad
+                and place.parameter.ndim > 1
+                and not (place.parameter.ndim == 2 and "bias" in place.name)  # single bias of all experts
+                and _te.kind_of(place.owner) not in (None, "unknown")
+            }
+            params = list(weights.values())
+        matrices = _groups(params)
         for parameter in (p for group in matrices for p in group["params"]):
             if parameter.ndim == 2 and not parameter.is_complex():
                 continue
@@ -140,7 +163,30 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             if group["algorithm"] == "adamw":
-                self._adamw(group)
+                parameters = [p for p in group["params"] if p.grad is not None]
+                states = [self.state[p] for p in parameters]
+                for state, parameter in zip(states, parameters, strict=True):
+                    if "step" not in state:
+                        # On the CPU, as in torch's AdamW, which reads the number without waiting for the device.
+                        state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                if parameters:
+                    adamw(
+                        parameters,
+                        [p.grad for p in parameters],  # type: ignore[bad-argument-type]
+                        [state["exp_avg"] for state in states],
+                        [state["exp_avg_sq"] for state in states],
+                        [],
+                        [state["step"] for state in states],
+                        amsgrad=False,
+                        beta1=group["betas"][0],
+                        beta2=group["betas"][1],
+                        lr=group["lr"],
+                        weight_decay=group["weight_decay"],
+                        eps=group["eps"],
+                        maximize=False,
+                    )
         self._muon(self._model)
         return loss
 
@@ -202,50 +248,6 @@ class Muon(Optimizer):
         # Always copy: torch before 2.15 overwrites a bf16 tensor, here the momentum.
         return update.to(torch.bfloat16, copy=True).flatten()
 
-    def _adamw(self, group: dict[str, Any]) -> None:
-        """Step as ``torch.optim.AdamW``."""
-        parameters = [p for p in group["params"] if p.grad is not None]
-        states = [self.state[p] for p in parameters]
-        for state, parameter in zip(states, parameters, strict=True):
-            if "step" not in state:
-                # On the CPU, as in torch's AdamW, which reads the number without waiting for the device.
-                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        if parameters:
-            adamw(
-                parameters,
-                [p.grad for p in parameters],  # type: ignore[bad-argument-type]
-                [state["exp_avg"] for state in states],
-                [state["exp_avg_sq"] for state in states],
-                [],
-                [state["step"] for state in states],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
-
-
-def _adamw_options(some: list[Any], adamw: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return AdamW's options with their defaults."""
-    known = ("lr", "betas", "eps", "weight_decay")
-    unknown = sorted(set(adamw or ()) - set(known))
-    if unknown:
-        raise ValueError(
-            message(
-                "Muon(adamw=...)",
-                expected=f"options among {', '.join(known)}",
-                got=", ".join(unknown),
-                fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
-            )
-        )
-    defaults = torch.optim.AdamW(some, **(adamw or {})).defaults
-    return {key: defaults[key] for key in known}
-
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Return groups of parameters for any input that torch's optimizers accept."""
@@ -253,19 +255,6 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     # With or without names, as from named_parameters().
     return [{**g, "params": [p[1] if isinstance(p, tuple) else p for p in g["params"]]} for g in groups]
-
-
-def _matrices_of(model: nn.Module) -> list[torch.Tensor]:
-    """Return the trainable weights of TransformerEngine's linear layers, including single weights of all experts."""
-    weights = {
-        id(place.parameter): place.parameter
-        for place in iter_param_owners(model)
-        if place.parameter.requires_grad
-        and place.parameter.ndim > 1
-        and not (place.parameter.ndim == 2 and "bias" in place.name)  # single bias of all experts
-        and _te.kind_of(place.owner) not in (None, "unknown")
-    }
-    return list(weights.values())
 
 
 @dataclass
@@ -334,9 +323,7 @@ def _make_exchange_plan(
 ) -> tuple[list[_MuonWeight], list[_Exchange]]:
     """Return the weights of parameters, and the exchanges between ranks. Collective over the ranks that shard them."""
     fused = fused_matrices(model) if split_fused else {}
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(shard_of(place.parameter)), place)
+    places = {id(shard_of(place.parameter)): place for place in first_owners(model).values()}
     found: list[_MuonWeight] = []
     exchanges: dict[tuple[int, ...], _Exchange] = {}
     for parameter, original in held:
@@ -360,7 +347,23 @@ def _make_exchange_plan(
         exchanges.setdefault(ranks, (group, []))[1].append(weight)
     for group, weights in exchanges.values():
         if group is not None:
-            _assign_owners(group, weights)
+            layouts = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
+            if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in layouts):
+                raise MeshError(
+                    "Muon.step: ranks that shard the same weights",
+                    expected="the same parameters in the same order on all ranks",
+                    got=f"{[len(other) for other in layouts]} matrices, here "
+                    f"{', '.join(w.label for w in weights[:3])}, ...",
+                    fix="build Muon from the same params on all ranks",
+                )
+            for weight, ranks in zip(weights, zip(*layouts, strict=True), strict=True):
+                weight.boxes_of = [boxes for _, _, boxes in ranks]
+            # Balance the load: assign large matrices first, each to the rank with the smallest load.
+            loads = [0] * len(layouts)
+            costs = {weight.index: math.prod(weight.shape) * min(weight.shape) for weight in weights}
+            for weight in sorted(weights, key=lambda w: -costs[w.index]):
+                weight.owner = min(range(len(layouts)), key=loads.__getitem__)
+                loads[weight.owner] += costs[weight.index]
     return found, list(exchanges.values())
 
 
@@ -385,26 +388,6 @@ def _group_of(parameter: torch.Tensor, place: ParamOwner) -> dist.ProcessGroup |
     if known is not None and set(known.mesh.flatten().tolist()) == set(cutting.mesh.flatten().tolist()):
         return known.get_group()
     return _torch.flatten_mesh(cutting, f"muon_{'_'.join(names)}").get_group()
-
-
-def _assign_owners(group: dist.ProcessGroup, weights: list[_MuonWeight]) -> None:
-    """Exchange the layouts of all ranks and assign an owner to each weight. Collective over the group (small)."""
-    layouts = gather([(weight.label, weight.shape, weight.boxes) for weight in weights], group)
-    if any([one[:2] for one in other] != [(w.label, w.shape) for w in weights] for other in layouts):
-        raise MeshError(
-            "Muon.step: ranks that shard the same weights",
-            expected="the same parameters in the same order on all ranks",
-            got=f"{[len(other) for other in layouts]} matrices, here {', '.join(w.label for w in weights[:3])}, ...",
-            fix="build Muon from the same params on all ranks",
-        )
-    for weight, ranks in zip(weights, zip(*layouts, strict=True), strict=True):
-        weight.boxes_of = [boxes for _, _, boxes in ranks]
-    # Balance the load: assign large matrices first, each to the rank with the smallest load.
-    loads = [0] * len(layouts)
-    costs = {weight.index: math.prod(weight.shape) * min(weight.shape) for weight in weights}
-    for weight in sorted(weights, key=lambda w: -costs[w.index]):
-        weight.owner = min(range(len(layouts)), key=loads.__getitem__)
-        loads[weight.owner] += costs[weight.index]
 
 
 # [Note: same bits as one process] Operations, order and shapes are those of a single process, so equal

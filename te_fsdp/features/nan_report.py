@@ -192,9 +192,11 @@ class NanReport(Component):
                 for g in _fsdp2_gradients.unreduced_gradients_of(managed)
             ]
             if gradients:
+                # One number for all of them, kept on the device: reading it here would wait for the backward.
                 self._note(name, _torch.abs_max(list(map(_torch.local_of, gradients))))
         replicated = state.components.get(ReplicatedGradients)
         whole = replicated.waiting() if replicated is not None else []
+        # foreach kernels take tensors of one dtype.
         for dtype in {gradient.dtype for gradient in whole}:
             self._note(NOT_SHARDED, _torch.abs_max([g for g in whole if g.dtype == dtype]))
 
@@ -231,7 +233,18 @@ class NanReport(Component):
             where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(found) if label in f]
             if where:
                 whole = {name for name, plan in state.plans.items() if plan.storage.is_whole}
-                named = ", ".join(_named(bad, label, self._labels, whole))
+                prefix = f"{label}." if label else ""
+                inner = tuple(
+                    f"{u}." for u in self._labels if u not in (NOT_SHARDED, label) and u.startswith(prefix)
+                )
+                own = [
+                    name
+                    for name in bad
+                    if name.startswith(prefix) and not name.startswith(inner) and name not in whole
+                ]
+                if label == NOT_SHARDED:
+                    own = [name for name in bad if name in whole]
+                named = ", ".join([*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own)
                 named = f"{label} ({named})" if label == NOT_SHARDED and named else named
                 lines.append(f"{named or label or 'the root unit'}: {', '.join(where)}")
         return message(
@@ -240,15 +253,3 @@ class NanReport(Component):
             why="The reduction spreads them to all ranks",
             fix="inspect the batches of these ranks and the loss scale. To skip the step, call zero_grad()",
         )
-
-
-def _named(names: Iterable[str], label: str, labels: list[str], whole: set[str]) -> list[str]:
-    """Return the names that belong to a unit and to no unit in it, or those of parameters that stay ``whole``."""
-    prefix = f"{label}." if label else ""
-    inner = tuple(f"{u}." for u in labels if u not in (NOT_SHARDED, label) and u.startswith(prefix))
-    own = [
-        name for name in names if name.startswith(prefix) and not name.startswith(inner) and name not in whole
-    ]
-    if label == NOT_SHARDED:
-        own = [name for name in names if name in whole]
-    return [*own[:MOST], f"and {len(own) - MOST} more"] if len(own) > MOST else own

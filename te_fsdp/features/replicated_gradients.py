@@ -457,11 +457,13 @@ def reduce_replicated_gradients(setup: Setup) -> None:
         state.model,
         replicated,
         state.meshes,
+        # In the order of backward, in which their reductions start.
         units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
         grads_dtype=None if state.precision is None else state.precision.policy.main_grads_dtype,
         average=state.average_gradients,
         with_fsdp2=bool(state.modules),
     )
     state.components.attach(own)
+    # torch's pipeline stage informs only FSDP2's modules when the last microbatch runs.
     if state.meshes.pp is not None and fsdp2_units.is_fsdp_module(state.model):
         _fsdp2_patches.wrap_pipeline_step(state.model, own.set_gradient_sync, own.reduce_after_microbatches)

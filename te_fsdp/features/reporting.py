@@ -18,7 +18,7 @@ from te_fsdp.features.transports import transports_of
 from te_fsdp.layout import chunk_range, expert_index
 from te_fsdp.precision import gradient_dtype
 from te_fsdp.quantized.components import empty_on_meta, keep_rowwise_only
-from te_fsdp.records import ParamOwner, binding_of, is_replicated, iter_param_owners, plan_of, require_model
+from te_fsdp.records import binding_of, first_owners, is_replicated, plan_of, require_model
 from te_fsdp.shard_info import shard_info
 from te_fsdp.sharded_model import get_sharded_model
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -149,10 +149,39 @@ def describe(model: nn.Module, *, settled: bool = False) -> Report:
     for prefix, module in model.named_modules():
         experts: dict[str, list[Row]] = {}
         for name, parameter in module._parameters.items():
+            # A tied parameter is reported once, because it has memory once.
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 label = f"{prefix}.{name}" if prefix else name
-                row = _row(label, module, name, parameter, settled)
+                local = _torch.local_of(parameter)
+                # Planning reports the memory of training, in which the parameter is no longer on meta.
+                if settled and local.is_meta:
+                    local = shard_in_training(module, name, parameter)
+                binding = binding_of(module)
+                layout = (
+                    str(binding.rules[name].layout)
+                    if binding is not None and name in binding.rules
+                    else "plain"
+                )
+                dtype = str(parameter.dtype).removeprefix("torch.")
+                fmt = _te.format_of(local)
+                if fmt is not None:
+                    dtype = f"{fmt} ({dtype})"
+                elif (quantizer := _te.weight_quantizer(module, name)) is not None:
+                    fmt = _te.format_of_quantizer(quantizer)
+                    dtype = f"{dtype}, will be {fmt}"
+                if local.is_meta and not settled:
+                    dtype += ", on meta"
+                row = Row(
+                    label,
+                    tuple(parameter.shape),
+                    layout,
+                    _placements(parameter),
+                    tuple(local.shape),
+                    dtype,
+                    0 if local.is_meta and not settled else bytes_of(local),
+                    _note(module, name, parameter, fmt),
+                )
                 if _te.kind_of(module) == "GroupedLinear" and expert_index(name) is not None:
                     experts.setdefault(label.rstrip("0123456789"), []).append(row)
                 else:
@@ -202,33 +231,6 @@ def _as_grouped_tensor(label: str, module: nn.Module, parts: list[Row]) -> Row:
         ", ".join(dict.fromkeys(part.dtype for part in parts)),
         sum(part.bytes for part in parts),
         ", ".join([*notes, *dict.fromkeys(part.note for part in parts if part.note)]),
-    )
-
-
-def _row(label: str, module: nn.Module, name: str, parameter: torch.Tensor, settled: bool) -> Row:
-    local = _torch.local_of(parameter)
-    if settled and local.is_meta:
-        local = shard_in_training(module, name, parameter)
-    binding = binding_of(module)
-    layout = str(binding.rules[name].layout) if binding is not None and name in binding.rules else "plain"
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    fmt = _te.format_of(local)
-    if fmt is not None:
-        dtype = f"{fmt} ({dtype})"
-    elif (quantizer := _te.weight_quantizer(module, name)) is not None:
-        fmt = _te.format_of_quantizer(quantizer)
-        dtype = f"{dtype}, will be {fmt}"
-    if local.is_meta and not settled:
-        dtype += ", on meta"
-    return Row(
-        label,
-        tuple(parameter.shape),
-        layout,
-        _placements(parameter),
-        tuple(local.shape),
-        dtype,
-        0 if local.is_meta and not settled else bytes_of(local),
-        _note(module, name, parameter, fmt),
     )
 
 
@@ -311,10 +313,7 @@ class Cost:
 def _costs_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
     """Return the further memory due to a model's policy on this rank: (use, bytes) pairs. Local operation."""
     found: Counter[str] = Counter()
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)  # tied parameters once
-    for place in places.values():
+    for place in first_owners(model).values():
         cost = cost_of(place.parameter, _te.weight_quantizer(place.owner, place.name) is not None)
         dtype = str(cost.dtype).removeprefix("torch.")
         found[f"gradients, {dtype}"] += cost.gradient

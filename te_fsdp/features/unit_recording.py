@@ -151,6 +151,7 @@ class UnitRecording:
                 return f"{name} is a different parameter, or its requires_grad has changed"
             if addresses_of(parameter) != addresses:
                 return f"{name} has a different address"
+        # The recorded kernels are those of one mode: dropout, for example, runs only in training.
         for module, training in self._modes:
             if module.training is not training:
                 return "the training mode of a module"
@@ -175,6 +176,8 @@ class UnitRecording:
         with self._with_stand_ins(), _without_autocast_cache():
             output = self._call(*args, **kwargs)
         leaves, structure = _torch.flatten(output)
+        # A replay writes to the memory of these tensors. Other values are those of the recording, so only
+        # constants are allowed.
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for leaf in leaves:
             if type(leaf) is not torch.Tensor and not isinstance(leaf, _CONSTANTS):
@@ -261,10 +264,31 @@ class UnitRecording:
                 )
             if value.data_ptr() != staged.data_ptr():
                 staged.copy_(value)
-        if not self.is_complete:
-            self._record_backward()
-        self._backward_graph.replay()
         inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
+        if not self.is_complete:
+            restored: list[tuple[Any, str, torch.Tensor]] = []
+            for place, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
+                local = _torch.local_of(weight.parameter)
+                if _te.is_quantized(local):
+                    restored += self._stage(place, local, _torch.local_of(made))
+            del self._buffers.recent[:-1]  # [Note: gradients of weights]
+            try:
+                self._backward_graph, recorded = self._recorder.record(self._backward)
+            except Exception as error:
+                raise OrderError(
+                    "graphed_units: a unit's backward cannot be recorded",
+                    got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                    why="Its forward was recorded, so that it cannot run eagerly any more",
+                    fix="leave the unit out of graphed_units(model, units=...)",
+                ) from error
+            finally:
+                for made, attribute, value in restored:
+                    setattr(made, attribute, value)
+            self._buffers.recent.append(recorded[inputs:])
+            self._gradients = [None if gradient is None else _recorded(gradient) for gradient in recorded]
+            # Later backwards replay the recording, so the autograd graph behind it can be freed.
+            self._stand_ins, self._edges = [], []
+        self._backward_graph.replay()
         found: list[Any] = [g and g.local.clone() for g in self._gradients[:inputs]]
         kept = not _graphs.reduces_gradients(self._unit)
         managed = {id(parameter) for parameter in _graphs.managed_parameters(self._unit)}
@@ -280,31 +304,6 @@ class UnitRecording:
             found.append(local if gradient.spec is None else _torch.dtensor(local, gradient.spec))
         return found
 
-    def _record_backward(self) -> None:
-        restored: list[tuple[Any, str, torch.Tensor]] = []
-        for place, (weight, made) in enumerate(zip(self.weights, self._stand_ins, strict=True)):
-            local = _torch.local_of(weight.parameter)
-            if _te.is_quantized(local):
-                restored += self._stage(place, local, _torch.local_of(made))
-        del self._buffers.recent[:-1]  # [Note: gradients of weights]
-        try:
-            self._backward_graph, found = self._recorder.record(self._backward)
-        except Exception as error:
-            raise OrderError(
-                "graphed_units: a unit's backward cannot be recorded",
-                got=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
-                why="Its forward was recorded, so that it cannot run eagerly any more",
-                fix="leave the unit out of graphed_units(model, units=...)",
-            ) from error
-        finally:
-            for made, attribute, value in restored:
-                setattr(made, attribute, value)
-        inputs = sum(isinstance(leaf, torch.Tensor) for leaf in self._inputs)
-        self._buffers.recent.append(found[inputs:])
-        self._gradients = [None if gradient is None else _recorded(gradient) for gradient in found]
-        # Later backwards replay the recording, so the autograd graph behind it can be freed.
-        self._stand_ins, self._edges = [], []
-
     def _stage(
         self, place: int, local: torch.Tensor, made: torch.Tensor
     ) -> list[tuple[Any, str, torch.Tensor]]:
@@ -313,12 +312,15 @@ class UnitRecording:
         Return the attributes of the stand-in that must be restored, because units share these buffers.
         """
         if made is not local:
+            # The second all-gather, for backward, may have replaced the buffers that the stand-in got in
+            # forward.
             made.__dict__.update(local.__dict__)
         row = _te.format_of(local)
         assert row is not None
         replaced: list[tuple[Any, str, torch.Tensor]] = []
         for number, attribute in enumerate(row.attributes):
             value = getattr(local, attribute, None)
+            # Memory with a constant address needs no copy.
             if value is None or {value.data_ptr(), value.untyped_storage().data_ptr()} & self._fixed:
                 continue
             staged = self._buffers.like(attribute, 100 * place + number, value)

@@ -83,6 +83,8 @@ def fuse_wgrad(setup: Setup) -> None:
     }
     for module in setup.fused:
         buffers = {n: _MainGradBuffer(*records[id(module), n], holders) for n in _fused_weights(module)}
+        # TE evaluates one buffer to decide whether to overwrite, and then writes the gradients of all experts
+        # in this way.
         if _te.kind_of(module) == "GroupedLinear":
             peers = list(buffers.values())
             for buffer in peers:

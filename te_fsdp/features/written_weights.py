@@ -63,6 +63,7 @@ def update_written_main_weights(step: Step) -> None:
         main_parameters.versions = now
 
 
+# A function of its own, because tests replace it.
 @torch.no_grad()
 def _update_main_weight(optimizer: Any, parameter: torch.Tensor) -> None:
     """Replace the values of a main weight that do not round to its parameter's values."""

@@ -103,6 +103,7 @@ class TeFsdpStrategy(_ModelParallelStrategy):
         self._seed, self._sharding = seed, sharding
         self._models: list[nn.Module] = []
         self._on_meta = False
+        # Fabric.no_backward_sync() uses this attribute.
         self._backward_sync_control = _AccumulateLocally()
 
     # ------------------------------------------------------------------------------------------------------- set up
@@ -290,6 +291,7 @@ def _sorted(state: dict[str, Any]) -> tuple[nn.Module, Optimizer | None, dict[st
         name for name, value in state.items() if isinstance(value, nn.Module) and get_sharded_model(value)
     ]
     optimizers = [name for name, value in state.items() if isinstance(value, Optimizer)]
+    # A checkpoint is of one model, whose parameters the optimizer's state refers to by name.
     if len(models) != 1 or len(optimizers) > 1:
         raise CheckpointError(
             "Fabric.save or load",

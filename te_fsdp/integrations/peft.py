@@ -249,6 +249,8 @@ def adapters_of(model: nn.Module) -> nn.Module:
     for name, layer in _layers(model):
         place = tree
         for word in name.split(".") if name else ():
+            # A tree with the names of the layers, so that a checkpoint of adapters fits any model with these
+            # layers.
             if word not in place._modules:
                 place.add_module(word, nn.Module())
             place = place.get_submodule(word)
@@ -273,6 +275,8 @@ def base_of(model: nn.Module) -> Iterator[nn.Module]:
         for name, layer in layers:
             parent, _, last = name.rpartition(".")
             model.get_submodule(parent)._modules[last] = layer if adapted else layer.base_layer
+            # The adapter reads the output of the norm, which TE returns only with this option. Without the
+            # adapter the model expects one output.
             if layer.returns_norm is False:
                 layer.base_layer.return_layernorm_output = adapted
 
@@ -308,27 +312,22 @@ def merge(model: nn.Module) -> None:
         unit.reshard()  # type: ignore[operator]
     # In the order of the model, which all ranks share: each layer is collective.
     for _, layer in layers:
-        _merge(layer)
-
-
-def _merge(layer: LoraLinear) -> None:
-    """Merge the adapters of one layer. Collective."""
-    base: Any = layer.base_layer
-    local: Any = _torch.local_of(base.weight)
-    boxes = shard_info(base, "weight", base.weight).boxes
-    quantized = _te.is_quantized(local)
-    value = local.dequantize(dtype=torch.float32) if quantized else local.to(torch.float32, copy=True)
-    for name in (name for name in layer.active_adapters if name in layer.lora_A):
-        # Every rank gathers the adapters, whatever its boxes. The rows of one half are contiguous.
-        halves = layer.lora_A[name].weight, layer.lora_B[name].weight
-        a, b = ((half.full_tensor() if isinstance(half, DTensor) else half).float() for half in halves)
-        for box in boxes:
-            rows, columns = box.original_slices()
-            value[box.local_slices()] += b[rows] @ a[:, columns] * layer.scaling[name]
-        # Zeros in one half make the product zero, as in a new adapter, which can be trained again.
-        _torch.local_of(layer.lora_B[name].weight).zero_()
-    if quantized:
-        quantize_with_shared_scale(base, "weight", local, value)
-        drop_derived_state(local)
-    else:
-        local.copy_(value)
+        base: Any = layer.base_layer
+        local: Any = _torch.local_of(base.weight)
+        boxes = shard_info(base, "weight", base.weight).boxes
+        quantized = _te.is_quantized(local)
+        value = local.dequantize(dtype=torch.float32) if quantized else local.to(torch.float32, copy=True)
+        for name in (name for name in layer.active_adapters if name in layer.lora_A):
+            # Every rank gathers the adapters, whatever its boxes. The rows of one half are contiguous.
+            halves = layer.lora_A[name].weight, layer.lora_B[name].weight
+            a, b = ((half.full_tensor() if isinstance(half, DTensor) else half).float() for half in halves)
+            for box in boxes:
+                rows, columns = box.original_slices()
+                value[box.local_slices()] += b[rows] @ a[:, columns] * layer.scaling[name]
+            # Zeros in one half make the product zero, as in a new adapter, which can be trained again.
+            _torch.local_of(layer.lora_B[name].weight).zero_()
+        if quantized:
+            quantize_with_shared_scale(base, "weight", local, value)
+            drop_derived_state(local)
+        else:
+            local.copy_(value)

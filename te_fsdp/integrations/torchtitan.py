@@ -229,7 +229,11 @@ class CheckpointManager(_Manager):
         extra: dict[str, Any] = {name: other.state_dict() for name, other in self.others.items()}
         if hasattr(self.dataloader, "state_dict"):
             # Each data-parallel rank is at a different place of the data.
-            extra["dataloader"] = checkpoint.PerRank(_encode_bytes(self.dataloader.state_dict()))
+            # torchtitan stores bytes (a pickle) in the state.
+            state = self.dataloader.state_dict()
+            extra["dataloader"] = checkpoint.PerRank(
+                {n: _BYTES + value.hex() if isinstance(value, bytes) else value for n, value in state.items()}
+            )
         self.save_future = checkpoint.save(
             self.folder / f"step-{curr_step}",
             self.model,
@@ -247,6 +251,7 @@ class CheckpointManager(_Manager):
             if not self.config.initial_load_path:
                 return False
             path = Path(self.config.initial_load_path)
+            # A new run begins with a new optimizer and the first batch.
             if self.config.initial_load_model_only:
                 checkpoint.load(path, self.model)
                 return True
@@ -254,31 +259,23 @@ class CheckpointManager(_Manager):
         for name, other in self.others.items():
             other.load_state_dict(loaded[name])
         if loaded.get("dataloader") is not None:
-            self.dataloader.load_state_dict(_decode_bytes(loaded["dataloader"]))
+            state = loaded["dataloader"]
+            marked = {
+                name for name, value in state.items() if isinstance(value, str) and value.startswith(_BYTES)
+            }
+            self.dataloader.load_state_dict(
+                {n: bytes.fromhex(v.removeprefix(_BYTES)) if n in marked else v for n, v in state.items()}
+            )
         return True
 
     def _maybe_wait_for_staging(self) -> None:
         """Do nothing. An asynchronous save has copied its data when it returns."""
 
-    def _wait_for_saving(self) -> None:
-        # Cleared first, so that an error is raised once only.
-        future, self.save_future = self.save_future, None
-        future.result()
-
     def _close(self) -> None:
         if self.save_future is not None:
-            self._wait_for_saving()
+            # Cleared first, so that an error is raised once only.
+            future, self.save_future = self.save_future, None
+            future.result()
 
 
 _BYTES = "bytes: "
-
-
-def _encode_bytes(state: dict[str, Any]) -> dict[str, Any]:
-    """Encode a data loader's state for a checkpoint. torchtitan stores bytes (a pickle) in it."""
-    return {n: _BYTES + value.hex() if isinstance(value, bytes) else value for n, value in state.items()}
-
-
-def _decode_bytes(state: dict[str, Any]) -> dict[str, Any]:
-    """Decode the output of :func:`_encode_bytes`."""
-    marked = {name for name, value in state.items() if isinstance(value, str) and value.startswith(_BYTES)}
-    return {n: bytes.fromhex(v.removeprefix(_BYTES)) if n in marked else v for n, v in state.items()}

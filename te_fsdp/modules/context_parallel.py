@@ -229,7 +229,22 @@ def _check_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
         call[n] if call.get(n) is not None else call["qkv_layer"] for n in ("query_layer", "key_layer")
     )
     where = f"{type(module).__name__} over cp={len(module.cp_global_ranks)}"
-    _check_mask(where, mask.replace(",", "_"), layout, query.shape[sequence] == key.shape[sequence])
+    mask = mask.replace(",", "_")
+    is_self_attention = query.shape[sequence] == key.shape[sequence]
+    fix = ""
+    if mask == "arbitrary" or "bottom_right" in mask:
+        fix = "attn_mask_type='causal' or 'no_mask'"
+    elif layout != "thd" and "padding" in mask:
+        # TE caches the lengths of the first batch for all batches of its shape (_get_cu_seqlens_info_with_cp).
+        fix = "pack the sequences (qkv_format='thd'), or use a causal mask and exclude the padding from the loss"
+    elif "causal" in mask and not is_self_attention:
+        fix = "attn_mask_type='no_mask' for cross-attention"
+    if fix:
+        raise PlacementError(
+            f"{where}: attn_mask_type={mask!r}, qkv_format={layout!r}",
+            why="TransformerEngine does not support it with context parallelism",
+            fix=fix,
+        )
     slides = window is not None and (window[0] != -1 or window[1] > 0)
     if slides and module.cp_comm_type in ("p2p", "a2a+p2p"):
         raise PlacementError(
@@ -251,24 +266,6 @@ def _check_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
             expected="an even number (two chunks)",
             got=query.shape[sequence],
             fix="use te_fsdp.context_parallel_shard(batch, meshes) with sequence lengths divisible by 2 x cp",
-        )
-
-
-def _check_mask(where: str, mask: str, layout: str, is_self_attention: bool) -> None:
-    """Check that TE supports the mask over cp. ``is_self_attention``: there are as many queries as keys."""
-    fix = ""
-    if mask == "arbitrary" or "bottom_right" in mask:
-        fix = "attn_mask_type='causal' or 'no_mask'"
-    elif layout != "thd" and "padding" in mask:
-        # TE caches the lengths of the first batch for all batches of its shape (_get_cu_seqlens_info_with_cp).
-        fix = "pack the sequences (qkv_format='thd'), or use a causal mask and exclude the padding from the loss"
-    elif "causal" in mask and not is_self_attention:
-        fix = "attn_mask_type='no_mask' for cross-attention"
-    if fix:
-        raise PlacementError(
-            f"{where}: attn_mask_type={mask!r}, qkv_format={layout!r}",
-            why="TransformerEngine does not support it with context parallelism",
-            fix=fix,
         )
 
 

@@ -55,6 +55,7 @@ def marks_of(module: torch.nn.Module) -> dict[str, ExpertMark]:
     total = binding.experts.total if binding.experts is not None else count
     found = {}
     for name, parameter in module._parameters.items():
+        # The user's own DTensors describe their experts themselves.
         if parameter is None or name in binding.distributed:
             continue
         index = expert_index(name)
@@ -278,6 +279,7 @@ class _Fit:
         """Load an object into every own entry that it belongs to, with the names of parameters in the own form."""
         targets = self._targets(item.dest_index.fqn) or [item.dest_index.fqn]
         for key in targets:
+            # The stock function reads the stream to its end, once for each target.
             value.seek(0)
             stock(replace(item, dest_index=replace(item.dest_index, fqn=key)), value)
             holder, last = _holder(self.planner, key)

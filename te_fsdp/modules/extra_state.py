@@ -156,6 +156,7 @@ def bytes_of(entry: torch.Tensor) -> bytes:
     Return no bytes if the values are not bytes but the shape has marks. Without marks, raise DamagedEntryError.
     """
     values = entry.detach().cpu().reshape(-1)
+    # model.half() or a conversion of the state dict may have cast the entry with the weights.
     if values.dtype != torch.uint8:
         wide = values.double()
         whole = wide.round().clamp(0, 255)
@@ -327,8 +328,25 @@ def decode_extra_state(module: nn.Module, state: Any) -> Any:
             a different module, or bytes were changed.
     """
     saved, own, stock = _read(module, None if _torch.is_absent_extra_state(state) else state)
-    if binding_of(module) is not None or saved is not None:
-        _check_condition(module, saved)
+    if saved is not None and set(saved) != {1}:
+        # Versions until 0.1 wrote a condition of ones for modules that are not sharded. Without a condition the values
+        # are in high precision, which quantized weights can load.
+        binding, condition = binding_of(module), None
+        held = {n: p for n, p in module._parameters.items() if p is not None}
+        quantized = [n for n, p in held.items() if _te.is_quantized(_torch.local_of(p))]
+        if binding is not None and quantized:
+            tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
+            at = shard_info(module, quantized[0], held[quantized[0]], label=name_of(module)).at
+            pieces = (tp_size, at.fsdp_size)
+            condition = pieces if max(pieces) > 1 else None
+        if saved != condition:
+            raise CheckpointError(
+                f"{name_of(module)}: weights of a plain state dict",
+                expected=describe_load_condition(condition) if condition else "no condition",
+                got=describe_load_condition(saved),
+                why="The rows or blocks are stored in a different order and would be permuted",
+                fix="save and load with te_fsdp.checkpoint, which supports any mesh",
+            )
     if own is None:
         return stock
     present = _te.delayed_states(module)
@@ -377,6 +395,7 @@ def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
     if own is None or not has_expert_rows(entry):
         return entry
     states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]
+    # Each row records its expert, because DCP may bring the rows of all experts, or of this rank's only.
     have = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
     expected = range(own[0], own[0] + own[1])
     if not set(expected) <= set(have):
@@ -387,28 +406,3 @@ def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
             fix="load the state dict of this rank, or load with torch.distributed.checkpoint",
         )
     return entry[[have.index(index) for index in expected]]
-
-
-def _check_condition(module: nn.Module, saved: tuple[int, ...] | None) -> None:
-    """Raise CheckpointError unless plain DCP can load weights with this load condition into a module."""
-    # Versions until 0.1 wrote a condition of ones for modules that are not sharded. Without a condition the values
-    # are in high precision, which quantized weights can load.
-    if saved is None or set(saved) == {1}:
-        return
-    binding, condition = binding_of(module), None
-    own = {n: p for n, p in module._parameters.items() if p is not None}
-    quantized = [n for n, p in own.items() if _te.is_quantized(_torch.local_of(p))]
-    if binding is not None and quantized:
-        tp_size = binding.tp_mesh.size() if binding.tp_mesh is not None else 1
-        at = shard_info(module, quantized[0], own[quantized[0]], label=name_of(module)).at
-        pieces = (tp_size, at.fsdp_size)
-        condition = pieces if max(pieces) > 1 else None
-    if saved == condition:
-        return
-    raise CheckpointError(
-        f"{name_of(module)}: weights of a plain state dict",
-        expected=describe_load_condition(condition) if condition else "no condition",
-        got=describe_load_condition(saved),
-        why="The rows or blocks are stored in a different order and would be permuted",
-        fix="save and load with te_fsdp.checkpoint, which supports any mesh",
-    )

@@ -72,6 +72,7 @@ def find_experts(model: nn.Module, selection: Selection) -> set[str]:
                 fix="use names from model.named_modules()",
             )
         chosen.update(found)
+    # Parameters that the user has distributed already are not divided a second time.
     return chosen & owners
 
 
@@ -233,6 +234,7 @@ def plan_single_shard_dims(
         if quantizer is not None:
             rule = ParameterRule({"column": 0, "row": 1}.get(module.parallel_mode), quantizable=True)
             weight = Weight.from_quantizer(quantizer, f"{label}.{name}", shape, rule, grid.tp)
+            # tp alone must leave full blocks, whatever data parallelism shards afterwards.
             check_fit(weight, replace(grid, dp_shard=1))
 
         def fits_within(dim: int, weight: Weight | None = weight) -> bool:

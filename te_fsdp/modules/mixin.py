@@ -101,8 +101,23 @@ class _ToLocal(torch.autograd.Function):
                 seen.add(key)
         if binding.is_cut_over_tp:
             for place, name in enumerate(ctx.names):
-                if binding.rules[name].partial_grad and specs[place] is not None:
-                    found[place], specs[place] = _partial(binding, name, specs[place], found[place])
+                spec, gradient = specs[place], found[place]
+                if spec is None or not binding.rules[name].partial_grad:
+                    continue
+                assert binding.tp_mesh is not None
+                if binding.grad_checks and gradient is not None and name in binding.grad_checks:
+                    binding.grad_checks[name](gradient)
+                if binding.fsdp.is_managed:
+                    # Each tp rank has one term. FSDP2 adds the terms once, together with the data-parallel reduction.
+                    # The gathered parameter is the same object in every backward, and so is its spec.
+                    known = binding.fsdp.partial_specs.get(name)
+                    if known is None or known[0] is not spec:
+                        partial = _torch.with_placements(spec, (Partial(),))
+                        known = binding.fsdp.partial_specs[name] = spec, partial
+                    specs[place] = known[1]
+                elif gradient is not None:
+                    found[place] = summed = gradient.contiguous()
+                    dist.all_reduce(summed, group=binding.tp_mesh.get_group())
         return None, None, None, *_torch.dtensors(found, specs)
 
 
@@ -112,30 +127,6 @@ def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object
     if recipe is None or not (recipe.delayed() or recipe.custom()):
         return nullcontext()
     return _te_modules.amax_reduced_over(group)
-
-
-def _partial(
-    binding: ModuleBinding, name: str, spec: _torch.DTensorSpec, gradient: torch.Tensor | None
-) -> tuple[torch.Tensor | None, _torch.DTensorSpec]:
-    """Return a partial gradient (one term per tp rank) with its spec; ``None`` stays ``None``.
-
-    Under FSDP2 it stays ``Partial``. FSDP2 reduces it over ``tp`` once, together with the data-parallel
-    reduction. Without FSDP2 it is all-reduced over ``tp`` here.
-    """
-    assert binding.tp_mesh is not None
-    if binding.grad_checks and gradient is not None and name in binding.grad_checks:
-        binding.grad_checks[name](gradient)
-    if binding.fsdp.is_managed:
-        # The gathered parameter is the same object in every backward, and so is its spec.
-        known = binding.fsdp.partial_specs.get(name)
-        if known is None or known[0] is not spec:
-            partial = _torch.with_placements(spec, (Partial(),))
-            known = binding.fsdp.partial_specs[name] = spec, partial
-        return gradient, known[1]
-    if gradient is not None:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=binding.tp_mesh.get_group())
-    return gradient, spec
 
 
 @contextmanager
@@ -329,7 +320,21 @@ class MeshModule(torch.nn.Module):
             release()
         else:
             check_shard_fits(self, binding, name, value)
-            _check_still_quantized(binding, name, old, value)
+            # TE 2.20.2 dequantizes float8-block and NVFP4 weights silently while FSDP2 shards them.
+            if (
+                old is not None
+                and not binding.fsdp.needs_requantize
+                and _te.is_quantized(_torch.local_of(old))
+                and not _te.is_quantized(_torch.local_of(value))
+            ):
+                raise PrecisionError(
+                    f"{binding.label(name)}: shards of a quantized weight",
+                    expected=f"{_te.format_of(_torch.local_of(old))} shards",
+                    got=f"{value.dtype} shards",
+                    why="FSDP2 shards with tensor operations for which TE returns dequantized copies",
+                    fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after "
+                    "fully_shard",
+                )
         if name not in binding.fsdp.sharded and old is not None:
             binding.fsdp.sharded.add(name)
             mark_replaced(old, binding.label(name), "fully_shard")
@@ -386,25 +391,6 @@ def _check_assignment(
         fix="copy the values: `with torch.no_grad(): parameter.copy_(values)`, with a DTensor of its placements; "
         "or assign and tie parameters before te_fsdp.fully_shard",
     )
-
-
-def _check_still_quantized(
-    binding: ModuleBinding, name: str, old: torch.Tensor | None, new: torch.Tensor
-) -> None:
-    """Raise PrecisionError if FSDP2 has dequantized a quantized weight while sharding it.
-
-    TE 2.20.2 does this silently for float8-block and NVFP4 weights.
-    """
-    if old is None or binding.fsdp.needs_requantize or not _te.is_quantized(_torch.local_of(old)):
-        return
-    if not _te.is_quantized(_torch.local_of(new)):
-        raise PrecisionError(
-            f"{binding.label(name)}: shards of a quantized weight",
-            expected=f"{_te.format_of(_torch.local_of(old))} shards",
-            got=f"{new.dtype} shards",
-            why="FSDP2 shards with tensor operations for which TE returns dequantized copies",
-            fix="use te_fsdp.fully_shard, or build the model on meta and call reset_parameters after fully_shard",
-        )
 
 
 class ResettableModule(MeshModule):

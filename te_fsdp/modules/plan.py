@@ -372,9 +372,11 @@ def fused_matrices(root: nn.Module) -> dict[tuple[int, str], tuple[int, tuple[in
         if fused is not None:
             (projection, blocks), turns = fused, 1
             if module.qkv_weight_interleaved:
+                # Interleaved weights repeat the blocks of query, key and value for each group of heads.
                 turns = int(module.num_gqa_groups)
                 blocks = (blocks[0] // turns, 1, 1) if len(blocks) == 3 else blocks
             found[id(projection), projection.weight_names[0]] = turns, blocks
+        # A gated activation has two matrices in one weight, which Muon must orthogonalize separately.
         if kind == "LayerNormMLP" and module.activation in table.GATED_ACTIVATIONS:
             found[id(module), "fc1_weight"] = 1, (1, 1)
     return found

@@ -361,9 +361,11 @@ def differences(
         if then != now:
             found.append(Difference(f"{name}.{setting}".lstrip("."), then, now, SETTINGS[setting].effect))
     both = {**saved, **here}
+    # Containers have no function of their own: wrapping layers in one does not change the model.
     alone = {name for name in saved.keys() ^ here.keys() if both[name].kind not in _ORDERED}
     owners = {name[:at] for name in tensors for at, c in enumerate(name) if c == "."} if alone else set()
     for name in alone - owners:
+        # A missing module is reported without its submodules, which are missing with it.
         if name.rpartition(".")[0] not in alone:
             then, now = (_class(side[name]) if name in side else _NOT_KNOWN for side in (saved, here))
             found.append(Difference(f"{name}.class".lstrip("."), then, now, "note"))

@@ -28,7 +28,7 @@ from te_fsdp.features.reporting import bytes_of, cost_of, shard_in_training
 from te_fsdp.layout import GATED_ACTIVATIONS
 from te_fsdp.planning.job import OPTIMIZERS, Gating
 from te_fsdp.quantized.components import empty_on_meta
-from te_fsdp.records import iter_param_owners, plan_of
+from te_fsdp.records import first_owners, plan_of
 from te_fsdp.sharded_model import require_sharded_model
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 from te_fsdp.upstream.fsdp2_patches import single_rank_parameters
@@ -101,10 +101,7 @@ def weights_of(model: nn.Module, job: Job) -> list[Weight]:
     whole = {
         key: passes for unit in state.modules.values() for key, passes in single_rank_parameters(unit).items()
     }
-    places: dict[int, ParamOwner] = {}
-    for place in iter_param_owners(model):
-        places.setdefault(id(place.parameter), place)
-    return [_weight(place, whole.get(key), state, job) for key, place in places.items()]
+    return [_weight(place, whole.get(key), state, job) for key, place in first_owners(model).items()]
 
 
 def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Job) -> Weight:
@@ -330,7 +327,18 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
     if kind == "LayerNormMLP":
         return _mlp(module, sizes)
     if kind in ("Linear", "LayerNormLinear"):
-        return _linear(module, kind, in_attention, sizes)
+        tokens, is_norm = sizes.work.tokens, kind == "LayerNormLinear"
+        # TE itself divides out_features by tp if parallel_mode is "column".
+        width, out = module.in_features, module.out_features
+        rows = sizes.part(module) if is_norm or module.parallel_mode == "column" else tokens
+        quantized = out * sizes.both if sizes.quantized else 0
+        temporary = tokens * (out * _E + quantized + (1 + is_norm) * width * _E)
+        if is_norm:
+            kept = rows * (width * (_E + sizes.q) + _statistics(module))
+        else:
+            # Attention saves its output, which the projection reads.
+            kept = rows * width * (sizes.q if sizes.quantized else 0 if in_attention else _E)
+        return Stage(int(kept), (Moment(int(temporary)),), rows * width * _E)
     if kind == "DotProductAttention":
         return _attention(module, work.tokens)
     if kind == "GroupedLinear":
@@ -363,21 +371,6 @@ def _stage(module: Any, parent: Any, own: str, sizes: _Bytes) -> Stage | None:
 def _statistics(module: Any) -> int:
     """Return the bytes of the norm statistics per token: the inverse deviation, and the mean for LayerNorm."""
     return 4 if module.normalization == "RMSNorm" else 8
-
-
-def _linear(module: Any, kind: str, is_projection: bool, sizes: _Bytes) -> Stage:
-    tokens, is_norm = sizes.work.tokens, kind == "LayerNormLinear"
-    # TE itself divides out_features by tp if parallel_mode is "column".
-    width, out = module.in_features, module.out_features
-    rows = sizes.part(module) if is_norm or module.parallel_mode == "column" else tokens
-    quantized = out * sizes.both if sizes.quantized else 0
-    temporary = tokens * (out * _E + quantized + (1 + is_norm) * width * _E)
-    if is_norm:
-        kept = rows * (width * (_E + sizes.q) + _statistics(module))
-    else:
-        # Attention saves its output, which the projection reads.
-        kept = rows * width * (sizes.q if sizes.quantized else 0 if is_projection else _E)
-    return Stage(int(kept), (Moment(int(temporary)),), rows * width * _E)
 
 
 def _attention(module: Any, tokens: int) -> Stage:
@@ -452,7 +445,13 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
     modules: list[Any] = list(model.modules())
     for module in modules:
         kind = _te.kind_of(module)
-        into, out = _cut_widths(module, kind) if tp > 1 else (0, 0)
+        # Widths gathered over tp before the first GEMM and reduced after the last one.
+        into = out = 0
+        if tp > 1 and kind == "LayerNormMLP" and module.set_parallel_mode:
+            into = out = module.layer_norm_weight.shape[0]
+        elif tp > 1 and kind in ("Linear", "LayerNormLinear"):
+            into = module.in_features if module.parallel_mode == "column" else 0
+            out = module.out_features if module.parallel_mode == "row" else 0
         if (into or out) and module.sequence_parallel:
             # A column-parallel GEMM all-gathers its input in every forward, and again for the weight's gradient.
             gathered = into * value * (forwards + backwards) + out * value * backwards
@@ -473,14 +472,3 @@ def sent_by(model: nn.Module, job: Job, sizes: Sizes, work: Workload) -> Sent:
             experts += 1
             size = work.expert_rows(module.tp_size, tp) * width * 2 * (forwards + backwards)
             yield ("ep", "tokens", "all-to-all", ep), size * (ep - 1) / ep
-
-
-def _cut_widths(module: Any, kind: str | None) -> tuple[int, int]:
-    """Return the widths gathered over tp before a module's first GEMM and reduced after its last GEMM."""
-    if kind == "LayerNormMLP" and module.set_parallel_mode:
-        return module.layer_norm_weight.shape[0], module.layer_norm_weight.shape[0]
-    if kind in ("Linear", "LayerNormLinear"):
-        return {"column": (module.in_features, 0), "row": (0, module.out_features)}.get(
-            module.parallel_mode, (0, 0)
-        )
-    return 0, 0

@@ -91,6 +91,7 @@ def reduce_newest_amax(tensors: Iterable[torch.Tensor]) -> None:
         if _te.has_amax_history(type(quantizer)):
             record = quantizer.__dict__.get(QUANTIZER_RECORD)
             if record and record.amax_group is not None:
+                # One all-reduce for each group, not for each tensor.
                 by_group.setdefault(record.amax_group, []).append(quantizer.amax)
     for name, amaxes in by_group.items():
         reduce_max(amaxes, _torch.group_by_name(name))
@@ -114,6 +115,7 @@ def patch_delayed_updates() -> None:
         @functools.wraps(stock)
         def update_quantized(self: Any, src: torch.Tensor, dst: Any, **kwargs: Any) -> Any:
             result = stock(self, src, dst, **kwargs)
+            # A copy has the same scale and history, but only the weight's own quantizer reduces its amax.
             if quantizer_record(self).amax_group is not None and self is _te.quantizer_of(dst):
                 reduce_newest_amax([dst])
             return result
@@ -196,29 +198,6 @@ def quantize_into(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         pairs: Local tensor, and float32 value of its shape. The order is the same on all ranks.
     """
     current = []
-    for target, quantizer, value in _writes(pairs):
-        if quantizer is None:
-            target.copy_(value)
-        elif has_current_scale(type(quantizer)):
-            current.append((target, quantizer, value))
-        else:
-            # A copy has the same scale and history but does not reduce this weight's amax.
-            own = quantizer.copy() if _te.has_amax_history(type(quantizer)) else quantizer
-            own.update_quantized(value, target)
-    groups: dict[str | None, Any] = {}  # by name, because most weights share one group
-    requests = []
-    for target, own, value in current:
-        record = own.__dict__.get(QUANTIZER_RECORD)
-        name = record.amax_group if record else None
-        if name is None or name not in groups:
-            groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
-        requests.append(PendingQuantization(value, own, groups[name]))
-    for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
-        cast(value, quantizer, scale, target)
-
-
-def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[Any, Any, torch.Tensor]]:
-    """Return the individual quantizations of some weights in TE's order: target, quantizer, value."""
     found: list[tuple[Any, Any, torch.Tensor]] = []
     for local, value in pairs:
         quantizer = getattr(local, _te.QUANTIZER, None)
@@ -238,7 +217,25 @@ def _writes(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[An
             found += [(part, own, value) for part, own in parts]
         else:
             found.append((local, quantizer, value))
-    return found
+    for target, quantizer, value in found:
+        if quantizer is None:
+            target.copy_(value)
+        elif has_current_scale(type(quantizer)):
+            current.append((target, quantizer, value))
+        else:
+            # A copy has the same scale and history but does not reduce this weight's amax.
+            own = quantizer.copy() if _te.has_amax_history(type(quantizer)) else quantizer
+            own.update_quantized(value, target)
+    groups: dict[str | None, Any] = {}  # by name, because most weights share one group
+    requests = []
+    for target, own, value in current:
+        record = own.__dict__.get(QUANTIZER_RECORD)
+        name = record.amax_group if record else None
+        if name is None or name not in groups:
+            groups[name] = _te.amax_group_of(target)  # the group of the name, as in TE's own quantization
+        requests.append(PendingQuantization(value, own, groups[name]))
+    for (target, quantizer, value), scale in zip(current, shared_scales(requests), strict=True):
+        cast(value, quantizer, scale, target)
 
 
 @functools.cache
@@ -280,19 +277,16 @@ def shared_scales(requests: Sequence[PendingQuantization]) -> list[torch.Tensor]
         quantizer = requests[index].quantizer
         options = _LARGEST[quantizer.dtype.name], quantizer.force_pow_2_scales, quantizer.amax_epsilon
         if options not in by_options:
-            by_options[options] = _scales_of(amaxes, *options).split(1)
+            # As ``compute_scale_from_amax`` of TE's ``current_scaling.cu``, for amaxes without NaN. number / tensor
+            # would compute the reciprocal times the number, which rounds twice.
+            largest, power_of_two, epsilon = options
+            raised = amaxes.clamp(min=epsilon)
+            each = torch.full_like(raised, largest).div_(raised).clamp_(max=torch.finfo(torch.float32).max)
+            if power_of_two:
+                each.view(torch.int32).bitwise_and_(0x7F800000)
+            by_options[options] = each.masked_fill_((raised == 0) | raised.isinf(), 1.0).split(1)
         scales[index] = by_options[options][place]
     return scales
-
-
-def _scales_of(amaxes: torch.Tensor, largest: float, power_of_two: bool, epsilon: float) -> torch.Tensor:
-    """Compute scales as ``compute_scale_from_amax`` of TE's ``current_scaling.cu``, for amaxes without NaN."""
-    raised = amaxes.clamp(min=epsilon)
-    # number / tensor would compute the reciprocal times the number, which rounds twice.
-    scales = torch.full_like(raised, largest).div_(raised).clamp_(max=torch.finfo(torch.float32).max)
-    if power_of_two:
-        scales.view(torch.int32).bitwise_and_(0x7F800000)
-    return scales.masked_fill_((raised == 0) | raised.isinf(), 1.0)
 
 
 def cast(value: torch.Tensor, quantizer: Any, scale: torch.Tensor, target: Any = None) -> Any:

@@ -39,6 +39,7 @@ def patch_block_copies() -> None:
         @functools.wraps(stock.__func__)
         def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
             if func is torch.ops.aten.copy_.default and _has_other_blocks(*args[:2]):
+                # TE would copy the bytes, whose scales are those of other blocks.
                 args[0].quantize_(args[1].dequantize(dtype=torch.float32))
                 return args[0]
             return stock.__func__(cls, func, types, args, kwargs)

@@ -43,6 +43,7 @@ def describe_shards(
         return
     placements, owner = tuple(parameter.placements), (weakref.ref(module), name)
     if type(parameter) is BoxedDTensor:
+        # The class changes in place, because optimizers, hooks and FSDP2 refer to the object.
         parameter.__class__ = QuantizedDTensor
     elif type(parameter) is DTensor:
         parameter.__class__ = QuantizedParameter
@@ -337,11 +338,13 @@ class QuantizedSlice(torch.Tensor):
         quantizer = _te.quantizer_of(self.base).copy()
         own = components_of(self.base, "weight")
         columnwise = [component.name.startswith("columnwise") for component in own]
+        # Only directions that the weight itself has can be copied.
         quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
         made = quantizer.make_empty(self.box[1], dtype=self.dtype, device=self.base.device)
         targets = {component.name: component.tensor for component in components_of(made, "weight")}
         for component in own:
             targets[component.name].copy_(component.tensor[rectangles[component.name]])
+        # It was derived from the empty tensor, before the bytes were copied.
         drop_derived_state(made)
         return made
 

@@ -74,26 +74,21 @@ def _finish(
         drop_derived(local)
     if values is not None and is_quantized:
         quantize_with_shared_scale(module, name, local, values, keep_delayed_scale=keep_delayed_scale)
-        _copy_to_entry(held, local)
+        if _te.is_grouped(held):
+            held.copy_(local)
+        else:
+            for mine, theirs in zip(_te.storage_parts_of(held), _te.storage_parts_of(local), strict=True):
+                plain, precise = _te.high_precision_part(mine), _te.high_precision_part(theirs)
+                if plain is not None and precise is not None:
+                    plain.copy_(precise)
+                    continue
+                # Components that share their memory with the weight are already written.
+                own = {component.name: component.tensor for component in components_of(theirs, "weight")}
+                for one in components_of(mine, "weight"):
+                    if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
+                        one.tensor.copy_(own[one.name])
+            drop_derived_state(held)
         container[key] = parameter.detach()  # of the same buffers as the parameter
-
-
-def _copy_to_entry(held: torch.Tensor, local: torch.Tensor) -> None:
-    """Give the tensor of the state dict what its weight has, where they do not share the memory."""
-    if _te.is_grouped(held):
-        held.copy_(local)
-        return
-    for mine, theirs in zip(_te.storage_parts_of(held), _te.storage_parts_of(local), strict=True):
-        plain, values = _te.high_precision_part(mine), _te.high_precision_part(theirs)
-        if plain is not None and values is not None:
-            plain.copy_(values)
-            continue
-        # Components that share their memory with the weight are already written.
-        own = {component.name: component.tensor for component in components_of(theirs, "weight")}
-        for one in components_of(mine, "weight"):
-            if one.name in own and one.tensor.data_ptr() != own[one.name].data_ptr():
-                one.tensor.copy_(own[one.name])
-    drop_derived_state(held)
 
 
 @torch.no_grad()
@@ -123,8 +118,19 @@ def finish_load(state_dict: Any) -> None:
             owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
             module = owner()
             parameter = None if module is None else module._parameters.get(name)
-            # The entry may be a copy, which load_state_dict takes.
-            if module is None or parameter is None or not _has_memory_of(held, _torch.local_of(parameter)):
+            local = None if parameter is None else _torch.local_of(parameter)
+            if module is None or local is None or not _te.is_quantized(local):
+                continue
+            memory, own = (
+                {
+                    (c.name, c.tensor.data_ptr())
+                    for one in weights_of(t)[:1]
+                    for c in components_of(one, "weight")
+                }
+                for t in (held, local)
+            )
+            # An entry with other memory is a copy, which load_state_dict takes.
+            if memory.isdisjoint(own):
                 continue
             values = waiting_values(held, take=True) if waiting else None
             values = values_of(held) if waiting and values is None else values
@@ -139,15 +145,6 @@ def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
             yield from _entries(value)
         else:
             yield state_dict, key, value
-
-
-def _has_memory_of(held: torch.Tensor, local: torch.Tensor) -> bool:
-    """Return whether an entry's quantized tensor has the memory of a parameter's local tensor."""
-
-    def pointers(weights: list[torch.Tensor]) -> set[tuple[str, int]]:
-        return {(c.name, c.tensor.data_ptr()) for one in weights[:1] for c in components_of(one, "weight")}
-
-    return _te.is_quantized(local) and not pointers(weights_of(held)).isdisjoint(pointers(weights_of(local)))
 
 
 def patch_loading() -> None:

@@ -197,6 +197,7 @@ def _view(
     steps = _steps(buffer.block, shape)
     sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
     view = tensor.detach()
+    # Transposed buffers are described like the weight, so that one rectangle applies to all components.
     view = view.t() if buffer.is_transposed else view
     if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
         raise PlacementError(

@@ -28,6 +28,8 @@ def patch_empty_shards() -> None:
         @functools.wraps(stock)
         def update_quantized(self: Any, src: torch.Tensor, dst: torch.Tensor, **options: Any) -> torch.Tensor:
             group = _te.amax_group_of(dst)
+            # TE skips the amax reduction of an empty tensor. The other ranks of the group would wait for this
+            # one.
             if src.numel() > 0 or group is None:
                 return stock(self, src, dst, **options)
             _te.inverse_scale_of(dst).copy_(_shared_scale(self, group, src))

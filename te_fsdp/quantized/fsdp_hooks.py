@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
-    from te_fsdp.upstream.te_formats import Format
-
 
 # [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after
 # sharding, then the unsharded parameter before each forward and backward, and the sharded one afterwards.
@@ -90,14 +88,15 @@ def release_function_of(
         return local.release  # type: ignore[missing-attribute]
     row = record.unsharded_format
     # Is it sharded along a dim other than the first?
-    within = shard is not None and any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding)))
-    return functools.partial(_release_columns if within else drop_derived_buffers, local, row)
+    if shard is None or not any(map(_torch.shard_dim_of, _fsdp_placements(shard, binding))):
+        return functools.partial(drop_derived_buffers, local, row)
 
+    def release_columns() -> None:
+        drop_derived_buffers(local, row)
+        for values in _te.value_buffers_of(local):
+            values.untyped_storage().resize_(0)
 
-def _release_columns(local: torch.Tensor, row: Format) -> None:
-    drop_derived_buffers(local, row)
-    for values in _te.value_buffers_of(local):
-        values.untyped_storage().resize_(0)
+    return release_columns
 
 
 def _fsdp_placements(shard: DTensor, binding: ModuleBinding) -> tuple[Placement, ...]:
@@ -312,7 +311,19 @@ def _customize_gather(
         return (nothing,), CustomGather(metadata, buffers=inputs)
     # Along dims other than the first, FSDP2 only concatenates buffers of the parameter's own shape.
     if tuple(shard.shape[1:]) != tuple(orig_size[1:]):
-        inputs, packed = _pack_columns(shard, inputs, ranks)
+        rows, columns = shard.shape
+        known = {c.tensor.data_ptr(): c for c in components_of(shard, "gathered weight")}
+        found = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
+        buffers = []
+        for component in found:
+            whole = component.tensor.shape[1] * ranks
+            if component.name.endswith("wise_scale_inv"):  # data has no padding
+                is_columnwise = component.name.startswith("columnwise")
+                sizes = _te.quantizer_of(shard).get_scale_shape((rows, columns * ranks), is_columnwise)
+                whole = int(sizes[-1])
+            buffers.append((component.tensor.shape, whole))
+        flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
+        inputs, packed = tuple(flat[0] for flat in flats), Packed((rows, columns), places, buffers)
         return inputs, CustomGather(metadata, packed=packed)
     # FSDP2 requires buffers of one size from all ranks. Short or empty float8 shards are padded with rows
     # that the unsharded weight omits.
@@ -323,25 +334,6 @@ def _customize_gather(
             data = torch.cat([data, data.new_zeros((rows - data.shape[0], *data.shape[1:]))])
         padded.append(data)
     return tuple(padded), CustomGather(metadata, rows=orig_size[0])
-
-
-def _pack_columns(
-    local: torch.Tensor, inputs: tuple[torch.Tensor, ...], ranks: int
-) -> tuple[tuple[torch.Tensor, ...], Packed]:
-    """Return packed tensors of the unpadded buffers that TE would gather from a shard (M, K / ranks)."""
-    rows, columns = local.shape
-    known = {c.tensor.data_ptr(): c for c in components_of(local, "gathered weight")}
-    found = [known[i.data_ptr()] for i in inputs]  # inputs are views that start where their buffers start
-    buffers = []
-    for component in found:
-        whole = component.tensor.shape[1] * ranks
-        if component.name.endswith("wise_scale_inv"):  # data has no padding
-            is_columnwise = component.name.startswith("columnwise")
-            sizes = _te.quantizer_of(local).get_scale_shape((rows, columns * ranks), is_columnwise)
-            whole = int(sizes[-1])
-        buffers.append((component.tensor.shape, whole))
-    flats, places = pack_bytes([c.tensor.contiguous().view(1, -1) for c in found], (1, rows, columns))
-    return tuple(flat[0] for flat in flats), Packed((rows, columns), places, buffers)
 
 
 def _join_columns(outputs: tuple[torch.Tensor, ...], packed: Packed) -> tuple[torch.Tensor, ...]:

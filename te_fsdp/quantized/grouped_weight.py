@@ -230,7 +230,27 @@ class _GroupedWeightMixin:
         else:
             values = [output[: metadata.shape[0]].reshape(-1) for output in all_gather_outputs]
         found = dict(zip(metadata.names, values, strict=True))
-        return _from_buffers(found, metadata.shape, self._quantizer, param_dtype), ()
+        experts, numel = metadata.shape[0], math.prod(metadata.shape[1:])
+        fields = {GROUPED_BUFFERS[name]: buffer for name, buffer in found.items()}
+        offsets = {}
+        if _te.format_of_quantizer(self._quantizer).has_one_scale and "columnwise_data" in fields:
+            # Both directions share the scale, which is sent once.
+            fields["columnwise_scale_inv"] = fields["scale_inv"]
+        for name in ("scale_inv", "columnwise_scale_inv"):
+            if name in fields:
+                each = fields[name].numel() // experts
+                offsets[f"{name}_offsets"] = [index * each for index in range(experts + 1)]
+        grouped = _te.te().tensor.GroupedTensor(
+            (experts * metadata.shape[1], metadata.shape[2]),
+            param_dtype,
+            num_tensors=experts,
+            shapes=[tuple(metadata.shape[1:])] * experts,
+            quantizer=self._quantizer,
+            offsets=[index * numel for index in range(experts + 1)],
+            **offsets,
+            **fields,
+        )
+        return _adopt(grouped), ()
 
     def _unpacked(
         self,
@@ -250,7 +270,24 @@ class _GroupedWeightMixin:
                 buffer.untyped_storage().resize_(buffer.nbytes)
                 buffer.zero_()  # padding of scales
         if metadata.dim:
-            _join_within(whole, self, outputs, places, metadata.dim)
+            experts, ranks = self.shape[0], whole.shape[metadata.dim] // self.shape[metadata.dim]
+            flat = bytes_of_ranks(outputs, self.shape, metadata.dim, ranks)
+            parts = _sent_within(self.grouped, self.experts[0])
+            wholes = _sent_within(whole.grouped, whole.experts[0])
+            for (name, part), values in zip(parts.items(), places.typed(flat), strict=True):
+                each = values.shape[-1]
+                one, target = part.tensor, getattr(whole.grouped, name)
+                source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
+                into = wholes[name].tensor
+                strides = (target.numel() // experts, *into.stride())
+                stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())
+                if part.block is None:
+                    stack.copy_(source[:, 0])  # one value of the unsharded weight, identical on all ranks
+                else:
+                    stack.unflatten(metadata.dim, (ranks, one.shape[metadata.dim - 1])).copy_(
+                        source.movedim(1, metadata.dim)
+                    )
+            whole.derive_transposes()
         else:  # one expert after the other
             flat = torch.cat([output.reshape(output.shape[0], -1) for output in outputs], dim=1)
             for name, value in zip(metadata.names, places.typed(flat), strict=True):
@@ -305,32 +342,6 @@ def _kind(weight: Any) -> tuple[Any, ...]:
     """Return quantizer, names and sizes of buffers. Bytes can be copied between weights with equal results."""
     sizes = [(name, buffer.numel(), buffer.dtype) for name, buffer in _buffers(weight.grouped)]
     return _te.format_of_quantizer(_te.quantizer_of(weight)), type(_te.quantizer_of(weight)), sizes
-
-
-def _from_buffers(
-    found: dict[str, torch.Tensor], shape: tuple[int, ...], quantizer: Any, dtype: torch.dtype
-) -> Any:
-    """Return a ``GroupedWeight`` around flat buffers."""
-    experts, numel = shape[0], math.prod(shape[1:])
-    fields = {GROUPED_BUFFERS[name]: buffer for name, buffer in found.items()}
-    offsets = {}
-    if _te.format_of_quantizer(quantizer).has_one_scale and "columnwise_data" in fields:
-        fields["columnwise_scale_inv"] = fields["scale_inv"]
-    for name in ("scale_inv", "columnwise_scale_inv"):
-        if name in fields:
-            each = fields[name].numel() // experts
-            offsets[f"{name}_offsets"] = [index * each for index in range(experts + 1)]
-    grouped = _te.te().tensor.GroupedTensor(
-        (experts * shape[1], shape[2]),
-        dtype,
-        num_tensors=experts,
-        shapes=[tuple(shape[1:])] * experts,
-        quantizer=quantizer,
-        offsets=[index * numel for index in range(experts + 1)],
-        **offsets,
-        **fields,
-    )
-    return _adopt(grouped)
 
 
 def _make(
@@ -420,25 +431,3 @@ def _sent_within(grouped: Any, expert: Any) -> dict[str, Component]:
         first.setdefault(buffer.data_ptr(), name)
     components = components_of(expert, "gathered weight")
     return {first[component.tensor.data_ptr()]: component for component in components}
-
-
-def _join_within(
-    whole: Any, shard: Any, outputs: Sequence[torch.Tensor], places: BufferLocations, dim: int
-) -> None:
-    """Fill the buffers of an unsharded weight (with zeroed padding) from shards along ``dim`` 1 or 2."""
-    experts, ranks = shard.shape[0], whole.shape[dim] // shard.shape[dim]
-    flat = bytes_of_ranks(outputs, shard.shape, dim, ranks)
-    parts = _sent_within(shard.grouped, shard.experts[0])
-    wholes = _sent_within(whole.grouped, whole.experts[0])
-    for (name, part), values in zip(parts.items(), places.typed(flat), strict=True):
-        each = values.shape[-1]
-        one, target = part.tensor, getattr(whole.grouped, name)
-        source = values.as_strided((experts, ranks, *one.shape), (ranks * each, each, *one.stride()))
-        into = wholes[name].tensor
-        strides = (target.numel() // experts, *into.stride())
-        stack = target.as_strided((experts, *into.shape), strides, target.storage_offset())
-        if part.block is None:
-            stack.copy_(source[:, 0])  # one value of the unsharded weight, identical on all ranks
-        else:
-            stack.unflatten(dim, (ranks, one.shape[dim - 1])).copy_(source.movedim(1, dim))
-    whole.derive_transposes()

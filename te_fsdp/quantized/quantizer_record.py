@@ -61,6 +61,7 @@ def keep_amax_group_in_copies() -> None:
         def copy(self: Any) -> Any:
             new, record = stock(self), self.__dict__.get(QUANTIZER_RECORD)
             if record:
+                # TE's copy is made of the constructor's arguments alone.
                 new.__dict__[QUANTIZER_RECORD] = record
             return new
 
@@ -92,6 +93,7 @@ def keep_amax_group_in_copies() -> None:
         return clone
 
     apply_patch("copy", wrap_copy)
+    # copy.deepcopy cannot copy a process group. The record contains its name, by which the copy finds it.
     apply_patch("deepcopy", lambda stock: lambda self, memo: with_group(self, None))
     apply_patch("group", lambda stock: property(get_group, set_group))
     apply_patch("clone", wrap_clone)

@@ -74,7 +74,28 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
         assert parameter is not None and binding is not None
         value = _torch.local_of(parameter).detach()
         local = quantize_shard(value, item.quantizer, binding)
-        _copy_bytes(item, parameter, local, binding)
+        # Quantizing dequantized values gives the same values but not always the same data. MXFP8 rounds the amax of a
+        # block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
+        # columnwise data come from the original values, not from the rowwise data.
+        mesh = parameter.device_mesh  # type: ignore[missing-attribute]
+        name = item.places[0][1]
+        tp = binding.whole_mesh(name)
+        axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
+        dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
+        low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
+        label = binding.label(name)
+        if not _te.is_grouped(local):
+            _copy_part(local, item.whole, dim, low, label)
+            _te.drop_transpose(local)
+        else:
+            weight: Any = local
+            experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
+            if dim == 0:  # complete experts
+                experts, dim, low = experts[low:high], 1, 0
+            for one, whole in zip(weight.experts, experts, strict=True):
+                _copy_part(one, whole, dim - 1, low, label)
+            # They were computed from the data before it was overwritten.
+            weight.derive_transposes()
         keep_rowwise_only(local)
         if _te.high_precision_value(item.whole) is not None:
             _te.attach_high_precision_value(local, value.cpu())
@@ -87,34 +108,6 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
             if pair := its.fsdp.pairs.get(own):
                 pair.shard = shard  # type: ignore[bad-assignment]
             its.fsdp.needs_requantize = False
-
-
-def _copy_bytes(
-    item: StashedWeight, parameter: torch.Tensor, local: torch.Tensor, binding: ModuleBinding
-) -> None:
-    """Overwrite a new shard with its rows of the tp-local weight. Local operation."""
-    # Quantizing dequantized values gives the same values but not always the same data. MXFP8 rounds the amax of a
-    # block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
-    # columnwise data come from the original values, not from the rowwise data.
-    mesh = parameter.device_mesh  # type: ignore[missing-attribute]
-    name = item.places[0][1]
-    tp = binding.whole_mesh(name)
-    axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
-    dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
-    low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])
-    label = binding.label(name)
-    if not _te.is_grouped(local):
-        _copy_part(local, item.whole, dim, low, label)
-        _te.drop_transpose(local)
-        return
-    weight: Any = local
-    experts: list[torch.Tensor] = item.whole.experts  # type: ignore[missing-attribute]
-    if dim == 0:  # complete experts
-        experts, dim, low = experts[low:high], 1, 0
-    for one, whole in zip(weight.experts, experts, strict=True):
-        _copy_part(one, whole, dim - 1, low, label)
-    # They were computed from the data before it was overwritten.
-    weight.derive_transposes()
 
 
 def _copy_part(local: torch.Tensor, whole: torch.Tensor, dim: int, low: int, label: str) -> None:

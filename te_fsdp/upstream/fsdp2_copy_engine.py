@@ -175,6 +175,7 @@ class CopyEngineGathers:
         if not found:
             return
         sizes = [tuple([tensor.nbytes for tensor in tensors.values()]) for _, tensors in found]
+        # One allocation for all shards, because exchanging handles of shared memory is collective and slow.
         memory, offset = self.make(sum(_aligned(size) for several in sizes for size in several)), 0
         self._gathers.clear()
         for (managed, tensors), several in zip(found, sizes, strict=True):
@@ -332,7 +333,21 @@ class CopyEngineGathers:
                 if storage.size() != size:
                     storage.resize_(size)
             return gather
-        keys, ranks, fixed = self._keys_of(records, sent), len(self.meeting.parts), self._fixed.get(id(group))
+        needed, keys = 0, list[tuple[Any, ...]]()
+        for managed, tensors in zip(records, sent, strict=True):
+            cast = None if has_all_gather_hooks(managed.sharded_param) else managed.param_dtype
+            dtypes = tuple([cast or tensor.dtype for tensor in tensors])
+            each = zip(tensors, dtypes, strict=True)
+            sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in each])
+            home = self._homes.get(id(managed))
+            is_home = home is not None and sizes == home.sizes
+            keys.append((None if is_home else needed, sizes, dtypes))
+            needed += 0 if is_home else sum(map(_aligned, sizes))
+        if needed and (self._staging is None or self._staging.own.numel() < needed):
+            self._staging = None
+            self._gathers.clear()  # plans keep the memory alive
+            self._staging = self.make(needed)
+        ranks, fixed = len(self.meeting.parts), self._fixed.get(id(group))
         numels = [
             [size // dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True)]
             for _, sizes, dtypes in keys
@@ -359,24 +374,6 @@ class CopyEngineGathers:
         self._stage([mine for mine, _ in pairs], [tensor.view(-1) for _, tensor in pairs])
         gather.seen[:] = [] if pairs else [[(t, t.data_ptr()) for t in tensors] for tensors in sent]
         return gather
-
-    def _keys_of(self, records: list[Any], sent: list[list[torch.Tensor]]) -> list[tuple[Any, ...]]:
-        """Return location, sizes and dtypes of the sent tensors. Allocate staging memory if needed."""
-        needed, keys = 0, list[tuple[Any, ...]]()
-        for managed, tensors in zip(records, sent, strict=True):
-            cast = None if has_all_gather_hooks(managed.sharded_param) else managed.param_dtype
-            dtypes = tuple([cast or tensor.dtype for tensor in tensors])
-            each = zip(tensors, dtypes, strict=True)
-            sizes = tuple([tensor.numel() * dtype.itemsize for tensor, dtype in each])
-            home = self._homes.get(id(managed))
-            is_home = home is not None and sizes == home.sizes
-            keys.append((None if is_home else needed, sizes, dtypes))
-            needed += 0 if is_home else sum(map(_aligned, sizes))
-        if needed and (self._staging is None or self._staging.own.numel() < needed):
-            self._staging = None
-            self._gathers.clear()  # plans keep the memory alive
-            self._staging = self.make(needed)
-        return keys
 
     # A function of its own, because tests of stale shards replace it.
     def _stage(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -413,6 +410,7 @@ class CopyEngineGathers:
         local = [pair for pair in local if pair[0].numel() > SMALL]
         return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
 
+    # A method of its own, because tests of late ranks replace it.
     def _copy(self, gather: _Gather, is_first: bool) -> None:
         """Copy all ranks' parts."""
         for target, source in gather.copies:

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.upstream.fsdp2_gradients import sharded_params
 from te_fsdp.upstream.fsdp2_settled import shorten_gradients
 from te_fsdp.upstream.fsdp2_units import (
-    GroupRecord,
     Listener,
     fsdp_parameter_groups,
     managed_fsdp_params,
@@ -55,31 +54,32 @@ def add_reduction_listener(
     if record.listeners is None:
         # One wrapper for all listeners: each further one would cost Python calls in every backward.
         record.listeners = [], [], []
-        group.post_backward = functools.partial(_post_backward, group, group.post_backward, record)
+        stock = group.post_backward
+
+        def post_backward(*args: Any) -> None:
+            # The method itself runs also for microbatches whose gradients FSDP2 accumulates without a reduction.
+            reduces, listeners = group.reduce_grads, record.listeners
+            assert listeners is not None
+            before, after, ended = listeners if reduces else ((), (), listeners[2])
+            shortened = shorten_gradients(group) if reduces else ()
+            try:
+                # The last one added runs first, so that FSDP2 follows directly on the first one added.
+                for call in reversed(before):
+                    call(group)
+                if record.flags is None or not reduces:
+                    stock(*args)
+                else:
+                    record.flags.reduce_with(group, stock, *args)
+            finally:
+                for own in shortened:
+                    del own["to_sharded_dtensor"]
+            for call in (*after, *ended):
+                call(group)
+
+        group.post_backward = post_backward
     for known, new in zip(record.listeners, (before, after, ended), strict=True):
         if new is not None:
             known.append(new)
-
-
-def _post_backward(group: Any, stock: Callable[..., None], record: GroupRecord, *args: Any) -> None:
-    # The method itself runs also for microbatches whose gradients FSDP2 accumulates without a reduction.
-    reduces, listeners = group.reduce_grads, record.listeners
-    assert listeners is not None
-    before, after, ended = listeners if reduces else ((), (), listeners[2])
-    shortened = shorten_gradients(group) if reduces else ()
-    try:
-        # The last one added runs first, so that FSDP2 follows directly on the first one added.
-        for call in reversed(before):
-            call(group)
-        if record.flags is None or not reduces:
-            stock(*args)
-        else:
-            record.flags.reduce_with(group, stock, *args)
-    finally:
-        for own in shortened:
-            del own["to_sharded_dtensor"]
-    for call in (*after, *ended):
-        call(group)
 
 
 def before_backward(group: Any, call: Callable[[], None]) -> None:
@@ -131,25 +131,24 @@ def wrap_unshard(unit: nn.Module, before: Callable[[], None]) -> None:
 
 def keep_gradients_in_dtype(unit: nn.Module, dtype: torch.dtype) -> None:
     """Let FSDP2 store a unit's sharded gradients in a different dtype than its sharded parameters. Local operation."""
+
     # Until 2.14 FSDP2 casts reduced gradients to ``FSDPParamGroup._orig_dtype``, which ``_init_mp_dtypes``
     # sets to the parameters' dtype. Later versions cast to the parameter's public ``grad_dtype``, which
     # autograd requires in any version. Both are set whenever FSDP2 re-reads its parameters, because
     # parameters may have been replaced.
+    def init_dtypes(group: Any, stock: Callable[[], None]) -> None:
+        stock()
+        if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
+            group._orig_dtype = dtype
+        _set_gradient_dtype(group, dtype)
+
     for group in fsdp_parameter_groups(unit):
         # FSDP2 runs this method again before the first forward, and would set its own dtype.
-        group._init_mp_dtypes = functools.partial(_init_dtypes, group, group._init_mp_dtypes, dtype)
+        group._init_mp_dtypes = functools.partial(init_dtypes, group, group._init_mp_dtypes)
         _set_gradient_dtype(group, dtype)
         for managed in group.fsdp_params:
             if not hasattr(managed, "_sharding_spec_by_dtype"):  # torch before 2.15
                 managed.to_sharded_dtensor = functools.partial(_to_sharded, managed.to_sharded_dtensor, [])
-
-
-def _init_dtypes(group: Any, stock: Callable[[], None], dtype: torch.dtype) -> None:
-    """Run ``FSDPParamGroup._init_mp_dtypes`` for gradients of ``dtype``."""
-    stock()
-    if hasattr(group, "_orig_dtype") and group._orig_dtype is not None:
-        group._orig_dtype = dtype
-    _set_gradient_dtype(group, dtype)
 
 
 def _to_sharded(stock: Callable[[torch.Tensor], DTensor], known: list[Any], tensor: torch.Tensor) -> DTensor:
@@ -188,7 +187,34 @@ def disable_flat_shard(managed: Any) -> None:
     # reads it for such a shard. TE's block formats return a dequantized copy for ``view(-1)``, so every shard
     # would also be stored in high precision.
     if "reset_sharded_param" not in managed.__dict__:
-        managed.reset_sharded_param = functools.partial(_reset_sharded, managed, managed.reset_sharded_param)
+        stock = managed.reset_sharded_param
+
+        def reset_sharded() -> None:
+            info = managed._module_info
+            parameter = getattr(info.module, info.param_name)
+            if (
+                managed.pin_memory
+                or not isinstance(parameter, DTensor)
+                or not has_all_gather_hooks(parameter)
+            ):
+                stock()
+                return
+            if hasattr(managed, "_capture_grad_dtype_policy"):
+                # As torch 2.15 does: it casts reduced gradients to the record's dtype and assigns them to the
+                # parameter, which only accepts its own ``grad_dtype``. A value set on the previous parameter applies
+                # to the new one.
+                managed._capture_grad_dtype_policy(managed.sharded_param)
+                managed._capture_grad_dtype_policy(parameter)
+                if not managed._has_sharded_grad_dtype_override:
+                    managed.sharded_grad_dtype = parameter.dtype
+                elif not parameter._has_grad_dtype_override:  # type: ignore[missing-attribute]
+                    parameter.grad_dtype = managed.sharded_grad_dtype
+                managed._sharding_spec_by_dtype.clear()  # gradient specs derived from the previous parameter's spec
+            managed.sharded_param = parameter
+            managed._sharding_spec = parameter._spec
+            managed._sharded_param_data = torch.empty(0)
+
+        managed.reset_sharded_param = reset_sharded
     owner, name = owners_of(managed)[0]
     if has_all_gather_hooks(getattr(owner, name)):
         managed.reset_sharded_param()  # also releases the parameter that the registered one has replaced
@@ -203,28 +229,6 @@ def disable_flat_shards(module: nn.Module, local: torch.Tensor) -> None:
 def has_all_gather_hooks(parameter: torch.Tensor) -> bool:
     """Return whether a shard has FSDP2's all-gather hooks (``fsdp_pre_all_gather``)."""
     return hasattr(local_of(parameter), "fsdp_pre_all_gather")
-
-
-def _reset_sharded(managed: Any, stock: Callable[[], None]) -> None:
-    """Run ``FSDPParam.reset_sharded_param`` without the flat copy."""
-    info = managed._module_info
-    parameter = getattr(info.module, info.param_name)
-    if managed.pin_memory or not isinstance(parameter, DTensor) or not has_all_gather_hooks(parameter):
-        stock()
-        return
-    if hasattr(managed, "_capture_grad_dtype_policy"):
-        # As torch 2.15 does: it casts reduced gradients to the record's dtype and assigns them to the parameter,
-        # which only accepts its own ``grad_dtype``. A value set on the previous parameter applies to the new one.
-        managed._capture_grad_dtype_policy(managed.sharded_param)
-        managed._capture_grad_dtype_policy(parameter)
-        if not managed._has_sharded_grad_dtype_override:
-            managed.sharded_grad_dtype = parameter.dtype
-        elif not parameter._has_grad_dtype_override:  # type: ignore[missing-attribute]
-            parameter.grad_dtype = managed.sharded_grad_dtype
-        managed._sharding_spec_by_dtype.clear()  # gradient specs derived from the previous parameter's spec
-    managed.sharded_param = parameter
-    managed._sharding_spec = parameter._spec
-    managed._sharded_param_data = torch.empty(0)
 
 
 def record_shard_meshes(unit: nn.Module) -> None:
@@ -401,21 +405,20 @@ def wrap_pipeline_step(stage: Any, sync: Callable[[bool], None], end: Callable[[
     # backward. After the last one they enable and run them, and call the root's
     # ``_root_post_backward_final_callback`` (from torch 2.15 ``finalize_backward``). Then they divide all
     # gradients by the number of microbatches.
-    stage.set_requires_gradient_sync = functools.partial(_set_sync, stage.set_requires_gradient_sync, sync)
+    stock_sync = stage.set_requires_gradient_sync
+
+    def set_sync(enabled: bool, *, recurse: bool = True) -> None:
+        # Calls without ``recurse`` are te_fsdp's own, for FSDP2 only.
+        stock_sync(enabled, recurse=recurse)
+        if recurse:
+            sync(enabled)
+
+    stage.set_requires_gradient_sync = set_sync
     state = stage._get_fsdp_state()
     stock = state._root_post_backward_final_callback
     state._root_post_backward_final_callback = functools.partial(_finalize, stock, end)
     if hasattr(stage, "finalize_backward"):
         stage.finalize_backward = functools.partial(_finalize, stage.finalize_backward, end)
-
-
-def _set_sync(
-    stock: Callable[..., None], sync: Callable[[bool], None], enabled: bool, *, recurse: bool = True
-) -> None:
-    """Run ``FSDPModule.set_requires_gradient_sync``. Calls without ``recurse`` are te_fsdp's own, for FSDP2 only."""
-    stock(enabled, recurse=recurse)
-    if recurse:
-        sync(enabled)
 
 
 def _finalize(stock: Callable[..., Any], end: Callable[[], None], *args: Any, **named: Any) -> Any:

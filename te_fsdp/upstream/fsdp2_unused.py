@@ -107,7 +107,17 @@ class UseFlags:
         if dtype is None:
             stock(*args)
             return
-        self.unsharded_param.grad = self._flags(group, trained, dtype)
+        ranks, count = getattr(group.mesh_info, "shard_mesh_size", 1), len(trained)
+        key = ranks, count, dtype
+        self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
+        if self.filled:
+            # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
+            own = [0.0 if managed in self.filled else 1.0 for managed in trained]
+            self.unsharded_param.grad = torch.tensor(own * ranks, dtype=dtype, device=group.device)
+        else:
+            if self._all_used is None or self._all_used[0] != key:
+                self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
+            self.unsharded_param.grad = self._all_used[1]
         without = {m for m in self.filled if m.sharded_param.grad is None}
         may_be_zeros = self.filled & self.undecided.keys()
         if group.reshard_after_backward:
@@ -128,19 +138,6 @@ class UseFlags:
                 self.undecided[managed].append(reduced[number])
             elif self.undecided:
                 self.undecided.pop(managed, None)
-
-    def _flags(self, group: Any, trained: list[Any], dtype: torch.dtype) -> torch.Tensor:
-        """Return this rank's flags, once for each rank of the shard axis."""
-        ranks, count = getattr(group.mesh_info, "shard_mesh_size", 1), len(trained)
-        key = ranks, count, dtype
-        self.sharded_size = self.padded_sharded_param_size = torch.Size((count,))
-        if self.filled:
-            # The reduce-scatter gives each rank one copy of the sums, because each part is the same.
-            own = [0.0 if managed in self.filled else 1.0 for managed in trained]
-            return torch.tensor(own * ranks, dtype=dtype, device=group.device)
-        if self._all_used is None or self._all_used[0] != key:
-            self._all_used = key, torch.ones(ranks * count, dtype=dtype, device=group.device)
-        return self._all_used[1]
 
     def decide(self, group: Any) -> None:
         """Remove the gradients of parameters that no rank used. Waits for the device."""
@@ -207,28 +204,28 @@ def _unquantized_zeros(managed: Any) -> torch.Tensor:
 
 def unify_gradient_dtypes(group: Any) -> None:
     """Let a parameter group reduce gradients of which only some have accumulated over several backwards."""
+
+    def in_one_dtype(group: Any) -> None:
+        records, added = [], []
+        for managed in group.fsdp_params:
+            own = managed.__dict__
+            if "unsharded_accumulated_grad" in own:
+                records.append(managed)
+                if own["unsharded_accumulated_grad"] is not None:
+                    added.append(own["unsharded_accumulated_grad"])
+        for managed in records if added else ():
+            parameter = managed._unsharded_param
+            if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
+                continue
+            if parameter.grad is not None:
+                managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
+                parameter.grad = None
+            else:
+                managed.unsharded_accumulated_grad = zero_gradient(managed, added[0].dtype)
+                if (flags := group.__dict__[GROUP].flags) is not None:
+                    flags.filled.add(managed)
+
     # FSDP2 accumulates in the reduction dtype but keeps gradients of a first backward in the unsharded
     # parameters' dtype. It also creates zeros for unused parameters in that dtype. If the two dtypes differ,
     # it cannot reduce the gradients together (torch 2.15 uses one dtype itself).
-    add_reduction_listener(group, before=_in_one_dtype)
-
-
-def _in_one_dtype(group: Any) -> None:
-    records, added = [], []
-    for managed in group.fsdp_params:
-        own = managed.__dict__
-        if "unsharded_accumulated_grad" in own:
-            records.append(managed)
-            if own["unsharded_accumulated_grad"] is not None:
-                added.append(own["unsharded_accumulated_grad"])
-    for managed in records if added else ():
-        parameter = managed._unsharded_param
-        if managed.unsharded_accumulated_grad is not None or not parameter.requires_grad:
-            continue
-        if parameter.grad is not None:
-            managed.unsharded_accumulated_grad = parameter.grad.to(added[0].dtype)
-            parameter.grad = None
-        else:
-            managed.unsharded_accumulated_grad = zero_gradient(managed, added[0].dtype)
-            if (flags := group.__dict__[GROUP].flags) is not None:
-                flags.filled.add(managed)
+    add_reduction_listener(group, before=in_one_dtype)

@@ -219,31 +219,24 @@ def zero_copy_input_of(
     trained = [managed for managed in records if managed.sharded_param.requires_grad]
     key, known = (trained, packs_small), record.parts
     if known is None or known[0] != key:
-        parts = _find_parts(trained, group.mesh_info.shard_mesh_size, packs_small or len(trained) > FEW)
-        known = record.parts = key, parts
+        # The shapes of FSDP2's records are constant, so the parts are too.
+        packs, ranks = packs_small or len(trained) > FEW, group.mesh_info.shard_mesh_size
+        parts = list[ReduceScatterPart]()
+        for managed in trained:
+            size = managed.padded_sharded_param_size.numel() * ranks
+            if size == 0:
+                continue
+            if (size >= LARGE or not packs) and not _reason_to_copy(managed, ranks):
+                parts.append(ReduceScatterPart(size, 1, is_alone=True))
+            elif parts and not parts[-1].is_alone:
+                parts[-1] = ReduceScatterPart(parts[-1].numel + size, parts[-1].count + 1, is_alone=False)
+            else:
+                parts.append(ReduceScatterPart(size, 1, is_alone=False))
+        known = record.parts = key, ReduceScatterParts(ranks, tuple(parts))
     how = known[1]
     if how.numel != numel or not any(part.is_alone and part.numel >= LARGE for part in how.parts):
         return None
     return ZeroCopyInput.make(how, dtype, group.device)
-
-
-# The parts depend on shapes only, so all ranks agree. A gradient with a different dtype, or one that is not
-# contiguous, is copied into a part of its own. FSDP2 keeps the input, and therefore the parts, until the
-# reduction has ended.
-def _find_parts(trained: list[Any], ranks: int, packs_small: bool) -> ReduceScatterParts:
-    """Compute the parts for a list of FSDP2's records, whose shapes are constant."""
-    parts = list[ReduceScatterPart]()
-    for managed in trained:
-        numel = managed.padded_sharded_param_size.numel() * ranks
-        if numel == 0:
-            continue
-        if (numel >= LARGE or not packs_small) and not _reason_to_copy(managed, ranks):
-            parts.append(ReduceScatterPart(numel, 1, is_alone=True))
-        elif parts and not parts[-1].is_alone:
-            parts[-1] = ReduceScatterPart(parts[-1].numel + numel, parts[-1].count + 1, is_alone=False)
-        else:
-            parts.append(ReduceScatterPart(numel, 1, is_alone=False))
-    return ReduceScatterParts(ranks, tuple(parts))
 
 
 def _reason_to_copy(managed: Any, ranks: int) -> str:

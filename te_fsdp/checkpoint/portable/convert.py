@@ -128,6 +128,8 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         contents = open_torch_contents(where, choices)
     else:
         contents = open_dcp_contents(where, open_dcp(where), choices)
+        # A plain DCP directory does not record in which order tensor parallelism has stored the rows of fused
+        # weights.
         refuse_scrambled(contents)
     stack_experts(contents)
     return contents
@@ -223,6 +225,7 @@ def weights_only(contents: Contents, *, optimizer: bool = False) -> Contents:
         notes.append(f"extra: left ({', '.join(sorted(manifest.extra))})")
     if manifest.delayed:
         notes.append(f"delayed-scaling state of {len(manifest.delayed)} module(s): left")
+    # Scales of delayed scaling belong to a training run. A module without them begins with new ones.
     bare = replace(manifest, optimizer=kept, extra={}, delayed={})
     prefixes = ("model.", "optimizer.") if optimizer else ("model.",)
     tensors = {key: tensor for key, tensor in contents.tensors.items() if key.startswith(prefixes)}
@@ -270,9 +273,25 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
     # A strict load needs the entries. TE reads an empty one as no state.
     objects |= {name: InMemory(empty) for name in extras}
     if contents.manifest.optimizer is not None:
+        names = chain.from_iterable(group["parameters"] for group in contents.manifest.optimizer["groups"])
+        numbers = {name: number for number, name in enumerate(names)}
+        groups = []
+        for group in contents.manifest.optimizer["groups"]:
+            own = {"params": [numbers[n] for n in group["parameters"]], "param_names": [*group["parameters"]]}
+            groups.append(decode(group["options"], {}) | own)
+        state: dict[int, dict[str, Any]] = {}
+        for name, values in contents.manifest.optimizer["state"].items():
+            if name not in numbers:
+                raise CheckpointError(f"optimizer state of {name}", expected="a parameter of a group")
+            state[numbers[name]] = {
+                key: contents.tensors[f"optimizer.state.{name}.{key}"]
+                if "dtype" in d
+                else decode(d["value"], {})
+                for key, d in values.items()
+            }
         objects = {
             "model": objects,
-            "optimizer": _optimizer_state_dict(contents, contents.manifest.optimizer),
+            "optimizer": {"state": state, "param_groups": groups},
         }
     read: dict[int, torch.Tensor] = {}  # a tensor under several names is stored once
 
@@ -291,25 +310,6 @@ def write_pt(target: Path, contents: Contents, tick: Tick) -> list[str]:
         file.flush()
         os.fsync(file.fileno())
     return [target.name]
-
-
-def _optimizer_state_dict(contents: Contents, described: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint's optimizer in the form of torch's ``load_state_dict``, with lazy tensors."""
-    names = chain.from_iterable(group["parameters"] for group in described["groups"])
-    numbers = {name: number for number, name in enumerate(names)}
-    groups = []
-    for group in described["groups"]:
-        own = {"params": [numbers[n] for n in group["parameters"]], "param_names": [*group["parameters"]]}
-        groups.append(decode(group["options"], {}) | own)
-    state: dict[int, dict[str, Any]] = {}
-    for name, values in described["state"].items():
-        if name not in numbers:
-            raise CheckpointError(f"optimizer state of {name}", expected="a parameter of a group")
-        state[numbers[name]] = {
-            key: contents.tensors[f"optimizer.state.{name}.{key}"] if "dtype" in d else decode(d["value"], {})
-            for key, d in values.items()
-        }
-    return {"state": state, "param_groups": groups}
 
 
 @dataclass
@@ -364,7 +364,26 @@ def compare_contents(
             one, other = (c.value(name) if of_weights else c.tensors[name] for c in (a, b))
             _compare(report, name, one, other, tick, rtol, atol)
     if not weights_only:
-        report.others = _compare_plain(a, b)
+        texts = report.others
+        one, other = a.manifest.optimizer, b.manifest.optimizer
+        if one is not None and other is not None:
+            if one["class"] != other["class"]:
+                texts.append(f"optimizer: {one['class']} / {other['class']}")
+            if len(one["groups"]) != len(other["groups"]):
+                texts.append(f"optimizer: {len(one['groups'])} / {len(other['groups'])} groups")
+            else:
+                for n, (first, second) in enumerate(zip(one["groups"], other["groups"], strict=True)):
+                    texts += _compare_dicts(f"optimizer group {n}", first["options"], second["options"])
+                    if set(first["parameters"]) != set(second["parameters"]):
+                        texts.append(f"optimizer group {n}: other parameters")
+        elif (one is None) != (other is None):
+            texts.append(f"optimizer: only in {'B' if one is None else 'A'}")
+        texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
+        one, other = a.manifest.semantics, b.manifest.semantics
+        if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
+            found = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
+            found += own_differences(from_json(one, own=True), from_json(other, own=True))
+            texts += format_differences((one for one in found if one.effect != "note"), "{} / {}")
     return report
 
 
@@ -406,31 +425,6 @@ def _add_block(found: Difference, a: torch.Tensor, b: torch.Tensor, rtol: float,
     found.elements += int(differs.sum())
     found.max_abs = max(found.max_abs, float(gap.max()))
     found.max_rel = max(found.max_rel, float(relative.max()))
-
-
-def _compare_plain(a: Contents, b: Contents) -> list[str]:
-    """Return differences of the optimizer's options, the user's values and the settings of modules, as texts."""
-    texts = []
-    one, other = a.manifest.optimizer, b.manifest.optimizer
-    if one is not None and other is not None:
-        if one["class"] != other["class"]:
-            texts.append(f"optimizer: {one['class']} / {other['class']}")
-        if len(one["groups"]) != len(other["groups"]):
-            texts.append(f"optimizer: {len(one['groups'])} / {len(other['groups'])} groups")
-        else:
-            for n, (first, second) in enumerate(zip(one["groups"], other["groups"], strict=True)):
-                texts += _compare_dicts(f"optimizer group {n}", first["options"], second["options"])
-                if set(first["parameters"]) != set(second["parameters"]):
-                    texts.append(f"optimizer group {n}: other parameters")
-    elif (one is None) != (other is None):
-        texts.append(f"optimizer: only in {'B' if one is None else 'A'}")
-    texts += _compare_dicts("extra", a.manifest.extra, b.manifest.extra)
-    one, other = a.manifest.semantics, b.manifest.semantics
-    if one and other and one["modules"] and other["modules"]:  # files of other kinds have none
-        found = differences(from_json(one), from_json(other), set(a.names) ^ set(b.names))
-        found += own_differences(from_json(one, own=True), from_json(other, own=True))
-        texts += format_differences((one for one in found if one.effect != "note"), "{} / {}")
-    return texts
 
 
 def _compare_dicts(label: str, a: dict[str, Any], b: dict[str, Any]) -> list[str]:

@@ -235,7 +235,24 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any] | Any) -> Arc
     if family is None:
         expected = f"one of {', '.join(FAMILIES)}"
         raise CheckpointError("config.json: model_type", expected=expected, got=repr(named))
-    problems, found = _unsupported(entries, family), None
+    wanted: dict[str, tuple[Any, ...]] = {
+        family.keys.get("hidden_act", "hidden_act"): family.activations,
+        "add_cross_attention": (False,),
+        "scale_attn_by_inverse_layer_idx": (False,),
+        "scale_attn_weights": (True,),
+        "quantization_config": (None,),
+        "use_bidirectional_attention": (None, False),
+        # With these, some layers would differ from the rest.
+        "use_sliding_window": (None, False),
+        "mlp_only_layers": (None, []),
+        "decoder_sparse_step": (None, 1),
+    }
+    problems = [
+        f"{key} is {entries[key]!r}, supported: {', '.join(map(str, values))}"
+        for key, values in wanted.items()
+        if entries.get(key, values[0]) not in values
+    ]
+    found = None
     try:
         found = _architecture(_Config(entries, family), str(named))
     except ValueError as error:
@@ -295,27 +312,6 @@ def write_config(
     return names
 
 
-def _unsupported(entries: Mapping[str, Any], family: _Family) -> list[str]:
-    """Return settings with which the layer has a function that TransformerEngine's modules lack."""
-    wanted: dict[str, tuple[Any, ...]] = {
-        family.keys.get("hidden_act", "hidden_act"): family.activations,
-        "add_cross_attention": (False,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "scale_attn_weights": (True,),
-        "quantization_config": (None,),
-        "use_bidirectional_attention": (None, False),
-        # With these, some layers would differ from the rest.
-        "use_sliding_window": (None, False),
-        "mlp_only_layers": (None, []),
-        "decoder_sparse_step": (None, 1),
-    }
-    return [
-        f"{key} is {entries[key]!r}, supported: {', '.join(map(str, values))}"
-        for key, values in wanted.items()
-        if entries.get(key, values[0]) not in values
-    ]
-
-
 def _architecture(config: _Config, model_type: str) -> Architecture:
     """Return the description of a model; raise ValueError for missing, invalid or contradictory keys."""
     get, family = config.get, config.family
@@ -328,7 +324,17 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
     attention = "sliding_attention" if family.windowed else "full_attention"
     if config.entries.get("layer_types") not in (None, [attention] * layers):
         raise ValueError(f"layer_types has others than {attention}, or of another number of layers")
-    theta, scaling = _rope(config)
+    # If both exist, transformers takes the older key.
+    rope = config.get("rope_scaling", _OBJECT, None) or config.get("rope_parameters", _OBJECT, None) or {}
+    theta = config._replace(entries={**config.entries, **rope}).get("rope_theta", _NUMBER, 10000.0)
+    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": theta}
+    scaling = {key: value for key, value in rope.items() if plain.get(key, _REQUIRED) != value} or None
+    experts = None
+    if family.experts:
+        number, width, *shared = family.experts
+        # transformers 5 writes Qwen 3's number under Mixtral's key.
+        count = get("num_local_experts", _WHOLE, None) or get(number, _WHOLE)
+        experts = Experts(count, get(width, _WHOLE), get(shared[0], _WHOLE, 0) if shared else 0)
     values: dict[str, Any] = {
         "model_type": model_type,
         "layers": layers,
@@ -345,7 +351,7 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
         "mlp_bias": model_type == "llama" and get("mlp_bias", _FLAG, False),
         "tied": get("tie_word_embeddings", _FLAG, False),
         "embedding_scale": hidden**0.5 if "zero_centered" in family.always else 1.0,
-        "experts": _experts(config, *family.experts) if family.experts else None,
+        "experts": experts,
         "rope_theta": theta,
         "rope_scaling": scaling,
         "window": get("sliding_window", _WHOLE, None) if family.windowed else None,
@@ -353,18 +359,3 @@ def _architecture(config: _Config, model_type: str) -> Architecture:
         "hidden_dropout": get("resid_pdrop", _NUMBER, 0.0) if gpt2 else 0.0,
     }
     return Architecture(**{**values, **family.always})
-
-
-def _rope(config: _Config) -> tuple[float, Mapping[str, Any] | None]:
-    """Return the base of the rotary embedding, and further settings of its frequencies unless they are plain."""
-    # If both exist, transformers takes the older key.
-    rope = config.get("rope_scaling", _OBJECT, None) or config.get("rope_parameters", _OBJECT, None) or {}
-    theta = config._replace(entries={**config.entries, **rope}).get("rope_theta", _NUMBER, 10000.0)
-    plain = {"rope_type": "default", "type": "default", "partial_rotary_factor": 1.0, "rope_theta": theta}
-    return theta, {key: value for key, value in rope.items() if plain.get(key, _REQUIRED) != value} or None
-
-
-def _experts(config: _Config, number: str, width: str, shared: str = "") -> Experts:
-    # transformers 5 writes Qwen 3's number under Mixtral's key.
-    count = config.get("num_local_experts", _WHOLE, None) or config.get(number, _WHOLE)
-    return Experts(count, config.get(width, _WHOLE), config.get(shared, _WHOLE, 0) if shared else 0)

@@ -108,7 +108,14 @@ def save_folder(
 def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: int) -> None:
     """Write all tensors of a stream that has not started. Collective over the world."""
     stream.start()
-    files = _files(stream, max_file_bytes)
+    ranks, tensors = world_size(), stream.tensors
+    # More files than max_file_bytes requires, so that all ranks write, unless files would become small.
+    most = min(max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
+    groups = (group for bucket in stream.buckets for group in bucket)
+    assigned = assign_files(tensors, map(stream.names_of, groups), most)
+    count = len(assigned)  # spread over the world: adjacent ranks share a host
+    writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
+    files = {file: (writer, names) for writer, (file, names) in zip(writers, assigned.items(), strict=True)}
     # Before the first tensor, because it replaces the buckets.
     stream.send_to({name: writer for writer, names in files.values() for name in names})
     with ExitStack() as stack:
@@ -126,18 +133,6 @@ def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: 
             stack.close()
 
         from_rank_0(finish)
-
-
-def _files(stream: WeightStream, max_file_bytes: int) -> dict[str, tuple[int, list[str]]]:
-    """Return writers and tensors by file; a group is in one file."""
-    ranks, tensors = world_size(), stream.tensors
-    # More files than max_file_bytes requires, so that all ranks write, unless files would become small.
-    most = min(max_file_bytes, max(_SMALLEST_FILE, -(-total_bytes(tensors) // ranks)))
-    groups = (group for bucket in stream.buckets for group in bucket)
-    files = assign_files(tensors, map(stream.names_of, groups), most)
-    count = len(files)  # spread over the world: adjacent ranks share a host
-    writers = [n * ranks // count if count <= ranks else n % ranks for n in range(count)]
-    return {file: (writer, names) for writer, (file, names) in zip(writers, files.items(), strict=True)}
 
 
 def _write_files(

@@ -145,7 +145,24 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self._plan = make_plan(self._shares, self._exact, self._weights, self.names)
         #: Shape and dtype of each tensor of the model, by name, in order.
         self.tensors = self._describe()
-        self._groups = self._changed_groups()
+        held = {name: pieces for name, pieces in self._plan.own.items() if name in self._plan.described}
+
+        def sums() -> dict[str, list[list[int]]]:
+            for group in self._weights.groups:
+                for name, piece in ((n, piece) for n in group.zeros for piece in held.get(n, ())):
+                    group.check_zeros({name: piece.on_device()})
+            compared = held.items() if self._comparable else ()
+            return {n: [checksums_of(piece, self.bucket_bytes) for piece in own] for n, own in compared}
+
+        # Also without ``since``: this stream may be the ``since`` of a later call.
+        self.checksums = all_agree(sums)
+        self._groups = list(self._weights.groups)
+        if self.since is not None:
+            before = self.since.checksums
+            mine = {name for name, sums in self.checksums.items() if sums != before.get(name)}
+            # A group is sent if any rank has changed a part of it, so all ranks need one list.
+            changed = set[str]().union(*gather(mine))
+            self._groups = [g for g in self._groups if changed.intersection(tensors_of(g, self._plan))]
         # Half of the limit for the assembled tensors, half for a message, or for a group's converted tensors.
         self.buckets = [*batches(self._groups, self._bytes, self.bucket_bytes // 2)]
         self._tensors = self._run()
@@ -194,27 +211,6 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         return [
             each for name in names for each in ((name, scale_name(name)) if self._is_fp8(group) else (name,))
         ]
-
-    def _changed_groups(self) -> list[Group]:
-        """Return the groups to send, and keep checksums for later calls. Collective over the world."""
-        held = {name: pieces for name, pieces in self._plan.own.items() if name in self._plan.described}
-
-        def sums() -> dict[str, list[list[int]]]:
-            for group in self._weights.groups:
-                for name, piece in ((n, piece) for n in group.zeros for piece in held.get(n, ())):
-                    group.check_zeros({name: piece.on_device()})
-            compared = held.items() if self._comparable else ()
-            return {n: [checksums_of(piece, self.bucket_bytes) for piece in own] for n, own in compared}
-
-        # Also without ``since``: this stream may be the ``since`` of a later call.
-        self.checksums = all_agree(sums)
-        if self.since is None:
-            return list(self._weights.groups)
-        before = self.since.checksums
-        mine = {name for name, sums in self.checksums.items() if sums != before.get(name)}
-        # A group is sent if any rank has changed a part of it, so all ranks need one list.
-        changed = set[str]().union(*gather(mine))
-        return [g for g in self._weights.groups if changed.intersection(tensors_of(g, self._plan))]
 
     def _bytes(self, group: Group) -> int:
         """Return the bytes that are sent for a group."""

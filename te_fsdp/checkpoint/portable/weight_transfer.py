@@ -114,13 +114,17 @@ def make_plan(
     blocks = {name: {kind: share.about for kind, share in one.items()} for name, one in exact.items()}
     everyone = gather((mine, blocks))
     # Bytes are sent where every rank with a part of the weight has them in whole blocks, for all weights of a group.
+    held = [
+        ({n for n, own in about.items() if any(math.prod(sizes) for _, sizes in own.places)}, exact_of)
+        for about, exact_of in everyone
+    ]
     fits = {
         name
         for group in weights.groups
         if is_linear(group, names) and has_whole_blocks(group)
         for name in group.te.names
-        if all(name in other or not _has_elements(about.get(name)) for about, other in everyone)
-        and any(name in other for _, other in everyone)
+        if all(name in exact_of or name not in parts for parts, exact_of in held)
+        and any(name in exact_of for _, exact_of in held)
     }
     chosen = frozenset(
         name for group in weights.groups if fits.issuperset(group.te.names) for name in group.te.names
@@ -143,10 +147,6 @@ def make_plan(
     everything = {**shares, **{f"{name}:{kind}": s for name, one in exact.items() for kind, s in one.items()}}
     own = {name: [piece for _, piece in everything[name].pieces] for name in seen[rank()]}
     return TransferPlan(describe_shares([about for about, _ in everyone]), described, pieces, chosen, own)
-
-
-def _has_elements(about: Description | None) -> bool:
-    return about is not None and any(math.prod(sizes) for _, sizes in about.places)
 
 
 def tensors_of(group: Group, plan: TransferPlan) -> list[str]:

@@ -166,17 +166,6 @@ def fully_shard(
             got=type(placements).__name__,
             fix="Placements([0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]) for ZeRO-3 on one axis",
         )
-    strategy, outer = _strategies(mesh, placements)
-    # Without sharding the model would run, and train on every rank by itself.
-    guard = module.register_forward_pre_hook(_raise_in_forward)
-    note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
-    module.__dict__[BRIDGED] = note
-    for parameter in module.parameters():
-        setattr(parameter, BRIDGED, note)  # the outermost module is the last to set it
-
-
-def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
-    """Return the strategies of the sharding axis and of the outer axis."""
     names = list(mesh.mesh_dim_names or range(mesh.ndim))
     axes = [names[axis] if isinstance(axis, int) else axis for axis in placements.dp_axes]
     rows = list(zip(placements.parameter, placements.gradient, placements.optimizer, strict=True))
@@ -191,7 +180,13 @@ def _strategies(mesh: DeviceMesh, placements: Placements) -> tuple[str, str]:
             got=", ".join(f"{axis}: {_shown(row)}" for axis, row in zip(axes, kinds, strict=True)),
             fix="slice the mesh to its data-parallel axes; for other placements use te_fsdp.fully_shard",
         )
-    return _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
+    strategy, outer = _INNER[kinds[-1]], "no_shard" if len(kinds) == 1 else _OUTER[kinds[0]]  # type: ignore[index]
+    # Without sharding the model would run, and train on every rank by itself.
+    guard = module.register_forward_pre_hook(_raise_in_forward)
+    note = _Note(module, mesh, strategy, outer, mixed_precision_policy or MixedPrecisionPolicy(), guard)
+    module.__dict__[BRIDGED] = note
+    for parameter in module.parameters():
+        setattr(parameter, BRIDGED, note)  # the outermost module is the last to set it
 
 
 def _shown(kinds: tuple[type, ...]) -> str:

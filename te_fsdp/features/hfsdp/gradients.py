@@ -92,7 +92,25 @@ class OuterAverages:
         self._main_parameters.look(parameters)
         given: list[MainParameter] = []
         averages, specs, sources = [], [], []
-        for own, source, rows in zip(cut, gradients, self._averages(cut, gradients), strict=True):
+        local = {
+            id(own.parameter): None if gradient is None else _torch.local_of(gradient)
+            for own, gradient in zip(cut, gradients, strict=True)
+        }
+        # Averages that started during backward. Other shards are averaged now.
+        found = self.early.finish()
+        late = tuple([own.shard for own in cut if not own.shard.reduced and id(own.parameter) not in found])
+        # Kept for the next steps, because the packing depends on the shards only.
+        if self._averaging.shards != late:
+            self._averaging = GradientAveraging(late)
+        late_averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
+        found |= {id(shard.parameter): rows for shard, rows in zip(late, late_averages, strict=True)}
+        for own in cut:
+            if id(own.parameter) not in found:  # identical on all replicas
+                shard, gradient = own.shard, local[id(own.parameter)]
+                rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
+                found[id(own.parameter)] = None if rows is None else rows.contiguous()
+        for own, source in zip(cut, gradients, strict=True):
+            rows = found[id(own.parameter)]
             if rows is None:
                 continue  # no replica has a gradient
             if source is None:  # other replicas have one, so this rank participates like them
@@ -165,27 +183,6 @@ class OuterAverages:
         for own in self.ready.values() if not kept else ():
             own.source = None
         return bool(kept)
-
-    def _averages(self, cut: list[MainParameter], gradients: list[Any]) -> list[torch.Tensor | None]:
-        """Return this rank's rows of each average; ``None`` for gradients without sharded state. Collective."""
-        local = {
-            id(own.parameter): None if gradient is None else _torch.local_of(gradient)
-            for own, gradient in zip(cut, gradients, strict=True)
-        }
-        # Averages that started during backward. Other shards are averaged now.
-        found = self.early.finish()
-        late = tuple([own.shard for own in cut if not own.shard.reduced and id(own.parameter) not in found])
-        # Kept for the next steps, because the packing depends on the shards only.
-        if self._averaging.shards != late:
-            self._averaging = GradientAveraging(late)
-        averages = self._averaging.start([local[id(shard.parameter)] for shard in late]).wait()
-        found |= {id(shard.parameter): rows for shard, rows in zip(late, averages, strict=True)}
-        for own in cut:
-            if id(own.parameter) not in found:  # identical on all replicas
-                shard, gradient = own.shard, local[id(own.parameter)]
-                rows = None if gradient is None else shard.of(gradient).to(shard.dtype, copy=True)
-                found[id(own.parameter)] = None if rows is None else rows.contiguous()
-        return [found[id(own.parameter)] for own in cut]
 
 
 # ------------------------------------------------------------------------------------------------ of several parameters
@@ -363,6 +360,8 @@ def _after(
 ) -> None:
     for parameter in parameters:
         gradient = parameter.grad
+        # Code that reads .grad between backward and step would get the gradient of one replica. The class
+        # raises for it.
         if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
             hidden: Any = hide_unaveraged_grad(gradient)
             facts = get_record(parameter)

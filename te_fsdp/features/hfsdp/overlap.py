@@ -245,6 +245,7 @@ class EarlyAverages:
         not started here, and one all-reduce of two integers on the CPU once the ranks have agreed on an order;
         :meth:`_agree` in the first step.
         """
+        # Reductions that have begun belong to the plan that started them, also if parameters were frozen since.
         plan = self._plan if self._plan is not None and self._begun else self._plan_now()
         marked = bool(plan.state and plan.units and plan.state.sync.last_microbatches != self._averaged)
         try:
@@ -252,6 +253,7 @@ class EarlyAverages:
                 return self._complete(plan, plan.order.agreed)
             if plan.order.agreed is None:
                 self._agree(plan, marked)
+            # The averages are correct in the step too, only slower, so a warning is enough.
             if marked and not plan.order.agreed:
                 _warn_once(
                     "microbatch(model, is_last=True) was not used on all ranks in the first step: so "
@@ -264,6 +266,7 @@ class EarlyAverages:
             self._reset(0)
             if plan.state is not None:
                 self._averaged = plan.state.sync.last_microbatches
+                # A copy, because the next step is compared with the settings of this one.
                 plan.comm = copy.copy(plan.state.sync.comm)
 
     def _complete(self, plan: _OverlapPlan, agreed: tuple[str, ...]) -> dict[int, torch.Tensor | None]:
