@@ -53,6 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
 
+    from te_fsdp.upstream.te_formats import Format
+
 
 # [Note: assignments by FSDP2] FSDP2 assigns parameters through the module's ``__setattr__``: once after
 # sharding, then the unsharded parameter before each forward and backward, and the sharded one afterwards.
