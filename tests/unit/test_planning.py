@@ -248,7 +248,7 @@ REFUSED = {
     "hub": (
         lambda: plan(Job("meta-llama/Llama"), Sizes()),
         CheckpointError,
-        "Fix: the folder of a model, .* hf download",
+        "Fix: pass the folder of a model, .* hf download",
     ),
     "fixed": (
         lambda: search(Job(CONFIG), gpus=8, memory=1, fixed={"tp": 3}),
