@@ -87,10 +87,6 @@ def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
                 # Raise now, not in the step: this rank's reductions would match those of a different microbatch.
                 state.sync.failed = True
                 raise_if_backward_failed(state, "forward")
-        # FSDP2 would add to the order of the previous microbatch, and prefetch one unit too many in the last
-        # one.
-        for root in state.roots() if state.sync.unfinished else ():
-            _fsdp2.clear_forward_order(root)
         # Initialization and loading replace all parameters, so one of each unit shows whether they still have the
         # state. The reduction of their gradients marks parameters that FSDP2 does not manage.
         for unit in state.modules.values():

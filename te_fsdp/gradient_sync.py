@@ -249,6 +249,7 @@ def set_sync_mode(state: ShardedModel, mode: SyncMode, *, last_microbatch: bool 
         # HSDP reduces over dp_replicate once per step. set_requires_gradient_sync has set this one too.
         fsdp.set_requires_all_reduce(last, recurse=False)
         fsdp.set_reshard_after_backward(row.releases(mode), recurse=False)
-        fsdp.set_is_last_backward(last)  # of the tree; each unit has its own before the first forward
+        # ``set_is_last_backward`` stays at its default: each backward ends by waiting for its reductions, so that
+        # kernels that read, clear or scale ``.grad`` between microbatches come after them.
     for set_gradient_sync in state.components.set_gradient_sync:
         set_gradient_sync(last)

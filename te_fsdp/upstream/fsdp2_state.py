@@ -262,15 +262,6 @@ def clear_events(root: nn.Module) -> None:
     fsdp_state_of(root)._state_ctx.post_optim_event = None
 
 
-def clear_forward_order(root: nn.Module) -> None:
-    """Clear the order of units in forwards whose backwards have all run (``FSDPCommContext.post_forward_order``)."""
-    # FSDP2 prefetches in backward by this order, and clears it after a last backward only. In a later
-    # microbatch the first unit would prefetch the last unit of the previous microbatch, in the form for
-    # backward.
-    if not any(group._post_forward_indices for group in _groups(root)):
-        _comm(root).post_forward_order.clear()
-
-
 def reduce_outside_backward(root: nn.Module) -> None:
     """Start the reduction of all unreduced gradients (``FSDPParamGroup.post_backward``).
 

@@ -9,6 +9,8 @@ RECIPES = {
     "mxfp8": "is_mxfp8_available",
     "mxfp8_2d": "is_mxfp8_available",
     "nvfp4": "is_nvfp4_available",
+    "nvfp4_rows": "is_nvfp4_available",
+    "nvfp4_squares": "is_nvfp4_available",
 }
 """TE's public check for each recipe name that the tests use; "none" needs no check."""
 
