@@ -85,14 +85,20 @@ def read_ledger(path: Path = LEDGER) -> list[Result]:
 def merge_results(rows: list[Result], new: list[Result]) -> list[Result]:
     """Return the rows with the new results in place of older ones of the same test, card and number of GPUs.
 
-    A test that a run did not reach keeps its older result if the test file is the same.
+    A test that a run did not reach keeps its older result if the test file is the same. Results of an earlier version
+    of a test file go as soon as there is one of today's: tests that it no longer has would stay forever.
     """
     merged = {(row.test, row.card, row.gpus): row for row in rows}
     for row in new:
         older = merged.get((row.test, row.card, row.gpus))
         if row.outcome != "pending" or older is None or older.file != row.file:
             merged[row.test, row.card, row.gpus] = row
-    return [merged[key] for key in sorted(merged)]
+    run = {(row.test.split("::")[0], row.card, row.gpus): row.file for row in new}
+    return [
+        row
+        for key, row in sorted(merged.items())
+        if run.get((row.test.split("::")[0], row.card, row.gpus), row.file) == row.file
+    ]
 
 
 def write_ledger(rows: list[Result], path: Path = LEDGER) -> None:
@@ -106,15 +112,17 @@ def write_ledger(rows: list[Result], path: Path = LEDGER) -> None:
 def needed_tests(files: list[str], rows: list[Result], card: str, gpus: int) -> dict[str, list[str]]:
     """Return what must run, by file: the file itself, or the node ids that failed or were not reached.
 
-    A file runs as a whole if it has no result yet, or if it changed since its last result.
+    A file runs as a whole if it has no result yet, or if it changed since its last result. Results of earlier versions
+    of the file do not count.
     """
     by_file: defaultdict[str, list[Result]] = defaultdict(list)
     for row in rows:
-        if (row.card, row.gpus) == (card, gpus):
-            by_file[row.test.split("::")[0]].append(row)
+        name = row.test.split("::")[0]
+        if (row.card, row.gpus, row.file) == (card, gpus, file_digest(name)):
+            by_file[name].append(row)
     needed = {}
     for name in files:
-        if not by_file[name] or any(row.file != file_digest(name) for row in by_file[name]):
+        if not by_file[name]:
             needed[name] = [name]
         elif left := [row.test for row in by_file[name] if row.outcome in ("failed", "pending")]:
             needed[name] = left

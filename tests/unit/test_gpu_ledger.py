@@ -56,6 +56,15 @@ def test_a_test_that_was_not_reached_keeps_its_result(gpu_tests):
     assert gpu_tests.merge_results([stale], [pending]) == [pending]
 
 
+def test_results_of_an_earlier_version_of_a_file_go(gpu_tests):
+    """The kind: rows that nothing can update, such as of a test that was renamed, or whose turn it is not."""
+    renamed = result(gpu_tests, "test_old_name", "passed", file="0" * 12)
+    other_card = dataclasses.replace(renamed, card="NVIDIA H200")
+    new = result(gpu_tests, "test_new_name", "passed")
+    assert gpu_tests.merge_results([renamed, other_card], [new]) == [new, other_card]
+    assert gpu_tests.needed_tests([FILE], [renamed, new], CARD, 4) == {}
+
+
 def test_the_next_run_takes_what_failed_or_is_pending(gpu_tests):
     rows = [
         result(gpu_tests, name, outcome)
