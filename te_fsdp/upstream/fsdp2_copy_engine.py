@@ -254,8 +254,11 @@ class CopyEngineGathers:
         if not isinstance(group._all_gather_result, _PendingCopy):
             stock()
             return
-        current = _current_stream(group)
-        _wait(current, group._all_gather_result.all_gather_event)
+        current, event = _current_stream(group), group._all_gather_result.all_gather_event
+        if group.post_forward_mesh_info is None and group._training_state._name_ == "FORWARD":
+            # These weights stay unsharded after an evaluation. A write to their shards comes after no `to_sharded`.
+            event = self._read[id(group)]
+        _wait(current, event)
         for managed in group.fsdp_params:
             is_new = "_unsharded_param" not in managed.__dict__
             if is_new or type(managed.sharded_param._local_tensor) is not torch.Tensor:
