@@ -37,7 +37,7 @@ class Rotary(nn.Module):
 
 
 class Base(nn.Module):
-    """What the three have in common. ``state_dict`` has no ``_extra_state``, as recipes have it."""
+    """Common parts of the three models. ``state_dict`` leaves out ``_extra_state``, as recipes do."""
 
     layers: nn.ModuleList
 
