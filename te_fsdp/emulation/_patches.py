@@ -135,12 +135,14 @@ def _wait_again(module: types.ModuleType) -> None:
     module.flash_attn_p2p_communicate = flash_attn_p2p_communicate  # type: ignore[attr-defined]
 
 
-def _fused_over_cp(module: types.ModuleType) -> None:
+def _fused_where_needed(module: types.ModuleType) -> None:
     stock = module.get_attention_backend  # type: ignore[attr-defined]
 
     @functools.wraps(stock)
     def get_attention_backend(attention_params: Any = None) -> Any:
-        if not attention_params.context_parallel:
+        is_packed = "thd" in attention_params.qkv_layout
+        needed = attention_params.pad_between_seqs if is_packed else attention_params.context_parallel
+        if not needed or (is_packed and attention_params.context_parallel):
             return stock(attention_params)
         saved = os.environ.get("NVTE_FUSED_ATTN")
         os.environ["NVTE_FUSED_ATTN"] = "1"
@@ -173,8 +175,9 @@ PATCHES: list[Patch] = [
         "transformer_engine.pytorch.attention.dot_product_attention.utils",
         ("get_attention_backend",),
         _ALL,
-        "pytorch/attention/dot_product_attention/utils.py:1269 has no unfused attention over a context-parallel axis",
-        _fused_over_cp,
+        "pytorch/attention/dot_product_attention/utils.py:1186,1269 have no unfused attention with padding between "
+        "sequences and over a context-parallel axis",
+        _fused_where_needed,
     ),
     Patch(
         "transformer_engine.pytorch.attention.dot_product_attention.context_parallel",

@@ -36,6 +36,7 @@ NOT_RUN = {
     ("docs/cli.md", "mkdir|te-fsdp completion"): "writes where shells look; tests/unit/test_planning.py",
     ("docs/moe.md", r"NODES=2|make train-moe ARGS"): "needs GPUs",
     ("docs/nodes.md", "export TORCH_DISABLE|torchrun|head=|srun"): "needs several nodes; test_torchrun.py",
+    ("examples/fsdp2_tp/README.md", ".*train_vocabulary.py"): "test_example_vocabulary.py runs the script for less",
     ("benchmarks/README.md", "python benchmarks/scale.py"): "takes many minutes; tests/unit/test_scale.py",
     ("benchmarks/README.md", ".*many_ranks.py"): "starts 32 processes; tests/unit/test_scale.py::test_real_processes",
     ("benchmarks/README.md", ".*benchmarks/step.py"): "needs GPUs; tests/pytorch/distributed/test_step_benchmark.py",

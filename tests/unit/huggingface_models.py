@@ -186,7 +186,7 @@ class TeModel(nn.Module):
         """Tokens (b, s) -> logits (b, s, vocabulary)."""
         x, length = self.embedding(tokens) * self.a.embedding_scale, tokens.shape[1]
         if self.positions is not None:
-            x = x + self.positions.weight[:length]
+            x = x + self.positions(torch.arange(length, device=tokens.device))
         angles = None if self.positions is not None else self.rotary(length)
         for layer in self.layers:
             x = layer(x, rotary_pos_emb=angles)

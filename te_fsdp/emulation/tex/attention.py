@@ -1,14 +1,18 @@
-"""Fused attention, as TransformerEngine's attention over a context-parallel axis calls it.
+"""Fused attention, as TransformerEngine calls it over a context-parallel axis or for padded packed sequences.
 
-There cuDNN (or flash-attn) attends from this rank's queries to one part of the keys at a time, and TransformerEngine's
-own Python puts the parts together, by the logarithm of each row's sum of exponentials. Here that one call is plain
-PyTorch: products and softmax in fp32, results rounded once to the dtype of the inputs. Queries, keys and values are
-tensors of 16 bits, (batch, sequence, heads, channels) or (sequence, batch, heads, channels). Features of cuDNN that
-are not emulated have no available backend: packed sequences, FP8 attention, biases, sinks, dropout.
+Over a context-parallel axis cuDNN (or flash-attn) attends from this rank's queries to one part of the keys at a time,
+and TransformerEngine's own Python puts the parts together, by the logarithm of each row's sum of exponentials. Here
+that one call is plain PyTorch: products and softmax in fp32, results rounded once to the dtype of the inputs. Queries,
+keys and values are tensors of 16 bits, (batch, sequence, heads, channels) or (sequence, batch, heads, channels).
+Features of cuDNN that are not emulated have no available backend: FP8 attention, biases, sinks, dropout, packed
+sequences over that axis.
+
+Packed sequences (tokens, heads, channels) may have padding between them: each one is attended to by itself.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +32,19 @@ _CAUSAL = (
     int(enums.NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK),
 )
 _NO_MASK = int(enums.NVTE_Mask_Type.NVTE_NO_MASK)
+_PACKED = {
+    int(layout)
+    for name, layout in NVTE_QKV_Layout.__members__.items()
+    if name.startswith("NVTE_T") and not name.endswith(("BSHD", "SBHD"))
+}
+#: Mask of packed sequences -> mask within one sequence.
+_OF_ONE = {
+    int(enums.NVTE_Mask_Type.NVTE_PADDING_MASK): enums.NVTE_Mask_Type.NVTE_NO_MASK,
+    int(enums.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_MASK): enums.NVTE_Mask_Type.NVTE_CAUSAL_MASK,
+    int(
+        enums.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK
+    ): enums.NVTE_Mask_Type.NVTE_CAUSAL_BOTTOM_RIGHT_MASK,
+}
 #: Position of each argument that decides here, in the call of TransformerEngine before 2.20.
 _PLACES = {
     "qkv_dtype": 1,
@@ -73,12 +90,15 @@ def _refused(fields: dict[str, Any]) -> str:
 
 
 def _not_emulated(layout: Any, bias: Any, mask: Any, softmax: Any, dropout: float) -> str:
-    if int(layout) not in _LAYOUTS:
+    is_packed = int(layout) in _PACKED and int(mask) in _OF_ONE
+    if int(layout) not in _LAYOUTS and not is_packed:
         return "fused attention of this layout is not emulated on the CPU"
     if int(bias) or int(softmax) or dropout:
         return "fused attention with bias, sinks or dropout is not emulated on the CPU"
     return (
-        "" if int(mask) in (_NO_MASK, *_CAUSAL) else "padding in fused attention is not emulated on the CPU"
+        ""
+        if is_packed or int(mask) in (_NO_MASK, *_CAUSAL)
+        else "padding in fused attention is not emulated on the CPU"
     )
 
 
@@ -146,18 +166,51 @@ def fused_attn_fwd(
     *rest: Any,
 ) -> list[torch.Tensor]:
     """Return ``[output, logarithms of the rows' sums (batch, heads, queries, 1) in fp32, random state]``."""
-    del max_seqlen_q, max_seqlen_kv, is_training, set_zero, qkv_scale_inv_format, cu_seqlens_q, cu_seqlens_kv
+    del max_seqlen_q, max_seqlen_kv, is_training, set_zero, qkv_scale_inv_format
     return_max_logit = rest[-2]
+    if int(qkv_layout) in _PACKED:
+        if reason := _not_emulated(qkv_layout, bias_type, attn_mask_type, softmax_type, p_dropout):
+            raise NotImplementedError(reason)
+        options = (attn_scale, _OF_ONE[int(attn_mask_type)], window_size, bottom_right_diagonal)
+        output = q.new_zeros(*q.shape[:2], v.shape[2])
+        sums = q.new_zeros(*q.shape[:2], 1, dtype=torch.float32)
+        largest = [torch.full_like(sums, float("-inf"))] if return_max_logit else []
+        for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_kv, *rest[1:3]):
+            found = _forward(*(one[None] for one in (q[queries], k[keys], v[keys])), False, *options)
+            output[queries] = found[0][0]
+            for packed, one in zip((sums, *largest), found[1:], strict=False):
+                packed[queries] = one[0].transpose(0, 1)
+        return [output, sums, *largest, torch.zeros(2, dtype=torch.int64)]
     first = _check(qkv_layout, (o_format,), bias_type, attn_mask_type, softmax_type, p_dropout)
+    options = (attn_scale, attn_mask_type, window_size, bottom_right_diagonal)
+    output, sums, largest_scores = _forward(q, k, v, first, *options)
+    return [output, sums, *([largest_scores] if return_max_logit else []), torch.zeros(2, dtype=torch.int64)]
+
+
+def _sequences(*bounds: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield the queries and the keys of each sequence.
+
+    ``bounds`` are cumulative lengths of queries and of keys, and the same with the padding behind each sequence.
+    """
+    lengths = (one.diff().tolist() for one in bounds[:2])
+    starts = (one[:-1].tolist() for one in bounds[2:])
+    for queries, keys, query, key in zip(*lengths, *starts, strict=True):
+        if queries:
+            yield slice(query, query + queries), slice(key, key + keys)
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: bool, scale: float, *mask: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, the logarithms of the rows' sums, and the rows' largest scores."""
     heads = q.shape[2]
     query, key, value = (_heads_first(one, first, heads) for one in (q, k, v))
-    scores = _scores(query, key, attn_scale, attn_mask_type, window_size, bottom_right_diagonal)
+    scores = _scores(query, key, scale, *mask)
     sums = scores.logsumexp(-1, keepdim=True)
     # A row that sees no key has a sum of zero, and attends to nothing.
     attended = torch.exp(scores - sums).nan_to_num(0.0) @ value
     output = _given_back(attended, torch.empty((), dtype=q.dtype).expand(1, 1, heads, 1), first)
-    largest = [scores.amax(-1, keepdim=True)] if return_max_logit else []
-    return [output, sums, *largest, torch.zeros(2, dtype=torch.int64)]
+    return output, sums, scores.amax(-1, keepdim=True)
 
 
 def fused_attn_bwd(
@@ -191,19 +244,44 @@ def fused_attn_bwd(
 ) -> list[torch.Tensor | None]:
     """Return ``[dquery, dkey, dvalue, None, None]``, using the sums of full rows (these keys may be a part)."""
     del max_seqlen_q, max_seqlen_kv, set_zero, qkv_scale_inv_format, do_scale_inv_format, deterministic
-    del cu_seqlens_q, cu_seqlens_kv, fake_dtype, rest
-    formats = (o_format, do_format)
-    first = _check(qkv_layout, formats, bias_type, attn_mask_type, softmax_type, p_dropout)
+    del fake_dtype
     if int(dqkv_layout) != int(qkv_layout):
         raise NotImplementedError("fused attention that changes the layout is not emulated on the CPU")
+    inputs, sums = (q, k, v, o, d_o), aux_ctx_tensors[0]
+    if int(qkv_layout) in _PACKED:
+        options = (attn_scale, _OF_ONE[int(attn_mask_type)], window_size, bottom_right_diagonal)
+        found = [torch.zeros_like(one) for one in inputs[:3]]
+        for queries, keys in _sequences(cu_seqlens_q, cu_seqlens_kv, *rest[:2]):
+            places = (queries, keys, keys, queries, queries)
+            parts = [one[place][None] for one, place in zip(inputs, places, strict=True)]
+            back = _backward(*parts, sums[queries].transpose(0, 1)[None], False, *options)
+            for gradient, place, one in zip(found, places, back, strict=False):
+                gradient[place] = one[0]
+        return [*found, None, None]
+    first = _check(qkv_layout, (o_format, do_format), bias_type, attn_mask_type, softmax_type, p_dropout)
+    options = (attn_scale, attn_mask_type, window_size, bottom_right_diagonal)
+    return [*_backward(*inputs, sums, first, *options), None, None]
+
+
+def _backward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    d_o: torch.Tensor,
+    sums: torch.Tensor,
+    first: bool,
+    scale: float,
+    *mask: Any,
+) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values."""
     query, key, value, output, gradient = (_heads_first(one, first, q.shape[2]) for one in (q, k, v, o, d_o))
-    scores = _scores(query, key, attn_scale, attn_mask_type, window_size, bottom_right_diagonal)
-    probabilities = torch.exp(scores - aux_ctx_tensors[0].reshape(*scores.shape[:-1], 1)).nan_to_num(0.0)
+    scores = _scores(query, key, scale, *mask)
+    probabilities = torch.exp(scores - sums.reshape(*scores.shape[:-1], 1)).nan_to_num(0.0)
     inner = (gradient * output).sum(-1, keepdim=True)
-    of_scores = attn_scale * probabilities * (gradient @ value.transpose(-1, -2) - inner)
+    of_scores = scale * probabilities * (gradient @ value.transpose(-1, -2) - inner)
     found = (of_scores @ key, of_scores.transpose(-1, -2) @ query, probabilities.transpose(-1, -2) @ gradient)
-    back = [_given_back(one, like, first) for one, like in zip(found, (q, k, v), strict=True)]
-    return [*back, None, None]
+    return [_given_back(one, like, first) for one, like in zip(found, (q, k, v), strict=True)]
 
 
 __all__ = ["fused_attn_bwd", "fused_attn_fwd", "get_fused_attn_backend"]

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from experts import dispatching
 from parity.runs import RTOL
+from test_own_dtensors import NEAR_TF32
 
 
 @pytest.mark.ranks(2)
@@ -43,6 +44,35 @@ def test_a_large_capacity_drops_nothing(pool):
     assert [rank["dropped"] for rank in ranks] == [0, 0]
     found = torch.cat([rank["outputs"] for rank in ranks])
     assert float((found - dense["outputs"]).norm() / dense["outputs"].norm()) < RTOL
+
+
+@pytest.mark.ranks(2)
+def test_recorded_steps(pool, device_type):
+    """Replays send tokens where the routing of their own step says: bits of the plain loop, values of one process.
+
+    On the CPU a replay runs the captured operations without their Python, on GPUs a CUDA graph. Negative controls: a
+    capacity for the tokens of both ranks; and steps that drop different numbers of copies.
+    """
+    options = {"axes": {"dp_shard": 1, "ep": 2}, "capacity": 15}  # an even load is 16
+    gloo = {"TE_FSDP_TEST_GLOO": "1"}  # memory of the test's own collectives is not captured
+    plain = pool.run(dispatching.training, 2, env=gloo, **options)
+    ranks = pool.run(dispatching.training, 2, env=gloo, recorded=True, **options)
+    (one,) = pool.run(dispatching.training, 1, axes={}, capacity=15, groups=2)
+    (other,) = pool.run(dispatching.training, 1, axes={}, capacity=30)
+    found = {name: value for rank in ranks for name, value in rank["parameters"].items()}
+    assert found.keys() == one["parameters"].keys()
+    for rank, expected in zip(ranks, plain, strict=True):
+        assert rank["graphs"] == (1, 4, "", ""), rank["graphs"]
+        assert rank["losses"] == expected["losses"] and rank["dropped"] == expected["dropped"]
+        assert all(torch.equal(value, expected["parameters"][n]) for n, value in rank["parameters"].items())
+        assert len(set(rank["dropped"][2:])) > 1, "replays of one routing would drop one number of copies"
+    assert [sum(pair) for pair in zip(*(rank["dropped"] for rank in ranks), strict=True)] == one["dropped"]
+    losses = [sum(pair) for pair in zip(*(rank["losses"] for rank in ranks), strict=True)]
+    near = RTOL if device_type == "cpu" else NEAR_TF32
+    assert losses == pytest.approx(one["losses"], rel=near)
+    assert losses != pytest.approx(other["losses"], rel=100 * near)
+    for name, value in one["parameters"].items():
+        assert float((found[name] - value).norm() / value.norm()) < near, name
 
 
 @pytest.fixture

@@ -54,6 +54,41 @@ def test_bounds_must_fit(te):
         tex.convert_thd_to_bshd(torch.randn(13, 4, 16), BOUNDS, 3, 6)
 
 
+@pytest.mark.parametrize("mask", ["padding", "padding_causal"])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_padding_between_sequences(te, mask, groups):
+    """Output and gradients are those of each sequence by itself, in float64; padding gets zeros.
+
+    Negative control: bounds without the padding.
+    """
+    attention = te.DotProductAttention(4, 16, num_gqa_groups=groups, qkv_format="thd", attention_dropout=0.0)
+    starts, padded = [0, 8, 12], torch.tensor([0, 8, 12, 20], dtype=torch.int32)
+    inputs = [torch.randn(20, heads, 16).bfloat16().requires_grad_() for heads in (4, groups, groups)]
+    options = {"cu_seqlens_q": BOUNDS, "cu_seqlens_kv": BOUNDS, "max_seqlen_q": 8, "max_seqlen_kv": 8}
+    options |= {"attn_mask_type": mask, "pad_between_seqs": True}
+    found = attention(*inputs, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, **options)
+    found = found.view(20, 4, 16)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    expected = torch.zeros(20, 4, 16).double()
+    for start, length in zip(starts, LENGTHS, strict=True):
+        q, k, v = (one[start : start + length] for one in exact)
+        k, v = (one.repeat_interleave(4 // groups, dim=1) for one in (k, v))
+        scores = torch.einsum("qhc,khc->hqk", q, k) / 4
+        if mask == "padding_causal":
+            scores = scores + torch.full_like(scores[0], float("-inf")).triu(1)
+        expected[start : start + length] = torch.einsum("hqk,khc->qhc", scores.softmax(-1), v)
+    # Values are rounded once, to bf16, and so are the output and its gradient that backward takes.
+    assert ref.distance(found, expected) <= 2**-8
+    weights = torch.randn(20, 4, 16).bfloat16()
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, other in zip(inputs, exact, strict=True):
+        assert ref.distance(mine.grad, other.grad) <= 2 * 2**-8
+        assert not mine.grad[5:8].any() and not found[9:12].any()
+    other = attention(*inputs, cu_seqlens_q_padded=BOUNDS, cu_seqlens_kv_padded=BOUNDS, **options)
+    assert ref.distance(other.view(20, 4, 16), expected) > 0.1
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_embedding_of_packed_sequences(te, interleaved):
     """Positions start at each sequence, or where ``start_positions`` says; gradients are those of the parts."""

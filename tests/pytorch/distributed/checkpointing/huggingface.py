@@ -78,13 +78,13 @@ class Case:
         te_fsdp.materialize(model, seed=3)
         for layer in model.layers:
             if meshes.ep is not None and layer.experts is not None:
-                layer.experts.exchange = partial(_to_their_ranks, meshes.ep)
+                layer.experts.exchange = partial(to_their_ranks, meshes.ep)
         if self.quantized:
             return model, FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def _to_their_ranks(ep: Any, experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+def to_their_ranks(ep: Any, experts: Any, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Rows, one expert's after the other, through the experts of all ranks of ``ep``."""
     own, size, group = len(counts) // ep.size(), ep.size(), ep.get_group()
     mine: list[Any] = [None] * size

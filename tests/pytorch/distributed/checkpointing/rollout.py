@@ -135,6 +135,31 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     return outcome
 
 
+def families(folders: dict[str, tuple[str, dict[str, Any]]], target: str) -> dict[str, dict[str, Any]]:
+    """Compare a stream of each family with the folder that was loaded, and after a step with ``save_huggingface``."""
+    from te_fsdp import huggingface as rollout
+    from te_fsdp.checkpoint.lazy_tensors import open_safetensors
+    from te_fsdp.checkpoint.portable import huggingface as hf
+
+    def read(folder: str) -> dict[str, torch.Tensor]:
+        return {key: one.whole() for key, one in open_safetensors(Path(folder))[0].items()}
+
+    outcomes: dict[str, dict[str, Any]] = {}
+    for family, (folder, case) in folders.items():
+        model, optimizer, step = trained(folder, case, steps=0)
+        options: dict[str, Any] = {"config": folder, "bucket_bytes": 20_000}
+        before = dict(rollout.iter_weights(model, optimizer, **options))
+        step()
+        after = dict(rollout.iter_weights(model, optimizer, **options))
+        hf.save_huggingface(f"{target}-{family}", model, optimizer, config=folder)
+        outcomes[family] = {
+            "loaded": different(before, read(folder)),
+            "saved": different(after, read(f"{target}-{family}")),
+            "trained": len(different(after, before)) / len(after),
+        }
+    return outcomes
+
+
 def _fp8(streamed: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> dict[str, Any]:
     """Compare FP8 tensors with values that are quantized by plain code."""
     wrong, quantized = [], 0
@@ -158,9 +183,12 @@ def _fp8(streamed: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> 
 
 
 def fp8_bytes(
-    config: dict[str, Any], axes: dict[str, int], steps: int, interleaved: bool, target: str
+    config: dict[str, Any], axes: dict[str, int], steps: int, interleaved: bool, bucket: int, target: str
 ) -> dict[str, Any]:
-    """Train FP8 weights with 128 x 128 blocks; compare the stream with the unsharded model's bytes and scales."""
+    """Train FP8 weights with 128 x 128 blocks; compare the stream with the unsharded model's bytes and scales.
+
+    Its peak memory is that of buckets of ``bucket`` bytes, and of one bucket for all weights.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8BlockScaling
     from transformer_engine.pytorch.optimizers import FusedAdam
@@ -182,18 +210,22 @@ def fp8_bytes(
     optimizer = FusedAdam(model.parameters(), lr=1e-3, master_weights=True)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 40, (2, 128), generator=generator).to(harness.device())
+        tokens = torch.randint(0, 40, (1, 128), generator=generator).to(harness.device())
         with te.autocast(recipe=Float8BlockScaling()):
             model(tokens).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    def stream() -> Any:
-        return rollout.iter_weights(model, optimizer, config=config, format="fp8-block", bucket_bytes=1 << 20)
+    def stream(bucket_bytes: int = bucket) -> Any:
+        options: dict[str, Any] = {"format": "fp8-block", "bucket_bytes": bucket_bytes}
+        return rollout.iter_weights(model, optimizer, config=config, **options)
 
-    with PeakMemory() as memory:
-        for _ in stream():
-            pass
+    peaks = []
+    for bucket_bytes in (bucket, 1 << 30):
+        with PeakMemory() as memory:
+            for _ in stream(bucket_bytes):
+                pass
+        peaks.append(memory.peak)
     kept = {name: tensor.cpu() for name, tensor in stream()}
     te_fsdp.checkpoint.save(target, model)
     whole = build(device=harness.device())
@@ -203,7 +235,7 @@ def fp8_bytes(
         **_against_bytes(whole, kept),
         # Weights that are quantized again have other scales: the comparison can fail.
         "control": torch.equal(again.cpu(), kept["model.layers.0.mlp.down_proj.weight_scale_inv"]),
-        "peak": memory.peak,
+        "peaks": peaks,
         "bytes": sum(tensor.nbytes for tensor in kept.values()),
     }
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import harness
 import torch
+from graphed.tapes import recording
 from torch import nn
 from torch.nn import functional as F
 
 EXPERTS, HIDDEN, WIDE, TOP_K = 3, 16, 32, 2
 TOKENS = 24
 """Tokens of a rank."""
+STEPS = 6
 
 
 class Block(nn.Module):
@@ -71,6 +73,53 @@ def step(axes: dict[str, int], capacity: int, *, groups: int = 1, dense: bool = 
         "dropped": int(dropped),
         "splits": model.dispatcher.splits,
     }
+
+
+def training(
+    axes: dict[str, int], capacity: int, *, groups: int = 1, recorded: bool = False
+) -> dict[str, Any]:
+    """Train on new tokens in each step, with a plain loop or a step that replays a recording.
+
+    Arguments are those of :func:`step`.
+
+    Returns:
+        By step the loss and the number of dropped copies; unsharded parameters; recordings and replays, and why steps
+        ran eagerly.
+    """
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    model = Block(meshes, capacity, groups)
+    te_fsdp.fully_shard(model, meshes, average_gradients=False)
+    te_fsdp.materialize(model, seed=2)
+    rate = torch.tensor(1e-2, device=harness.device())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-3, fused=True, capturable=True)
+
+    def forward_backward(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with te_fsdp.microbatch(model, is_last=True):
+            outputs, dropped = model(tokens)
+            loss = outputs.square().sum()
+            loss.backward()
+        return loss, dropped
+
+    with recording():
+        replayed = te_fsdp.graphed_step(model, optimizer, forward_backward, warmup=2)
+    found: dict[str, Any] = {"losses": [], "dropped": []}
+    for number in range(STEPS):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randn(2 * TOKENS, HIDDEN, generator=generator).split(TOKENS * groups)[meshes.data_rank]
+        tokens = tokens.to(harness.device(), copy=True)
+        if recorded:
+            loss, dropped = replayed(tokens).output
+        else:
+            loss, dropped = forward_backward(tokens)
+            optimizer.step()
+            optimizer.zero_grad()
+        found["losses"].append(loss.item())
+        found["dropped"].append(int(dropped))
+    found["parameters"] = {n: harness.full(p.detach()) for n, p in model.named_parameters()}
+    found["graphs"] = replayed.recordings, replayed.replays, replayed.why_eager, replayed.why_step_eager
+    return found
 
 
 @torch.no_grad()
