@@ -34,7 +34,8 @@ from te_fsdp.checkpoint.portable.weight_transfer import (
 )
 from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError
+from te_fsdp.errors import CheckpointError, OrderError
+from te_fsdp.upstream.torch_dtensor import versions_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -82,7 +83,8 @@ def iter_weights(
     Raises:
         CheckpointError: An option that is not supported, a model that ``config`` does not describe, ranks that do not
             store every element. The same on all ranks, before the first tensor.
-        OrderError: ``optimizer`` holds parameters of another model, or ``since`` has not ended.
+        OrderError: ``optimizer`` holds parameters of another model, ``since`` has not ended, or weights are written to
+            before the last bucket (on all ranks, at the next one).
     """
     with collective_call("huggingface.iter_weights"):
         stream = all_agree(
@@ -127,6 +129,9 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
         self._exact: dict[str, dict[str, Share]] = {}
+        owned = owned_parameters(model)
+        self._parameters = [one.parameter for one in owned]
+        self._versions = versions_of(self._parameters)
         if format == "fp8-block":
             if self._weights.architecture.style == "gpt2":
                 raise CheckpointError(
@@ -135,7 +140,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
                     why="GPT-2 stores them transposed, and no inference engine reads them in FP8",
                     fix="format='bf16'",
                 )
-            found = {owned.fqn: block_shares(owned) for owned in owned_parameters(model)}
+            found = {owned.fqn: block_shares(owned) for owned in owned}
             self._exact = {name: shares for name, shares in found.items() if shares}
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tensors: Iterator[tuple[str, torch.Tensor | None]] = iter(())
@@ -224,6 +229,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         """
         plan, failed = self._plan, None
         for number, groups in enumerate(self.buckets):
+            failed = failed or self._written()
             receiver = self.receivers[number % len(self.receivers)] if self.receivers else None
             receives = receiver in (None, rank())
             names = [name for group in groups for name in tensors_of(group, plan)]
@@ -244,6 +250,18 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         all_agree(lambda: raise_error(failed))
         # Without a reference to the previous stream: a chain of streams would keep all their checksums.
         self.since, self.ended = None, True
+
+    def _written(self) -> OrderError | None:
+        """Return the error of a stream whose weights were written to since its start. Local operation."""
+        if versions_of(self._parameters) == self._versions:
+            return None
+        return OrderError(
+            "iter_weights: the next bucket",
+            expected="weights as they were when the stream began",
+            got="weights that an optimizer's step or other code has written to",
+            why="The receivers would have old and new weights in one model",
+            fix="iterate to the end between two steps, or call iter_weights again",
+        )
 
     def _converted(
         self, plan: TransferPlan, group: Group, tensors: dict[str, torch.Tensor]

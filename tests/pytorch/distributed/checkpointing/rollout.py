@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -93,6 +94,7 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
     from te_fsdp import huggingface as rollout
     from te_fsdp.checkpoint.lazy_tensors import open_safetensors
     from te_fsdp.checkpoint.portable import huggingface as hf
+    from te_fsdp.errors import OrderError
 
     model, optimizer, step = trained(folder, case)
     files: dict[str, dict[str, torch.Tensor]] = {}
@@ -132,6 +134,11 @@ def streams(folder: str, case: dict[str, Any], target: str) -> dict[str, Any]:
         value = optimizer.state[parameter].get("master_param", parameter)
         (value.to_local() if hasattr(value, "to_local") else value).mul_(2.0)
     outcome["one changed"] = list(dict(stream(since=again)))
+    begun = stream()
+    next(begun)
+    step()
+    with pytest.raises(OrderError, match="weights as they were when the stream began"):
+        list(begun)
     return outcome
 
 
