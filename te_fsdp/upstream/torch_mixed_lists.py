@@ -91,6 +91,20 @@ def mixed_lists() -> MixedLists:
     return MixedLists()
 
 
+@functools.cache
+def support_foreach_copy() -> None:
+    """Let ``torch._foreach_copy_`` take DTensors. Local operation, once per process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(_aten._foreach_copy_.default, _copy_each)
+
+
+def _copy_each(op: Any, args: Any, kwargs: Any) -> None:
+    """Copy tensor by tensor, because torch 2.11 to 2.15 have no ``_foreach_copy_`` of DTensors. Averages use it."""
+    targets, sources, *options = args
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, *options, **kwargs)
+
+
 def _is_clipping() -> bool:
     """Return whether torch's clip_grads_with_norm_ runs, which other code's factors must not be mistaken for."""
     frame = sys._getframe(1)
