@@ -40,6 +40,7 @@ from te_fsdp.upstream import (
     fsdp2_units,
     torch_amp as _torch_amp,
 )
+from te_fsdp.upstream.torch_mixed_lists import support_foreach_copy
 
 if TYPE_CHECKING:
     from torch import nn
@@ -83,6 +84,7 @@ def check_plan(plan: ModelPlan, points: CheckPoints) -> None:
 def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     """Record the plan on each parameter, and move unsharded parameters and buffers from the CPU. Local operation."""
     model, device, request = plan.model, plan.meshes.device, plan.request
+    support_foreach_copy()
     for place in iter_param_owners(model):
         row = get_or_create_record(place.parameter).plan = plan.parameters[id(place.owner), place.name]
         if type(place.parameter) is torch.nn.Parameter and not place.parameter.is_contiguous():

@@ -240,7 +240,7 @@ def set_device_mesh(
     Source: semantics and signature of TransformerEngine PR #2713.
     """
     require_flags("set_device_mesh", check_inputs=check_inputs)
-    mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh)
+    mesh = _communicates_over(model, tp_mesh, weight_mesh, ep_mesh, expert_weight_mesh)
     together = collective_call("set_device_mesh", mesh) if mesh is not None else nullcontext()
     tp = None if tp_mesh is None or tp_mesh.size() == 1 else tp_mesh
     dense = ModuleMeshes(tp, weight_mesh, single=tp_mesh if tp is None else None)
@@ -290,11 +290,16 @@ def bind(model: nn.Module, planned: Collection[ModulePlan]) -> None:
 
 
 def _communicates_over(
-    model: nn.Module, tp_mesh: DeviceMesh | None, weight_mesh: DeviceMesh | None, ep_mesh: DeviceMesh | None
+    model: nn.Module,
+    tp_mesh: DeviceMesh | None,
+    weight_mesh: DeviceMesh | None,
+    ep_mesh: DeviceMesh | None,
+    expert_weight_mesh: DeviceMesh | None,
 ) -> DeviceMesh | None:
     """Return the mesh of the ranks that must make the call, or ``None`` if it is local. Local operation."""
     require_model(model, "set_device_mesh(model, tp_mesh, weight_mesh)")
-    for mesh, argument in ((tp_mesh, "tp_mesh"), (weight_mesh, "weight_mesh"), (ep_mesh, "ep_mesh")):
+    meshes = {"tp_mesh": tp_mesh, "weight_mesh": weight_mesh, "ep_mesh": ep_mesh}
+    for argument, mesh in {**meshes, "expert_weight_mesh": expert_weight_mesh}.items():
         check_1d(mesh, argument, f"set_device_mesh({type(model).__name__})")
     # Ranks of `ep` exchange their numbers of experts, whatever the state of the parameters is.
     if ep_mesh is not None:

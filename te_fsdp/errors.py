@@ -30,6 +30,8 @@ __all__ = [
     "message",
     "require_flag_fields",
     "require_flags",
+    "require_integer",
+    "require_kind",
     "require_number",
     "shorten",
 ]
@@ -140,7 +142,9 @@ def require_flags(where: str, kind: type[TeFsdpError] = PlacementError, **given:
             f"{where}: {name}",
             expected="True or False",
             got=f"{value!r} ({type(value).__name__})",
-            why="Python treats any non-empty value as true, including the word 'false'" if value else "",
+            why="Python treats any non-empty value as true, including the word 'false'"
+            if type(value).__module__ == "builtins" and value
+            else "",
             fix=f"{name}=True or {name}=False; if the value comes from a configuration file, convert it to bool first",
         )
 
@@ -157,6 +161,42 @@ def require_number(where: str, name: str, value: object, *, least: float, fix: s
         raise PlacementError(
             f"{where}: {name} must be a number of at least {least}", got=f"{value!r}{kind}", fix=fix
         )
+
+
+def require_integer(where: str, name: str, value: object, *, least: int, most: int | None = None) -> None:
+    """Raise unless an argument is an integer of Python or NumPy between two limits. Local operation.
+
+    Raises:
+        PlacementError: The text names the call, the argument and the value.
+    """
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    if not is_integer or int(value) < least or (most is not None and int(value) > most):  # type: ignore[bad-argument-type]
+        raise PlacementError(
+            f"{where}: {name}",
+            expected=f"an integer of at least {least}" + ("" if most is None else f" and at most {most}"),
+            got=f"{value!r:.80} ({type(value).__name__})",
+            fix=f"{name}=int({name}) if the value comes from a configuration file",
+        )
+
+
+def require_kind(
+    where: str,
+    name: str,
+    value: object,
+    kinds: type | tuple[type, ...],
+    *,
+    expected: str,
+    fix: str = "",
+    error: type[TeFsdpError] = PlacementError,
+) -> None:
+    """Raise unless an argument is an instance of one of the classes. Local operation.
+
+    Raises:
+        TeFsdpError: The class is ``error``. The text names the call, the argument and its class.
+    """
+    if not isinstance(value, kinds):
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        raise error(f"{where}: {name}", expected=expected, got=got, fix=fix)
 
 
 def require_flag_fields(given: Any, where: str) -> None:

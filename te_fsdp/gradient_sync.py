@@ -70,8 +70,9 @@ def finish_grad_reduce(model: nn.Module) -> None:
     Raises:
         OrderError: As in :func:`start_grad_reduce`.
     """
+    state = require_sharded_model(model, "finish_grad_reduce")
     start_grad_reduce(model)
-    wait_for_reductions(require_sharded_model(model, "finish_grad_reduce"))
+    wait_for_reductions(state)
 
 
 def wait_for_reductions(state: ShardedModel) -> None:

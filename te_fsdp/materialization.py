@@ -15,7 +15,7 @@ import torch
 
 from te_fsdp.collectives.agreement import raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import InitError
+from te_fsdp.errors import InitError, require_integer
 from te_fsdp.initialize import has_sentinel, initialize_by_reset, target_device
 from te_fsdp.inline_init import record_writes, refuse_lost_writes
 from te_fsdp.lifecycle import track_replaced_parameters
@@ -59,6 +59,7 @@ def materialize(model: ModelT, *, seed: int | None = None) -> ModelT:
     Raises:
         InitError: Parameters or buffers that nothing initialises, all by name; parameters that a constructor has
             initialized on meta; ranks with different random states; or an initialization that cannot be called.
+        PlacementError: ``seed`` is not an integer.
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "materialize(model)")
@@ -188,11 +189,12 @@ def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
     if seed is None:
         yield
         return
+    require_integer("materialize", "seed", seed, least=-(2**63), most=2**64 - 1)  # as torch.manual_seed
     devices = {target_device(p) for p in model.parameters()}
     indices = [d.index for d in devices if d.type != "cpu"]
     kind = next((d.type for d in devices if d.type != "cpu"), "cuda")
     with torch.random.fork_rng(indices, device_type=kind):
-        torch.manual_seed(seed)
+        torch.manual_seed(int(seed))
         yield
 
 

@@ -30,18 +30,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import mesh_checks
 from te_fsdp.collectives.agreement import rank_messenger
 from te_fsdp.collectives.rendezvous import collective_call, is_simulated
-from te_fsdp.errors import MeshError
+from te_fsdp.errors import MeshError, require_kind
 from te_fsdp.mesh_checks import ALL_AXES, AXES, STAGES
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
 
 _log = logging.getLogger("te_fsdp")
 
@@ -104,7 +103,9 @@ class Meshes:
             MeshError: A size is not a positive integer, or the product is not the world size. Also for an unknown
                 device type, or several processes that torchrun did not start: each would be a separate job.
         """
-        device_type = mesh_checks.check_device_type(device_type or default_device_type())
+        device_type = mesh_checks.check_device_type(
+            default_device_type() if device_type is None else device_type
+        )
         # tp is the innermost axis: its ranks exchange activations in every layer, so they should share a
         # node. dp_replicate is the outermost one: its ranks communicate once per step.
         asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
@@ -170,6 +171,9 @@ class Meshes:
             MeshError: Unnamed axes, unknown names, or ranks that do not ascend along an axis. Also for dp_shard, cp and
                 ep that are not nested in this order, or a ``pp`` mesh that does not cross ``mesh`` in this rank.
         """
+        require_kind(
+            "Meshes.from_device_mesh", "mesh", mesh, DeviceMesh, expected="a DeviceMesh", error=MeshError
+        )
         if not mesh.mesh_dim_names:
             raise MeshError(
                 "Meshes.from_device_mesh: the mesh has unnamed axes",

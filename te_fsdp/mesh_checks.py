@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import digest, gather
 from te_fsdp.collectives.rendezvous import is_simulated
-from te_fsdp.errors import MeshError, meant
+from te_fsdp.errors import MeshError, meant, require_kind
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     known meaning.
     """
     where, have = "Meshes.from_device_mesh", tuple(mesh.mesh_dim_names or ())
+    require_kind(
+        where,
+        "names",
+        {} if names is None else names,
+        Mapping,
+        expected="a dict of axis names",
+        error=MeshError,
+    )
     given = dict(names or {})
     for name, target in given.items():
         if name not in have:
@@ -278,13 +287,13 @@ def check_device_type(given: str | torch.device) -> str:
     """Return the device type. Raise ``MeshError`` for an unknown type, or for a device with an index."""
     try:
         device = torch.device(given)
-    except RuntimeError:
+    except (RuntimeError, TypeError, ValueError):
         device = None
     if device is None or device.index is not None:
         raise MeshError(
             "Meshes.build: device_type",
             expected="'cuda' or 'cpu'",
-            got=repr(given),
+            got=f"{given!r:.80}",
             fix="pass the type alone: LOCAL_RANK selects this rank's device",
         )
     return device.type

@@ -14,13 +14,13 @@ from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
-from te_fsdp.modules.plan import plan_modules
+from te_fsdp.modules.plan import plan_modules, refuse_uneven_ties
 from te_fsdp.own_units import dense_beside_own, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
 from te_fsdp.unshardable_models import check_accepted, check_order, is_container, refuse_hooks
-from te_fsdp.unshardable_params import find_odd, refuse_quantized_ops
+from te_fsdp.unshardable_params import find_odd, refuse_quantized_ops, refuse_sparse_gradients
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -137,6 +137,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         apart = dense_beside_own(model, meshes, units, request.experts)
         by_model = policy is not None and policy.param_dtype is None
         placed = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=apart)
+        refuse_sparse_gradients(model)
         refuse_quantized_ops(model, lambda module, name: placed[id(module), name].storage.is_whole)
         whole = _whole(model, placed)
         kept = {
@@ -168,6 +169,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         dense = ModuleMeshes(meshes.tp_or_none, meshes.weight, replicas=replicas, single=single)
         experts = ModuleMeshes(meshes.tp_or_none, meshes.expert_weight, meshes.ep, replicas)
         modules = plan_modules(model, dense, experts, request.experts, stays_replicated=stays_replicated)
+        refuse_uneven_ties(model, modules)
     parameters = _with_module_rows(placed, modules)
     return ModelPlan(model, meshes, request, units, whole, parameters, modules, precision)
 

@@ -166,7 +166,8 @@ def checks_of(parameter: torch.Tensor) -> CheckPoints:
 def label_of(parameter: torch.Tensor, kind: str = "a parameter") -> str:
     """Return a parameter's name for messages: its label, or else its shape. Local operation."""
     facts = get_record(parameter)
-    return (facts.label if facts is not None else None) or f"{kind} of shape {tuple(parameter.shape)}"
+    named = None if facts is None else facts.plan.label if facts.plan is not None else facts.label
+    return named or f"{kind} of shape {tuple(parameter.shape)}"
 
 
 def share_record(parameter: torch.Tensor, gathered: torch.Tensor) -> None:

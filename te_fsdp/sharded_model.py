@@ -190,7 +190,8 @@ def get_sharded_model(model: nn.Module) -> ShardedModel | None:
     """Return the state of a model after ``fully_shard``, also for ``torch.compile`` of it; ``None`` for others."""
     if type(model).__name__ == "OptimizedModule":
         model = model._modules["_orig_mod"]  # type: ignore[bad-assignment]
-    record: records.ModuleRecord | None = model.__dict__.get(records.MODULE)
+    # Callers report an argument that is not a module, which may have no attributes.
+    record: records.ModuleRecord | None = getattr(model, "__dict__", {}).get(records.MODULE)
     return None if record is None else record.sharded
 
 
@@ -215,7 +216,7 @@ def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
         raise OrderError(
             f"{where}({type(model).__name__})",
             expected="the model that te_fsdp.fully_shard was called on",
-            got="another module",
+            got="another module" if isinstance(model, torch.nn.Module) else "not a module",
             fix="pass the root; for a model that torch's own fully_shard has sharded, use FSDP2's setters",
         )
     return state

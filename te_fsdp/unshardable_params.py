@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from te_fsdp.errors import PlacementError, shorten
 from te_fsdp.records import ParamOwner, is_replicated
 from te_fsdp.upstream import te as _te, te_modules as _te_modules
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
 #: Most elements of one unit that are replicated on their own.
 MOST = 1 << 20
@@ -30,6 +31,23 @@ def refuse_quantized_ops(model: nn.Module, is_whole: Callable[[nn.Module, str], 
                 why="Each rank would quantize its shard with a scale of its own",
                 fix="te.Linear and its like, te.ops modules built outside of quantized_model_init, or "
                 "te_fsdp.fsdp_no_shard(module)",
+            )
+
+
+def refuse_sparse_gradients(model: nn.Module) -> None:
+    """Raise ``PlacementError`` for a trained embedding with sparse gradients. Local operation."""
+    for name, module in model.named_modules():
+        if (
+            isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            and module.sparse
+            and module.weight.requires_grad
+        ):
+            raise PlacementError(
+                f"{name or type(module).__name__}.weight: {type(module).__name__}(sparse=True)",
+                expected="dense gradients",
+                got="sparse gradients",
+                why="Neither FSDP2 nor the reduction of replicated gradients supports sparse tensors",
+                fix="build it with sparse=False, or freeze it",
             )
 
 

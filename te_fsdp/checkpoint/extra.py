@@ -312,6 +312,9 @@ def rng_state(tracker: Any = None) -> PerRank:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state()
     if tracker is not None:
+        if not callable(getattr(tracker, "get_states", None)):
+            got = type(tracker).__name__
+            raise CheckpointError("rng_state: tracker", expected="an object with get_states()", got=got)
         state["tracker"] = dict(tracker.get_states())
     return PerRank(state)
 
@@ -328,6 +331,9 @@ def set_rng_state(state: Mapping[str, Any] | None, tracker: Any = None) -> None:
             why="States of ranks of another mesh do not belong to these ranks",
             fix="seed the ranks again, for example torch.manual_seed(seed + step) with a seed per rank",
         )
+    if not isinstance(state, Mapping) or "python" not in state:
+        got = f"{state!r:.80}"
+        raise CheckpointError("set_rng_state: state", expected="the result of rng_state()", got=got)
     if (tracker is None) != ("tracker" not in state):
         expected = "one here and at the save, or neither"
         raise CheckpointError("set_rng_state: tracker", expected=expected, fix="pass it to both")

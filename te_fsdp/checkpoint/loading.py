@@ -49,7 +49,7 @@ from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.checkpoint.tensor_entries import Entry, whole_entry
 from te_fsdp.collectives.agreement import all_agree, gather, rank
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, require_flags, shorten
+from te_fsdp.errors import CheckpointError, require_flags, require_kind, shorten
 from te_fsdp.features.main_weights import optimizers_with_stale_main_weights, set_main_weight
 from te_fsdp.layout import slices
 from te_fsdp.modules.semantics import format_differences
@@ -133,10 +133,10 @@ def load(
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_flags("load", CheckpointError, strict=strict, convert=convert, verify=verify)
+    require_kind("load", "allow", allow, Iterable, expected="names", error=CheckpointError)
     source, model, optimizers = absolute(path), joined_model(model), parts_of(optimizer)
     # Of a stage another name, lest ranks with and without one wait.
-    call = "checkpoint.load" + (" (a stage)" if stage_of(model) else "")
-    with collective_call(call), without_collector():
+    with collective_call("checkpoint.load" + (" (a stage)" if stage_of(model) else "")), without_collector():
         began = time.perf_counter()
         opened = open_source(source, model, class_of(optimizers), verify=verify, read=read)
         take_own_part(opened, model)

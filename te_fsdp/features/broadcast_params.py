@@ -12,7 +12,7 @@ from te_fsdp.collectives.redistribute import broadcast
 from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.features.param_gather import release_params
 from te_fsdp.quantized.components import components_of, drop_derived_state
-from te_fsdp.records import first_owners, require_model
+from te_fsdp.records import first_owners, require_model, require_optimizer
 from te_fsdp.replica_groups import replica_groups_of_dtensor, replica_groups_of_plan
 from te_fsdp.sharded_model import get_sharded_model, mesh_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -42,6 +42,8 @@ def broadcast_params(model: nn.Module, optimizer: Optimizer | None = None) -> No
         CollectiveError: Some ranks did not make the call within :func:`te_fsdp.set_collective_timeout`.
     """
     require_model(model, "broadcast_params(model)")
+    if optimizer is not None:
+        require_optimizer(optimizer, "broadcast_params")
     mesh = mesh_of(model)
     with torch.no_grad(), collective_call("broadcast_params", mesh) if mesh is not None else nullcontext():
         state = get_sharded_model(model)

@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from te_fsdp.errors import OrderError, PlacementError, PrecisionError, require_flags, require_number
 from te_fsdp.features.hfsdp.gradients import averaged_tensors_of, averages_of
 from te_fsdp.gradient_sync import require_reduced
-from te_fsdp.records import COPIED, get_or_create_record, get_record, label_of
+from te_fsdp.process_modules import registered_at
+from te_fsdp.records import COPIED, get_or_create_record, get_record, label_of, name_of
 from te_fsdp.sharded_model import shard_of, sharded_model_of
 from te_fsdp.upstream import torch_dtensor as _torch
 
@@ -111,8 +112,10 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
         gradients = spread.setdefault(known[meshes], [])
         gradient: Any = parameter.grad
         if isinstance(gradient, DTensor) and any(p.is_partial() for p in gradient.placements):
+            module, name = next(iter(registered_at({id(parameter)})), (None, ""))
+            kind = "a parameter" if module is None else f"{name_of(module)}.{name}, a parameter"
             raise PlacementError(
-                f"grad_norm: gradient of a parameter of shape {tuple(parameter.shape)}",
+                f"grad_norm: gradient of {label_of(parameter, kind)}",
                 expected=f"placements {tuple(getattr(parameter, 'placements', ()))}",
                 got=f"{tuple(gradient.placements)}",
                 why="The terms of the ranks are not summed yet",

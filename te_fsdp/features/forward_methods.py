@@ -36,9 +36,9 @@ def register_forward_method(module: nn.Module, method: str) -> None:
 
     Source: ``torch.distributed.fsdp.register_fsdp_forward_method``, which has no effect for other modules.
     """
-    if not callable(getattr(module, method, None)):
+    if not isinstance(method, str) or not callable(getattr(module, method, None)):
         raise PlacementError(
-            f"register_forward_method: {type(module).__name__} has no method {method!r}",
+            f"register_forward_method: {type(module).__name__} has no method {method!r:.80}",
             expected="the name of a method",
         )
     is_unit = fsdp2_units.is_fsdp_module(module)

@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 
 from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import require_number
+from te_fsdp.errors import require_integer, require_kind, require_number
 from te_fsdp.features.clip_grad_norm import clip_grad_norm_
 from te_fsdp.features.graph_checks import (
     Inputs,
@@ -121,15 +121,14 @@ def graphed_step(
 
     Raises:
         OrderError: The model is not sharded, or the optimizer has parameters of other models.
-        ValueError: ``warmup``, ``microbatches`` or ``max_norm`` is out of range.
+        PlacementError: ``warmup``, ``microbatches`` or ``max_norm`` is out of range, or an argument of a wrong type.
     """
     require_sharded_model(model, "graphed_step")
-    if warmup < 1:
-        raise ValueError(f"graphed_step: warmup must be at least 1, got {warmup}")
+    require_integer("graphed_step", "warmup", warmup, least=1)
+    require_kind("graphed_step", "forward_backward", forward_backward, Callable, expected="a function")  # type: ignore[bad-argument-type]
+    require_kind("graphed_step", "generators", generators, Iterable, expected="torch.Generators")
     if max_norm is not None:
-        require_number(
-            "graphed_step", "max_norm", max_norm, least=0, fix="max_norm=1.0, or None to clip nothing"
-        )
+        require_number("graphed_step", "max_norm", max_norm, least=0, fix="max_norm=1.0, or max_norm=None")
     check_optimizer(model, optimizer)
     return GraphedStep(model, optimizer, forward_backward, max_norm, warmup, tuple(generators), microbatches)
 
@@ -189,8 +188,8 @@ class GraphedStep:
         self.recordings = self.replays = self._steps = 0
         self._model, self._optimizer, self._call = model, optimizer, forward_backward
         self._max_norm, self._warmup, self._microbatches = max_norm, warmup, microbatches
-        if microbatches is not None and (type(microbatches) is not int or microbatches < 1):
-            raise ValueError(f"graphed_step: microbatches must be an int of at least 1, got {microbatches!r}")
+        if microbatches is not None:
+            require_integer("graphed_step", "microbatches", microbatches, least=1)
         self._last = (microbatches or 1) - 1  # number of the last call of the function in a step
         self._takes_first = microbatches is not None and (
             "is_first_microbatch" in inspect.signature(forward_backward).parameters

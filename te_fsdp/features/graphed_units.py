@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.errors import OrderError, PlacementError, require_integer, require_kind, shorten
 from te_fsdp.features.graph_checks import CudaRecorder, Signature, capture_failure, recorder_for
 from te_fsdp.features.transports import transports_of
 from te_fsdp.features.unit_recording import NotRecordableError, StaticBuffers, UnitRecording
@@ -68,12 +68,12 @@ def graphed_units(
     Raises:
         OrderError: The model is not sharded, or has run a forward.
         PlacementError: A unit is not all-gathered by the copy engine, or contains further units, or is unknown.
-        ValueError: ``warmup`` is out of range.
+            Also for a ``warmup`` out of range.
     """
     refuse_in_backward("graphed_units")
     state = require_sharded_model(model, "graphed_units")
-    if warmup < 1:
-        raise ValueError(f"graphed_units: warmup must be at least 1, got {warmup}")
+    require_integer("graphed_units", "warmup", warmup, least=1)
+    require_kind("graphed_units", "generators", generators, Iterable, expected="torch.Generators")
     return GraphedUnits(state, _choose(state, units), warmup, tuple(generators))
 
 
@@ -82,6 +82,7 @@ def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
     within = {name: fsdp2_units.inner_units(unit) for name, unit in state.modules.items()}
     if wanted is None:
         return [name for name, inner in within.items() if not inner]
+    require_kind("graphed_units", "units", wanted, Iterable, expected="names of units")
     names = list(wanted)
     for name in names:
         if name not in within:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from te_fsdp.collectives.agreement import gather
-from te_fsdp.errors import MeshError, OrderError, PlacementError, message, require_flags
+from te_fsdp.errors import MeshError, OrderError, PlacementError, require_flags, require_kind
 from te_fsdp.features.main_params import rows_of_state
 from te_fsdp.features.main_weights import check_optimizer
 from te_fsdp.layout import Box, cut_boxes
@@ -72,7 +72,7 @@ class Muon(Optimizer):
     Raises:
         PlacementError: A parameter for Muon is not a real matrix, such as one weight of all experts.
         OrderError: A parameter is not the model's.
-        ValueError: torch's optimizers reject the options, or AdamW does not use them here.
+        ValueError: torch's optimizers reject the options, or AdamW does not use them here (a PlacementError).
     """
 
     # Defaults for copies and unpickled optimizers, to which torch passes groups and state only.
@@ -94,15 +94,14 @@ class Muon(Optimizer):
         some = [torch.nn.Parameter(torch.empty(1, 1, device="cpu"))]
         defaults = {**torch.optim.Muon(some, **options).defaults, "algorithm": "muon", "betas": (0.9, 0.999)}
         known = ("lr", "betas", "eps", "weight_decay")
-        unknown = sorted(set(adamw or ()) - set(known))
+        is_dict = isinstance(adamw or {}, Mapping)
+        unknown = sorted(set(adamw or ()) - set(known)) if is_dict else [repr(adamw)]
         if unknown:
-            raise ValueError(
-                message(
-                    "Muon(adamw=...)",
-                    expected=f"options among {', '.join(known)}",
-                    got=", ".join(unknown),
-                    fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
-                )
+            raise PlacementError(
+                "Muon(adamw=...)",
+                expected=f"options among {', '.join(known)}",
+                got=", ".join(unknown),
+                fix="omit it, or pass adamw=None and use your own optimizer for the other parameters",
             )
         found = torch.optim.AdamW(some, **(adamw or {})).defaults
         others = {key: found[key] for key in known}
@@ -251,6 +250,7 @@ class Muon(Optimizer):
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     """Return groups of parameters for any input that torch's optimizers accept."""
+    require_kind("Muon", "params", params, Iterable, expected="parameters, or groups of them")
     given = list(params)
     groups = given if given and isinstance(given[0], dict) else [{"params": given}]
     # With or without names, as from named_parameters().

@@ -20,7 +20,7 @@ import torch
 from te_fsdp.collectives.agreement import gather, maximum
 from te_fsdp.collectives.redistribute import GradComm
 from te_fsdp.component import Component
-from te_fsdp.errors import GradientError, OrderError, message
+from te_fsdp.errors import GradientError, OrderError, PlacementError, message
 from te_fsdp.features.replicated_gradients import ReplicatedGradients
 from te_fsdp.sharded_model import get_sharded_model, shard_of
 from te_fsdp.unit_communication import set_unit_grad_comm
@@ -56,10 +56,10 @@ def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
 
     Raises:
         OrderError: The model is not sharded, or has a report already.
-        ValueError: The action is unknown.
+        PlacementError: The action is unknown.
     """
     if action not in ("raise", "log"):
-        raise ValueError(f'report_nan: action: expected "raise" or "log", got {action!r}')
+        raise PlacementError("report_nan: action", expected='"raise" or "log"', got=repr(action))
     state = get_sharded_model(model)
     if state is None or state.components.get(NanReport) is not None:
         raise OrderError(

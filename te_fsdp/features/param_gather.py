@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import PlacementError, require_kind
 from te_fsdp.kept_weights import expose_unsharded_params
 from te_fsdp.sharded_model import (
     ShardedModel,
@@ -83,6 +83,7 @@ def _sharded_units(state: ShardedModel, units: Iterable[str] | None, where: str)
     """Return the names of the selected units, outer before inner."""
     # `state.modules` has inner units first.
     order = list(reversed(state.modules))
+    require_kind(where, "units", () if units is None else units, Iterable, expected="names of units, or None")
     wanted = set(order if units is None else [units] if isinstance(units, str) else units)
     unknown = sorted(wanted - set(order))
     if unknown:

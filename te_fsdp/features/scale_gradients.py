@@ -30,7 +30,7 @@ def scale_gradients(model: nn.Module, factor: float | torch.Tensor) -> None:
         OrderError: Gradients are not reduced yet, or have changed since they were averaged.
     """
     state = require_sharded_model(model, "scale_gradients")
-    if not isinstance(factor, torch.Tensor):
+    if not isinstance(factor, torch.Tensor) or factor.numel() != 1:
         require_number("scale_gradients", "factor", factor, least=-math.inf, fix="factor=1 / tokens")
     require_reduced(state, "scale_gradients")
     number = torch.as_tensor(factor, dtype=torch.float32).reshape(())

@@ -25,14 +25,21 @@ import torch.distributed as dist
 from te_fsdp.check_points import check_points
 from te_fsdp.collectives.agreement import rank
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import InputError, MeshError, PlacementError, PrecisionError, meant, require_flags
+from te_fsdp.errors import (
+    InputError,
+    MeshError,
+    PlacementError,
+    PrecisionError,
+    meant,
+    require_flags,
+    require_kind,
+)
+from te_fsdp.mesh import Meshes
 from te_fsdp.records import module_record
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from te_fsdp.mesh import Meshes
 
 _log = logging.getLogger("te_fsdp")
 
@@ -156,6 +163,7 @@ def _ranks_of(attention: Any) -> list[int] | None:
 
 def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> None:
     """Check ``comm_type`` and ``a2a_size``; raise MeshError if TE does not support them."""
+    require_kind("set_context_parallel", "meshes", meshes, Meshes, expected="te_fsdp.Meshes", error=MeshError)
     if comm_type not in COMM_TYPES:
         near = meant(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
         raise MeshError(
@@ -307,6 +315,9 @@ def context_parallel_shard(
     Source: chunk order of ``get_batch_on_this_cp_rank`` of TE 2.18 to 2.20, which supports packed sequences only.
     """
     require_flags("context_parallel_shard", check_inputs=check_inputs)
+    require_kind(
+        "context_parallel_shard", "meshes", meshes, Meshes, expected="te_fsdp.Meshes", error=MeshError
+    )
     if meshes.cp is None:
         return batch
     for check in check_points().batch if check_inputs else ():

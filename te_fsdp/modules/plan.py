@@ -33,7 +33,7 @@ from te_fsdp.modules.grouped import (
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
 from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_shard_dims
-from te_fsdp.records import ModuleBinding, binding_of, is_replicated
+from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -126,6 +126,37 @@ def own_dtensors(module: Any) -> dict[str, DTensor]:
     elif kind not in (None, "unknown"):
         read = _rules(module, kind, {}, PLAIN, False)
     return {name: p for name, p in found.items() if name not in read}
+
+
+def refuse_uneven_ties(model: nn.Module, items: Iterable[ModulePlan]) -> None:
+    """Raise PlacementError for a tied parameter that tp shards for one of its modules only, or differently. Local.
+
+    Modules of the user's own classes may compute with shards.
+    """
+    planned = {id(item.module): item for item in items}
+    places: dict[int, dict[str, tuple[int | None, Layout]]] = {}
+    for place in iter_param_owners(model):
+        item = planned.get(id(place.owner))
+        kind = _te.kind_of(place.owner)
+        known = type(place.owner).__module__.startswith("torch.nn.") if kind is None else kind != "unknown"
+        if known and not isinstance(place.parameter, DTensor):
+            rule = (
+                item.rules.get(place.name) if item is not None and item.meshes.tp_mesh is not None else None
+            )
+            cut = (None, PLAIN) if rule is None or rule.shard_dim is None else (rule.shard_dim, rule.layout)
+            places.setdefault(id(place.parameter), {})[place.label] = cut
+    for cuts in places.values():
+        if len(set(cuts.values())) > 1:
+            raise PlacementError(
+                f"{', '.join(cuts)}: one parameter, which tp shards differently for these modules",
+                expected="modules that read the same rows or columns",
+                got="; ".join(
+                    f"{label}: {'not sharded' if dim is None else f'dim {dim}, {layout}'}"
+                    for label, (dim, layout) in cuts.items()
+                ),
+                why="Each rank has one shard, and one of the modules would compute with a part of its weight",
+                fix="do not tie them under tensor parallelism, or set the same parallel_mode for both",
+            )
 
 
 def _check_item(item: ModulePlan) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -151,23 +151,24 @@ def patch_new_zeros(local: torch.Tensor) -> None:
 
     FSDP2 copies its chunk, which TE slices bytewise, to ``local.new_zeros(shape)``. TE 2.20.2 creates it without scale
     padding, so the chunk's scales only fit if their numbers are multiples of 128 and 4. The attribute belongs to this
-    tensor object only.
+    tensor object only. It has no reference to the tensor: ``Module.to`` and ``float`` swap quantized parameters with
+    ``torch.utils.swap_tensors``, which rejects tensors with weak references.
     """
     row = _te.format_of(local)
     if row is not None and row.name in ("mxfp8", "mxfp8-2d"):
-        apply_patch_to(local, "new zeros", functools.partial(_zeros, weakref.ref(local)))
+        quantizer = _te.quantizer_of(local).copy()
+        quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
+        own = {"dtype": local.dtype, "device": local.device}
+        apply_patch_to(local, "new zeros", functools.partial(_zeros, quantizer, row.block or 1, own))
 
 
-def _zeros(reference: weakref.ref[torch.Tensor], size: Sequence[int], **options: Any) -> torch.Tensor:
-    """Return ``reference().new_zeros(size)`` with padded scale buffers."""
-    local = reference()
-    assert local is not None
-    block = _te.format_of(local).block  # type: ignore[union-attr]
+def _zeros(
+    quantizer: Any, block: int, own: Mapping[str, Any], size: Sequence[int], **options: Any
+) -> torch.Tensor:
+    """Return zeros like a weight of a quantizer, with padded scale buffers."""
     if options or any(length % block for length in size):  # FSDP2's sharding raises right after this
-        return type(local).new_zeros(local, size, **options)
-    quantizer = _te.quantizer_of(local).copy()
-    quantizer.set_usage(**local.get_usages())  # type: ignore[attr-defined]
-    zeros = quantizer.make_empty(tuple(size), dtype=local.dtype, device=local.device)
+        return torch.zeros(tuple(size), **{**own, **options})
+    zeros = quantizer.make_empty(tuple(size), **own)
     for buffer in _te.buffers_of(zeros):
         buffer.zero_()
     return zeros

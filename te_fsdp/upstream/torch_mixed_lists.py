@@ -7,6 +7,7 @@ They are those of ``torch.nn.utils``: ``clip_grad_norm_``, ``get_total_norm``, `
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -25,6 +26,9 @@ _ELEMENTWISE = (
 #: Operators that join the tensors.
 _JOINING = (_aten.stack.default, _aten.cat.default)
 OPERATORS = (*_ELEMENTWISE, *_JOINING)
+#: Computes the factor of clip_grads_with_norm_. With ``foreach=False`` the factor then multiplies single gradients.
+#: ``mul_`` itself has no handler, which would run for every multiplication of optimizers.
+_FACTOR = _aten.clamp.default
 
 #: Return whether a list concerns an owner, or raise.
 Concerns: TypeAlias = Callable[[Any, str, Sequence[torch.Tensor], bool], bool]
@@ -38,6 +42,7 @@ class MixedLists:
         handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
         for operator in OPERATORS:
             handlers.setdefault(operator, self._handle)
+        handlers.setdefault(_FACTOR, self._handle_factor)
 
     def watch(self, owner: Any, concerns: Concerns) -> None:
         """Call ``concerns(owner, operator, tensors, is_mixed)`` before each operator, while the owner exists.
@@ -45,6 +50,15 @@ class MixedLists:
         Mixed lists that concern an owner run once per mesh. Other lists run as without te_fsdp.
         """
         self._owners[owner] = concerns
+
+    def _handle_factor(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """Return the factor of clip_grads_with_norm_ as a plain tensor, which multiplies gradients of any mesh."""
+        result = _stock(op, args, kwargs)
+        if result.ndim or not _is_clipping():
+            return result
+        owners = list(self._owners.items())
+        concerned = any(concerns(owner, "clamp", [result], True) for owner, concerns in owners)
+        return _full(result) if concerned else result
 
     def _handle(self, op: Any, args: Any, kwargs: Any) -> Any:
         tensors = [*args[0], *(value for value in args[1:] if isinstance(value, DTensor))]
@@ -75,6 +89,32 @@ class MixedLists:
 def mixed_lists() -> MixedLists:
     """Return the handlers of this process."""
     return MixedLists()
+
+
+@functools.cache
+def support_foreach_copy() -> None:
+    """Let ``torch._foreach_copy_`` take DTensors. Local operation, once per process."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(_aten._foreach_copy_.default, _copy_each)
+
+
+def _copy_each(op: Any, args: Any, kwargs: Any) -> None:
+    """Copy tensor by tensor, because torch 2.11 to 2.15 have no ``_foreach_copy_`` of DTensors. Averages use it."""
+    targets, sources, *options = args
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, *options, **kwargs)
+
+
+def _is_clipping() -> bool:
+    """Return whether torch's clip_grads_with_norm_ runs, which other code's factors must not be mistaken for."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_clip_grads_with_norm_" and frame.f_globals["__name__"].startswith(
+            "torch."
+        ):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _full(value: Any) -> Any:

@@ -125,6 +125,26 @@ def test_new_zeros_of_mxfp8_have_no_padding(te):
     assert type(weight).new_zeros(weight, weight.shape).get_metadata()["rowwise_scale_inv"].shape != padded
 
 
+@pytest.mark.parametrize("strategy", ["bound", "no_shard", "exempt"])
+def test_conversions_of_replicated_mxfp8_weights(te, fake_world, strategy):
+    """Kind: ``Module.to`` swaps weights that stay plain parameters, so that they must have no weak reference."""
+    from transformer_engine.common.recipe import MXFP8BlockScaling
+
+    fake_world(2)
+    with te.quantized_model_init(enabled=True, recipe=MXFP8BlockScaling()):
+        model = nn.Sequential(te.Linear(64, 64, device="cpu"), te.LayerNormLinear(64, 64, device="cpu"))
+    before = [parameter.dequantize() for parameter in model.parameters() if _te.is_quantized(parameter)]
+    if strategy == "bound":
+        te_fsdp.set_device_mesh(model)
+    else:
+        te_fsdp.fsdp_no_shard(model if strategy == "exempt" else [])
+        how = "no_shard" if strategy == "no_shard" else "optim_grads_params"
+        te_fsdp.fully_shard(model, Meshes.build(device_type="cpu"), strategy=how)
+    model.to("cpu").float()
+    after = [parameter.dequantize() for parameter in model.parameters() if _te.is_quantized(parameter)]
+    assert len(after) == 2 and all(map(torch.equal, before, after))
+
+
 def test_apply_loses_attributes(te, fake_world):
     """Patch "_apply": with stock torch the mark is lost, with te_fsdp's it is not."""
     fake_world(2)

@@ -269,3 +269,46 @@ def test_parameters_that_were_renamed_since_know_their_plan(te, fake_world):
     attach_state_to_params(get_sharded_model(model))
     assert [plan_of(parameter) for parameter in model.parameters()] == plans and None not in plans
     te_fsdp.broadcast_params(model)
+
+
+@pytest.mark.parametrize("other", ["embedding", "row", "column", "own class"])
+def test_ties_of_what_tp_shards(te, fake_world, other):
+    """A weight that tp shards for one of its modules only, or along another dim, is refused by name."""
+
+    class Parallel(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.empty(64, 64))
+
+    fake_world(4)
+    meshes = te_fsdp.Meshes.build(dp_shard=2, tp=2, device_type="cpu")
+    options = {"bias": False, "device": "meta", **meshes.te_kwargs()}
+    head = te.Linear(64, 64, parallel_mode="column", **options)
+    tied = {
+        "embedding": lambda: nn.Embedding(32, 64, device="meta"),
+        "row": lambda: te.Linear(64, 64, parallel_mode="row", **options),
+        "column": lambda: te.LayerNormLinear(64, 64, parallel_mode="column", **options),
+        "own class": Parallel,
+    }[other]()
+    tied.weight = head.weight
+    model = nn.Sequential(tied, head)
+    if other in ("column", "own class"):
+        plan_sharding(model, meshes, ShardRequest())
+        return
+    with pytest.raises(PlacementError, match="0.weight, 1.weight: one parameter, which tp shards") as raised:
+        plan_sharding(model, meshes, ShardRequest())
+    shown = {"embedding": "0.weight: not sharded", "row": "0.weight: dim 1, "}[other]
+    assert shown in str(raised.value) and "1.weight: dim 0, " in str(raised.value)
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_sparse_gradients(fake_world, kind, strategy):
+    """Kind: gradients that no reduction supports; frozen and dense embeddings are sharded."""
+    fake_world(2)
+    meshes = te_fsdp.Meshes.build(device_type="cpu")
+    model = nn.Sequential(kind(8, 4, sparse=True), nn.Linear(4, 4))
+    with pytest.raises(PlacementError, match=r"0.weight: Embedding(Bag)?\(sparse=True\): expected dense"):
+        plan_sharding(model, meshes, ShardRequest(strategy=strategy))
+    model[0].weight.requires_grad_(False)
+    plan_sharding(model, meshes, ShardRequest(strategy=strategy))

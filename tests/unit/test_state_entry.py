@@ -161,3 +161,16 @@ def test_stock_te_refuses_what_is_cut(te, monkeypatch):
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
     with pytest.raises(pickle.UnpicklingError):
         module.set_extra_state(pack((2,), None))
+
+
+@pytest.mark.parametrize("marks", MARKS[1:])
+def test_load_conditions_of_older_entries(marks):
+    """Versions before 0.3 wrote the mesh of quantized or stacked weights into the entry, as a key at first."""
+    for entry in (pack(marks, None), {describe_load_condition(marks): None}):
+        if set(marks) == {1}:  # of modules that are not sharded
+            extra_state.decode_extra_state(torch.nn.Linear(2, 2), entry)
+            continue
+        with pytest.raises(
+            CheckpointError, match="Linear: weights of a plain state dict: expected no condition"
+        ):
+            extra_state.decode_extra_state(torch.nn.Linear(2, 2), entry)

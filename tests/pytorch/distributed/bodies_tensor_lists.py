@@ -13,7 +13,7 @@ import torch.distributed as dist
 from bodies_mistakes import WIDTH, Model, draw_batch, make_meshes
 from bodies_works_after_all import whole
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import utils
 
 FOREACH = (None, True, False)
@@ -101,6 +101,33 @@ def lists_by_value(axes: dict[str, int], strategy: str) -> dict[str, list[str]]:
         control += (
             [] if not torch.allclose(flat * factor, flat, **CLOSE) and value > 1e-3 else [f"{norm_type}"]
         )
+    return {"wrong": wrong, "control": control}
+
+
+def norms_of_other_meshes(axes: dict[str, int], strategy: str) -> dict[str, list[str]]:
+    """Scale gradients by a norm that is a DTensor, on the mesh of some of them; return what differs, and controls."""
+    model = trained(axes, strategy, "mixed")
+    parameters = list(model.parameters())
+    locals_of = [getattr(p.grad, "_local_tensor", p.grad) for p in parameters]
+    saved, before = [t.clone() for t in locals_of], [whole(p.grad).clone() for p in parameters]
+    sharded = [p.grad for p in parameters if isinstance(p, DTensor)]
+    wrong, control = [], []
+    for mesh in {gradient.device_mesh for gradient in sharded}:
+        norm = utils.get_total_norm([gradient for gradient in sharded if gradient.device_mesh == mesh])
+        limit = 0.5 * float(whole(norm))
+        control += [] if isinstance(norm, DTensor) and norm.device_mesh == mesh else [str(mesh)]
+        others = [p for p in parameters if getattr(p, "device_mesh", None) != mesh]
+        control += [] if others else ["no gradient on another mesh"]
+        control += [] if isinstance(torch.clamp(norm, max=1.0), DTensor) else ["a script's own factor"]
+        for foreach in FOREACH:
+            for chosen in (parameters, others):
+                utils.clip_grads_with_norm_(iter(chosen), limit, norm, foreach=foreach)
+                for parameter, gradient in zip(parameters, before, strict=True):
+                    factor = 0.5 if any(parameter is one for one in chosen) else 1.0
+                    if not torch.allclose(whole(parameter.grad), factor * gradient, **CLOSE):
+                        wrong.append(f"{foreach} {tuple(gradient.shape)}")
+                for tensor, own in zip(locals_of, saved, strict=True):
+                    tensor.copy_(own)
     return {"wrong": wrong, "control": control}
 
 

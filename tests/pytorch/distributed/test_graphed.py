@@ -110,10 +110,12 @@ def test_mistakes(pool):
         assert [text.split(":")[0] for text in texts] == [
             "OrderError",
             "OrderError",
-            "ValueError",
-            "PlacementError",  # a ValueError, as all arguments that are no numbers raise it
+            "PlacementError",
+            "PlacementError",
         ]
-        assert "warmup must be at least 1, got 0" in texts[2] and "max_norm must be" in texts[3]
+        assert (
+            "warmup: expected an integer of at least 1, got 0" in texts[2] and "max_norm must be" in texts[3]
+        )
 
 
 @pytest.mark.cpu
@@ -185,7 +187,7 @@ def test_mistakes_with_units(pool):
     for texts in pool.run(unit_bodies.mistakes, 2):
         assert [text.split(":")[0] for text in texts] == [
             "OrderError",
-            "ValueError",
+            "PlacementError",
             "PlacementError",
             "PlacementError",
             "PlacementError",

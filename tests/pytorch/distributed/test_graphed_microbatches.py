@@ -63,5 +63,5 @@ def test_nan_names_the_microbatch(pool):
 
 def test_mistakes(pool):
     for texts in pool.run(microbatch_bodies.mistakes, 2):
-        assert [text.split(":")[0] for text in texts] == ["ValueError"] * 3 + ["InputError"]
+        assert [text.split(":")[0] for text in texts] == ["PlacementError"] * 3 + ["InputError"]
         assert "tensors whose dim 0 has microbatches=4 entries" in texts[3] and "(3, 16, 16)" in texts[3]

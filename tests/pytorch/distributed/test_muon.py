@@ -74,7 +74,7 @@ def test_momentum_is_not_written_over(pool, dtype, nesterov):
         ),
         ("early", "OrderError", ("1 of 1 parameters are not the model's",)),
         ("copy", "OrderError", ("te_fsdp.Muon(model, ...)", "an optimizer without a model")),
-        ("option", "ValueError", ("lr, betas, eps, weight_decay", "amsgrad")),
+        ("option", "PlacementError", ("lr, betas, eps, weight_decay", "amsgrad")),
     ],
 )
 def test_refused(pool, case, error, texts):

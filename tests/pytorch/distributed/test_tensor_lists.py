@@ -24,6 +24,14 @@ def test_clipping_by_value(pool, axes):
         assert found == {"wrong": [], "control": []}
 
 
+@pytest.mark.parametrize("axes", [TWO, FOUR])
+def test_clipping_by_a_norm_of_another_mesh(pool, axes):
+    """A norm that is a DTensor scales gradients on other meshes and plain ones, with and without ``foreach``."""
+    options = {"axes": axes, "strategy": "optim_grads_params"}
+    for found in pool.run(bodies.norms_of_other_meshes, ranks_of(axes), **options):
+        assert found == {"wrong": [], "control": []}
+
+
 @pytest.mark.ranks(2)
 def test_vectors_without_shards(pool):
     """A write that torch drops is found in weights that only tensor parallelism shards."""

@@ -86,9 +86,25 @@ def unreduced(axes: dict[str, int]) -> None:
 
     mesh = te_fsdp.Meshes.build(**axes, device_type=harness.device_type()).device_mesh["dp_shard"]
     value = torch.ones(4, 3, device=harness.device())
-    parameter = torch.nn.Parameter(DTensor.from_local(value, mesh, [Replicate()]))
-    parameter.grad = DTensor.from_local(value, mesh, [Partial()])
-    te_fsdp.clip_grad_norm_([parameter], MAX_NORM)
+    gate = torch.nn.Module()
+    gate.weight = torch.nn.Parameter(DTensor.from_local(value, mesh, [Replicate()]))
+    gate.weight.grad = DTensor.from_local(value, mesh, [Partial()])
+    te_fsdp.clip_grad_norm_([gate.weight], MAX_NORM)
+
+
+def unreduced_in_a_model(axes: dict[str, int]) -> None:
+    """The same gradient of a parameter that ``fully_shard`` has sharded."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(**axes, device_type=harness.device_type())
+    layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8, device=harness.device()) for _ in range(2)))
+    model = te_fsdp.fully_shard(layers, meshes)
+    weight: Any = model[1].weight
+    value = torch.ones(8, 8, device=harness.device())
+    weight.grad = DTensor.from_local(value, weight.device_mesh, [Partial()])
+    te_fsdp.clip_grad_norm_(model.parameters(), MAX_NORM)
 
 
 def non_finite(axes: dict[str, int]) -> None:

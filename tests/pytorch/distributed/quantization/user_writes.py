@@ -109,6 +109,9 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
     "data.mul_": _each(lambda p: p.data.mul_(-1)),
     "detach.copy_": _each(lambda p: p.detach().copy_(_like(p, _negated(values(p))))),
     "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), -1.0),
+    "foreach_copy": lambda model: torch._foreach_copy_(
+        list(model.parameters()), [_like(p, _negated(values(p))) for p in model.parameters()]
+    ),
     "lookahead": _each(_lookahead),
     "load": _load,
     "nothing": lambda model: None,
@@ -117,7 +120,7 @@ WAYS: dict[str, Callable[[nn.Module], None]] = {
 #: Ways after which the weights have their previous values.
 RESTORED = ("nothing", "in and out")
 #: Ways that torch's versions do not count, so that they are detected for quantized weights only.
-UNCOUNTED = ("data.copy_", "data.mul_", "foreach")
+UNCOUNTED = ("data.copy_", "data.mul_", "foreach", "foreach_copy")
 
 
 def _train(model: Model, optimizer: Any, seed: int, *, readable: bool) -> list[torch.Tensor]:
