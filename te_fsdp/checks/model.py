@@ -330,9 +330,8 @@ def refuse_assigned_data(state: ShardedModel) -> None:
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):
             refuse_assigned(state)
-    if (
-        not state.modules and state.meshes.tp is not None
-    ):  # unsharded parameters, some of them DTensors over tp
+    # unsharded parameters, some of them DTensors over tp
+    if not state.modules and state.meshes.tp is not None:
         tp_local = next((p for p in state.model.parameters() if isinstance(p, DTensor)), None)
         if tp_local is not None and is_assigned(tp_local):
             refuse_assigned(state)

@@ -74,15 +74,8 @@ def graphed_units(
     state = require_sharded_model(model, "graphed_units")
     if warmup < 1:
         raise ValueError(f"graphed_units: warmup must be at least 1, got {warmup}")
-    return GraphedUnits(state, _choose(state, units), warmup, tuple(generators))
-
-
-def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
-    """Return the names of the units to record; raise PlacementError for units that cannot be recorded."""
     within = {name: fsdp2_units.inner_units(unit) for name, unit in state.modules.items()}
-    if wanted is None:
-        return [name for name, inner in within.items() if not inner]
-    names = list(wanted)
+    names = [name for name, inner in within.items() if not inner] if units is None else list(units)
     for name in names:
         if name not in within:
             raise PlacementError(
@@ -98,7 +91,7 @@ def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
                 why="Its all-gathers and reductions would be recorded",
                 fix="name the inner units",
             )
-    return names
+    return GraphedUnits(state, names, warmup, tuple(generators))
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses
