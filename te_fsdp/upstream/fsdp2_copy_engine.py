@@ -241,16 +241,7 @@ class CopyEngineGathers:
             if (fixed := self._fixed.get(id(group))) is not None:
                 fixed.take(group, stream)
             self.meeting.barrier()
-            for target, source in gather.copies:
-                target.copy_(source)
-            copy_all_(*gather.small)
-            # The first all-gather of a forward overlaps with nothing. There a kernel copies the own part, because copy
-            # engines take five times as long for a copy within one GPU.
-            if phase == "FORWARD" and not group.comm_ctx.post_forward_order:
-                copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])
-            else:
-                for target, source in gather.local:
-                    target.copy_(source)
+            self._copy(gather, is_first=phase == "FORWARD" and not group.comm_ctx.post_forward_order)
             for managed, parts in gather.joins:
                 _join(managed, parts)
             copied = stream.record_event()
@@ -420,6 +411,19 @@ class CopyEngineGathers:
         return _Gather(keys, outputs, every_own, [], storages, copies, local, small, joins)
 
     # A method of its own, because tests of late ranks replace it.
+    def _copy(self, gather: _Gather, is_first: bool) -> None:
+        """Copy all ranks' parts."""
+        for target, source in gather.copies:
+            target.copy_(source)
+        copy_all_(*gather.small)
+        # The first all-gather of a forward overlaps with nothing. There a kernel copies the own part, because copy
+        # engines take five times as long for a copy within one GPU.
+        if is_first:
+            copy_all_([target for target, _ in gather.local], [source for _, source in gather.local])
+            return
+        for target, source in gather.local:
+            target.copy_(source)
+
     # --- memory of gathered weights
 
     def _release(self, group: Any, event: Any, frees: bool = True) -> None:
