@@ -335,8 +335,7 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
     return list(found.values())
 
 
-# ------------------------------------------------------------------------------------------------------------
-# requests
+# --- requests
 
 
 def check_word(option: str, given: Any) -> str:
@@ -450,8 +449,7 @@ def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
     return given.get(name, DEFAULT)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# errors
+# --- errors
 
 
 def _check_policies(request: ShardRequest) -> None:

@@ -1,10 +1,12 @@
 """Checks of a model: the same on all ranks, with values before its first forward, and not taken apart later."""
 
-# [Note: checks of a model] before it is sharded    names, shapes and values that all ranks must have
-# after it is sharded     deepcopy, pickle and make_graphed_callables are refused
-# before a forward        parameters that came after ``fully_shard`` or were removed, gradient hooks that never run,
-# memory that ``to_empty`` left as it was
-# first trained forward   writes to a weight, which would change only its gathered copy
+# [Note: checks of a model]
+#
+#     before it is sharded    names, shapes and values that all ranks must have
+#     after it is sharded     deepcopy, pickle and make_graphed_callables are refused
+#     before a forward        parameters that were added or removed after ``fully_shard``, gradient hooks that never
+#                             run, memory that ``to_empty`` has allocated and nothing has written
+#     first trained forward   writes to a weight, which would change only its gathered copy
 
 from __future__ import annotations
 

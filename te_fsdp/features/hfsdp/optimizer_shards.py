@@ -226,8 +226,7 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     _torch.copy_all_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-# ---------------------------------------------------------------------------------------------------------- new
-# weights
+# --- new weights
 
 
 class ReplicaRows(NamedTuple):
