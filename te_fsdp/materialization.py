@@ -196,11 +196,3 @@ def _seeded(seed: int | None, model: nn.Module) -> Iterator[None]:
     with torch.random.fork_rng(indices, device_type=kind):
         torch.manual_seed(int(seed))
         yield
-
-
-# ---------------------------------------------------------------------------------------------------------
-# conversions
-
-
-# -----------------------------------------------------------------------------------------------------------
-# broadcast

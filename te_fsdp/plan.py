@@ -176,7 +176,17 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
 
 def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict[str, Storage]:
     """Return the requested units and those of experts; one rank may raise without the others."""
-    words = find_units(model, request.units, _strategy(request.strategy, request.reshard_after_forward))
+    strategy, reshard = request.strategy, request.reshard_after_forward
+    if reshard is not None:  # FSDP2's argument
+        meant = "optim_grads_params" if reshard else "optim_grads"
+        if not isinstance(reshard, bool) or strategy not in (None, meant):
+            raise PlacementError(
+                f"fully_shard: reshard_after_forward={reshard!r} with strategy={strategy!r}",
+                expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
+                fix="leave reshard_after_forward out",
+            )
+        strategy = meant
+    words = find_units(model, request.units, DEFAULT if strategy is None else strategy)
     outer = check_word("outer_strategy", request.outer_strategy)
     check_word("transport", request.transport)
     if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
@@ -327,22 +337,7 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
     return list(found.values())
 
 
-# ------------------------------------------------------------------------------------------------------------
-# requests
-
-
-def _strategy(strategy: StrategySpec | None, reshard_after_forward: bool | None) -> StrategySpec:
-    """Return the strategy that follows from ``strategy`` and FSDP2's ``reshard_after_forward``."""
-    if reshard_after_forward is None:
-        return DEFAULT if strategy is None else strategy
-    meant = "optim_grads_params" if reshard_after_forward else "optim_grads"
-    if isinstance(reshard_after_forward, bool) and strategy in (None, meant):
-        return meant
-    raise PlacementError(
-        f"fully_shard: reshard_after_forward={reshard_after_forward!r} with strategy={strategy!r}",
-        expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
-        fix="leave reshard_after_forward out",
-    )
+# --- requests
 
 
 def check_word(option: str, given: Any) -> str:
@@ -456,8 +451,7 @@ def nearest_strategy(name: str, given: Mapping[str, str]) -> str:
     return given.get(name, DEFAULT)
 
 
-# --------------------------------------------------------------------------------------------------------------
-# errors
+# --- errors
 
 
 def _check_policies(request: ShardRequest) -> None:

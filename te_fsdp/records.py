@@ -120,9 +120,8 @@ class WeightRecord:
 
     #: Format of an unsharded weight, set when FSDP2 installs it. It stays after resharding.
     unsharded_format: Format | None = None
-    gathers: Any = (
-        None  #: Cached metadata of the all-gathers of a shard (:mod:`te_fsdp.quantized.fsdp_hooks`)
-    )
+    #: Cached metadata of the all-gathers of a shard (:mod:`te_fsdp.quantized.fsdp_hooks`)
+    gathers: Any = None
     #: Rectangles that a load has read so far, each with its values or bytes (:mod:`te_fsdp.quantized.boxed`).
     arrived: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     pending: torch.Tensor | None = None  #: Loaded values that wait for the scale of the unsharded weight
@@ -313,9 +312,8 @@ class ModuleRecord:
     #: Checks that watch it, if ``set_device_mesh`` was called on it.
     bound_checks: CheckPoints | None = None
     checks: dict[type, Any] = field(default_factory=dict)  #: State of checks that watch it, by class
-    hooks: set[Callable[..., Any]] = field(
-        default_factory=set
-    )  #: Functions that were registered as its hooks
+    #: Functions that were registered as its hooks
+    hooks: set[Callable[..., Any]] = field(default_factory=set)
 
 
 def module_record(module: nn.Module) -> ModuleRecord:
@@ -364,9 +362,8 @@ class FsdpRecord:
     pairs: dict[str, ShardedUnshardedPair] = field(default_factory=dict)  #: Forms that FSDP2 has installed
     #: Spec of an unsharded parameter whose gradient is partial over tp, and the spec with that placement.
     partial_specs: dict[str, tuple[DTensorSpec, DTensorSpec]] = field(default_factory=dict)
-    recomputed: bool = (
-        False  #: Whether a forward of the module has run within a backward, which needs both forms
-    )
+    #: Whether a forward of the module has run within a backward, which needs both forms
+    recomputed: bool = False
 
 
 @dataclass
@@ -388,9 +385,8 @@ class AmaxRecord:
     #: Group of delayed scaling if only some ranks have the module (experts, a pipeline stage). ``None``: that of
     #: ``te.autocast``.
     group: ProcessGroup | None = None
-    agreed: bool = (
-        False  #: Whether the ranks have agreed that the weight mesh has the ranks that shard the weights
-    )
+    #: Whether the ranks have agreed that the weight mesh has the ranks that shard the weights
+    agreed: bool = False
     named: tuple[DeviceMesh, str] | None = None  #: Weight mesh and the name of its process group
 
 

@@ -73,9 +73,8 @@ class GradientSync:
     last_microbatches: int = 0  #: Number of microbatches that were marked so
     unfinished: bool = False  #: Whether reductions may be in flight
     waiting: bool = False  #: Whether there may be unreduced gradients
-    failed: bool = (
-        False  #: Whether a backward or a step has raised, so that gradients are invalid until cleared
-    )
+    #: Whether a backward or a step has raised, so that gradients are invalid until cleared
+    failed: bool = False
     #: Whether that backward has dropped gradients of earlier microbatches, which no ``.grad`` shows.
     dropped: bool = False
 
@@ -89,9 +88,8 @@ class UnshardedUnits:
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
     #: Versions of the shards of units whose sharded parameters are exposed.
     aside: dict[str, list[int]] = field(default_factory=dict)
-    known: set[str] = field(
-        default_factory=set
-    )  #: Units whose unsharded parameters :func:`shard_of` recognizes
+    #: Units whose unsharded parameters :func:`shard_of` recognizes
+    known: set[str] = field(default_factory=set)
 
 
 @dataclass

@@ -89,14 +89,13 @@ def find_equal_shards(
         cut = {label: t for label, _, rule, t in held if rule is not None and rule.shard_dim is not None}
         found += _names_equal_on_two_ranks(tp_mesh, "tp", _drawn(cut))
     if ep_mesh is not None and ep_mesh.size() > 1:
-        experts = {label: t for label, item, _, t in held if _is_expert(item, label)}  # by local index
+        experts = {}  # by local index
+        for label, item, _, local in held:
+            own = item.distributed.get(label.rpartition(".")[2])
+            if own.is_expert if own is not None else item.experts is not None:
+                experts[label] = local
         found += _names_equal_on_two_ranks(ep_mesh, "ep", _drawn(experts, copies=True))
     return found
-
-
-def _is_expert(item: ModulePlan, label: str) -> bool:
-    own = item.distributed.get(label.rpartition(".")[2])
-    return item.experts is not None if own is None else own.is_expert
 
 
 def refuse_equal_shards(found: list[str]) -> None:

@@ -1,10 +1,12 @@
 """Checks of a model: the same on all ranks, with values before its first forward, and not taken apart later."""
 
-# [Note: checks of a model] before it is sharded    names, shapes and values that all ranks must have
-# after it is sharded     deepcopy, pickle and make_graphed_callables are refused
-# before a forward        parameters that came after ``fully_shard`` or were removed, gradient hooks that never run,
-# memory that ``to_empty`` left as it was
-# first trained forward   writes to a weight, which would change only its gathered copy
+# [Note: checks of a model]
+#
+#     before it is sharded    names, shapes and values that all ranks must have
+#     after it is sharded     deepcopy, pickle and make_graphed_callables are refused
+#     before a forward        parameters that were added or removed after ``fully_shard``, gradient hooks that never
+#                             run, memory that ``to_empty`` has allocated and nothing has written
+#     first trained forward   writes to a weight, which would change only its gathered copy
 
 from __future__ import annotations
 
@@ -330,9 +332,8 @@ def refuse_assigned_data(state: ShardedModel) -> None:
         first = _fsdp2.first_sharded_parameter(unit)
         if first is not None and is_assigned(first):
             refuse_assigned(state)
-    if (
-        not state.modules and state.meshes.tp is not None
-    ):  # unsharded parameters, some of them DTensors over tp
+    # unsharded parameters, some of them DTensors over tp
+    if not state.modules and state.meshes.tp is not None:
         tp_local = next((p for p in state.model.parameters() if isinstance(p, DTensor)), None)
         if tp_local is not None and is_assigned(tp_local):
             refuse_assigned(state)

@@ -301,13 +301,12 @@ def _cells(one: Candidate, limit: int, machine: Machine | None) -> tuple[str, ..
 
 
 def _as_json(one: Candidate, machine: Machine | None) -> dict[str, Any]:
-    sizes = {axis: getattr(one.sizes, axis) for axis in ("dp_replicate", "dp_shard", "cp", "ep", "tp")}
     numbers: dict[str, Any] = {}
     if one.plan is not None:
         numbers = {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes}
         numbers |= {"within": one.within, "between": one.between, "tokens": one.tokens, "cost": one.cost}
         numbers |= {} if machine is None else {"seconds": _seconds(one, machine)}
-    return {"sizes": sizes, "fits": not one.reason, "reason": one.reason, **numbers}
+    return {"sizes": asdict(one.sizes), "fits": not one.reason, "reason": one.reason, **numbers}
 
 
 # ------------------------------------------------------------------------------------------------------------ report

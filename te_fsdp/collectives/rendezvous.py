@@ -201,7 +201,13 @@ class _Rendezvous:
                     store.delete_key(f"{number - 1}/{key}")
             outcome = self._outcome()
             if outcome != _GO:
-                self._let_others_read(came)
+                # Rank 0 waits until the others have read the outcome: the store may end with it after the error.
+                read, until = store.add(f"{number}/read", 1), time.monotonic() + _READING
+                while (
+                    me == 0 and time.monotonic() <= until and read < max(came, store.add(f"{number}/came", 0))
+                ):
+                    time.sleep(0.05)
+                    read = store.add(f"{number}/read", 0)
                 raise CollectiveError(outcome.decode())
         except (dist.DistError, ConnectionError) as lost:
             holder = "torchrun's agent" if _agent_has_store() else "rank 0"
@@ -211,15 +217,6 @@ class _Rendezvous:
                 why="It may have been killed or have raised an error; check its own output",
                 fix="restart the job from its last checkpoint",
             ) from lost
-
-    def _let_others_read(self, came: int) -> None:
-        """Wait on rank 0 until the others have read the outcome: the store may end with rank 0 after the error."""
-        read, until = self.store.add(f"{self.number}/read", 1), time.monotonic() + _READING
-        while self.me == 0 and read < max(came, self.store.add(f"{self.number}/came", 0)):
-            if time.monotonic() > until:
-                return
-            time.sleep(0.05)
-            read = self.store.add(f"{self.number}/read", 0)
 
     def _settle(self, outcome: bytes) -> None:
         """Write the outcome unless another rank has written it."""

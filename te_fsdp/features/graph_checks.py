@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-# ----------------------------------------------------------------------------------------------------- what has
-# changed
+# --- what has changed
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -193,8 +192,7 @@ class LearningRates:
                 group["lr"] = value
 
 
-# --------------------------------------------------------------------------------------------------------------
-# reasons
+# --- reasons
 
 
 def reason_not_recordable(optimizer: Optimizer, leaves: Sequence[Any]) -> str:

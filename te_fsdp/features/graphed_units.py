@@ -74,16 +74,12 @@ def graphed_units(
     state = require_sharded_model(model, "graphed_units")
     require_integer("graphed_units", "warmup", warmup, least=1)
     require_kind("graphed_units", "generators", generators, Iterable, expected="torch.Generators")
-    return GraphedUnits(state, _choose(state, units), warmup, tuple(generators))
-
-
-def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
-    """Return the names of the units to record; raise PlacementError for units that cannot be recorded."""
     within = {name: fsdp2_units.inner_units(unit) for name, unit in state.modules.items()}
-    if wanted is None:
-        return [name for name, inner in within.items() if not inner]
-    require_kind("graphed_units", "units", wanted, Iterable, expected="names of units")
-    names = list(wanted)
+    if units is None:
+        names = [name for name, inner in within.items() if not inner]
+    else:
+        require_kind("graphed_units", "units", units, Iterable, expected="names of units")
+        names = list(units)
     for name in names:
         if name not in within:
             raise PlacementError(
@@ -99,7 +95,7 @@ def _choose(state: ShardedModel, wanted: Iterable[str] | None) -> list[str]:
                 why="Its all-gathers and reductions would be recorded",
                 fix="name the inner units",
             )
-    return names
+    return GraphedUnits(state, names, warmup, tuple(generators))
 
 
 # ---------------------------------------------------------------------------------------------------------- addresses

@@ -183,7 +183,6 @@ class TeFsdpAccelerator(_Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepare a scheduler; raise OrderError if several processes share data."""
-        # It would step once per process.
         # accelerate steps a scheduler num_processes times, to count samples of all processes.
         if self.step_scheduler_with_optimizer and not self.split_batches:
             fix = "step_scheduler_with_optimizer=False, or leave the scheduler out of prepare"

@@ -1,9 +1,10 @@
 """``transformers.Trainer`` on te_fsdp, with :class:`TeFsdpAccelerator` and te_fsdp's checkpoints.
 
-    meshes = te_fsdp.Meshes.build(tp=2) trainer = TeFsdpTrainer(build_model(**meshes.te_kwargs()), arguments,
-    meshes=meshes, train_dataset=data) trainer.train()
+    meshes = te_fsdp.Meshes.build(tp=2)
+    model = build_model(**meshes.te_kwargs())
+    TeFsdpTrainer(model, arguments, meshes=meshes, train_dataset=data).train()
 
-The trainer creates its accelerator, saves and loads in private methods, which are overridden here. Source:
+The trainer creates its accelerator, saves and loads in private methods. They are overridden here. Source:
 transformers 5.23.
 """
 

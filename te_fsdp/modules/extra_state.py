@@ -105,21 +105,16 @@ def has_expert_rows(entry: torch.Tensor) -> bool:
     return entry.ndim == 2 and bytes_of(entry[:1]).startswith(_text(()))
 
 
-def _unpack_experts(entry: torch.Tensor) -> dict[str, Any]:
-    """Return the joined state of all experts of an entry."""
-    states = [state for row in entry if (state := (unpack(row) or ((), None))[1]) is not None]
-    if len(states) != len(entry) or any(state.keys() != states[0].keys() for state in states):
-        raise DamagedEntryError("rows of experts")
-    recipe = {**states[0]["recipe"], "num_gemms": len(states)}
-    recipe.pop(_EXPERT, None)
-    keys = [key for key in states[0] if key != "recipe"]
-    return {"recipe": recipe, **{key: torch.cat([state[key] for state in states], -1) for key in keys}}
-
-
 def unpack(entry: torch.Tensor) -> tuple[tuple[int, ...], dict[str, Any] | None] | None:
     """Return marks and state of an entry, ``None`` for one of TE; raise DamagedEntryError for changed values. Local."""
     if has_expert_rows(entry):
-        return (), _unpack_experts(entry)
+        states = [state for row in entry if (state := (unpack(row) or ((), None))[1]) is not None]
+        if len(states) != len(entry) or any(state.keys() != states[0].keys() for state in states):
+            raise DamagedEntryError("rows of experts")
+        recipe = {**states[0]["recipe"], "num_gemms": len(states)}
+        recipe.pop(_EXPERT, None)
+        keys = [key for key in states[0] if key != "recipe"]
+        return (), {"recipe": recipe, **{key: torch.cat([own[key] for own in states], -1) for key in keys}}
     marks, data = tuple(entry.shape[1:]), bytes_of(entry)
     if not data.startswith(_MAGIC):
         if entry.ndim == 1:

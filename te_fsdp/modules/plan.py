@@ -332,16 +332,11 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
                 expected=f"the parameters of {kind}",
                 fix="register additional parameters in a module of your own",
             )
-        planned.append(
-            ModulePlan(name, module, kind, {n: _rule_from_attributes(rules[n], p) for n, p in own.items()})
-        )
+        for n, p in own.items():  # TE and Megatron mark parameters whose gradient is partial over tp
+            if rules[n].shard_dim is None and getattr(p, "sequence_parallel", False):
+                rules[n] = replace(rules[n], partial_grad=True)
+        planned.append(ModulePlan(name, module, kind, {n: rules[n] for n in own}))
     return planned
-
-
-def _rule_from_attributes(rule: ParameterRule, parameter: object) -> ParameterRule:
-    """Return the rule of a parameter, which TE and Megatron mark if its gradient is partial over tp."""
-    partial = rule.shard_dim is None and bool(getattr(parameter, "sequence_parallel", False))
-    return replace(rule, partial_grad=True) if partial else rule
 
 
 def _rules(

@@ -31,7 +31,6 @@ from te_fsdp.checkpoint.portable.huggingface_config import read_config
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError, TeFsdpError
 from te_fsdp.features.reporting import Report, Row, describe
 from te_fsdp.mesh import Meshes
-from te_fsdp.mesh_checks import ALL_AXES
 from te_fsdp.planning.costs import (
     Weight,
     checkpoint_bytes,
@@ -207,7 +206,7 @@ def _fake_ranks(count: int) -> AbstractContextManager[None]:
 
 def _plan(job: Job, sizes: Sizes) -> Plan:
     """Implement :func:`plan` inside a fake process group of the right size."""
-    meshes = Meshes.build(**{axis: getattr(sizes, axis) for axis in ALL_AXES}, device_type="cpu")
+    meshes = Meshes.build(**dataclasses.asdict(sizes), device_type="cpu")
     model, names = build_model(job, meshes)
     work = workload_of(job, sizes)
     stages, notes = stages_of(model, job, work, sizes.tp)

@@ -267,9 +267,8 @@ def refuse_sharded_rows(label: str, quantizer: Any, local: torch.Tensor) -> None
     """
     # Weights can have the same rowwise data and different columnwise data. TE's all-gather sends rowwise data only,
     # which is sufficient for weights that were quantized without gradients.
-    is_trained = (
-        local.get_usages()["columnwise"] if _te.is_quantized(local) else quantizer.columnwise_usage  # type: ignore[attr-defined]
-    )
+    # type: ignore[attr-defined]
+    is_trained = local.get_usages()["columnwise"] if _te.is_quantized(local) else quantizer.columnwise_usage
     if is_trained and _te.format_of_quantizer(quantizer).name == NVFP4_ROWS:
         raise PrecisionError(
             f"{label}: sharded NVFP4 weight with 1-D quantization, one scale per 1 x 16 block",

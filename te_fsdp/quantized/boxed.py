@@ -373,8 +373,13 @@ class QuantizedSlice(torch.Tensor):
         base = self.base
         record = weight_record(base)
         arrived: list[tuple[QuantizedSlice, torch.Tensor]] = record.arrived
-        if any(_overlap(self.box, one.box) for one, _ in arrived):  # parts of a failed load
-            arrived.clear()
+        for there, _ in arrived:
+            ranges = zip(*self.box, *there.box, strict=True)
+            if all(
+                a < t + e and t < a + s for a, s, t, e in ranges
+            ):  # it overlaps with a part of a failed load
+                arrived.clear()
+                break
         arrived.append((self, source))
         # A scale depends on all values, so the weight is written when the last rectangle has arrived.
         if sum(math.prod(one.box[1]) for one, _ in arrived) < base.numel():
@@ -392,11 +397,6 @@ class QuantizedSlice(torch.Tensor):
             return
         base.quantize_(values)  # type: ignore[operator]
         record.is_loaded = True
-
-
-def _overlap(one: Any, other: Any) -> bool:
-    (at, size), (there, extent) = one, other
-    return all(a < t + e and t < a + s for a, s, t, e in zip(at, size, there, extent, strict=True))
 
 
 def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:

@@ -300,7 +300,14 @@ def dequantize_box(
         return values[tuple(slice(o % s, o % s + n) for o, n, s in places)]
 
     data_name, scale_name = list(needed)[:2]
-    data = _decode(described, parts[data_name], vertical=data_name.startswith("columnwise"))
+    codes, dtype = parts[data_name].view(torch.uint8), described.split()[-1]
+    if dtype in _FP8:
+        data = codes.view(_FP8[dtype]).float()
+    else:  # pairs of FP4 values, low four bits first
+        table = torch.tensor(_FP4, dtype=torch.float32, device=codes.device)
+        paired = 0 if data_name.startswith("columnwise") else 1
+        pair = torch.stack((table[codes.long() & 15], table[codes.long() >> 4]), dim=paired + 1)
+        data = pair.flatten(paired, paired + 1)
     data = crop(data, needed[data_name])
     scale = parts[scale_name]
     block = needed[scale_name]
@@ -317,17 +324,6 @@ def dequantize_box(
     for dim, step in enumerate(block):
         factor = factor.repeat_interleave(step, dim) if step > 1 else factor
     return data * crop(factor, block)
-
-
-def _decode(described: str, data: torch.Tensor, *, vertical: bool) -> torch.Tensor:
-    """Decode FP8 bytes, or pairs of FP4 values (low four bits first), to float32."""
-    dtype = described.split()[-1]
-    if dtype in _FP8:
-        return data.view(torch.uint8).view(_FP8[dtype]).float()
-    table = torch.tensor(_FP4, dtype=torch.float32, device=data.device)
-    codes = data.view(torch.uint8).long()
-    pair = torch.stack((table[codes & 15], table[codes >> 4]), dim=1 if vertical else 2)
-    return pair.flatten(0, 1) if vertical else pair.flatten(1)
 
 
 # --- packed tensors

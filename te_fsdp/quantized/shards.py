@@ -221,7 +221,13 @@ def quantize_with_shared_scale(
             attach_amax_group(local, binding)
         local.quantize_(value)  # type: ignore[operator]
         return
-    group = _group_of_whole(module._parameters[name], binding)
+    group, parameter = None, module._parameters[name]  # the ranks that have shards of it, if several
+    if binding is not None and binding.weight_mesh is not None:
+        group = binding.weight_mesh.get_group()
+    elif isinstance(parameter, DTensor):
+        cuts = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
+        assert len(cuts) <= 1, "binding a model rejects tp without a weight mesh"
+        group = parameter.device_mesh.get_group(cuts[0]) if cuts else None
     quantizer: Any = _te.quantizer_of(local)
     if _te.has_delayed_scale(local):
         amax = value.abs().amax().reshape(1) if value.numel() else value.new_zeros(1)
@@ -237,18 +243,6 @@ def quantize_with_shared_scale(
     elif group is not None and _te.needs_shared_amax(quantizer):
         _te.set_write_amax_group(local, group)
     local.quantize_(value)  # type: ignore[operator]
-
-
-def _group_of_whole(parameter: torch.Tensor | None, binding: ModuleBinding | None) -> Any | None:
-    """Return the process group of the ranks that have shards of a parameter, or ``None`` for a single rank."""
-    if binding is not None and binding.weight_mesh is not None:
-        return binding.weight_mesh.get_group()
-    if not isinstance(parameter, DTensor):
-        return None
-    mesh = parameter.device_mesh
-    cuts = [i for i, p in enumerate(parameter.placements) if _torch.shard_dim_of(p) is not None]
-    assert len(cuts) <= 1, "binding a model rejects tp without a weight mesh"
-    return mesh.get_group(cuts[0]) if cuts else None
 
 
 # [Note: histories of FSDP2's shards] Delayed scaling: a weight's quantizer reads the module's scale and

@@ -32,9 +32,8 @@ class GroupRecord:
     flags: Any = None  #: Record that is reduced with the gradients (``fsdp2_unused.UseFlags``)
     gathers: Any = None  #: Object that all-gathers the group instead of FSDP2
     sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)
-    parts: tuple[Any, Any] | None = (
-        None  #: The trained records, and the parts of the gradients computed from them
-    )
+    #: The trained records, and the parts of the gradients computed from them
+    parts: tuple[Any, Any] | None = None
     #: The group's list of records, and those with a replicated unsharded parameter (``fsdp2_settled.py``).
     replicated: tuple[list[Any], list[Any]] | None = None
 

@@ -153,6 +153,15 @@ _BLOCK_ROWWISE = Buffer("rowwise_data", _VALUES), Buffer("rowwise_scale_inv", (1
 #: Derived from the rowwise data.
 _TRANSPOSED: dict[str, Any] = {"is_transposed": True, "is_derived": True}
 
+#: Its scales are padded after an all-gather, so they are derived.
+_MXFP8: dict[str, Any] = {
+    "block": 32,
+    "elements": _FP8,
+    "available": "is_mxfp8_available",
+    "unknown_options": {"with_gemm_swizzled_scales": True},
+}
+_MXFP8_ROWWISE = Buffer("rowwise_data", _VALUES), Buffer("rowwise_scale_inv", (1, 32), _E8M0, is_derived=True)
+_MXFP8_COLUMN_SCALE = Buffer("columnwise_scale_inv", (32, 1), _E8M0, is_derived=True)
 _NVFP4: dict[str, Any] = {
     "block": 16,
     "elements": ("kFloat4E2M1",),
@@ -182,33 +191,17 @@ _ROWS = (
         tensor="MXFP8Tensor",
         module="mxfp8_tensor",
         quantizers={"MXFP8Quantizer": "blocks"},
-        block=32,
-        elements=_FP8,
-        available="is_mxfp8_available",
-        buffers=(
-            Buffer("rowwise_data", _VALUES),
-            Buffer("rowwise_scale_inv", (1, 32), _E8M0, is_derived=True),
-            Buffer("columnwise_data", _VALUES),
-            Buffer("columnwise_scale_inv", (32, 1), _E8M0, is_derived=True),
-        ),
-        unknown_options={"with_gemm_swizzled_scales": True},
+        buffers=(*_MXFP8_ROWWISE, Buffer("columnwise_data", _VALUES), _MXFP8_COLUMN_SCALE),
         independent_directions=True,
         two_dim="mxfp8-2d",
+        **_MXFP8,
     ),
     # Tensors and quantizers are those of mxfp8.
     Format(
         name="mxfp8-2d",
-        block=32,
-        elements=_FP8,
-        available="is_mxfp8_available",
-        buffers=(
-            Buffer("rowwise_data", _VALUES),
-            Buffer("rowwise_scale_inv", (1, 32), _E8M0, is_derived=True),
-            Buffer("columnwise_data", _VALUES, is_derived=True),
-            Buffer("columnwise_scale_inv", (32, 1), _E8M0, is_derived=True),
-        ),
-        unknown_options={"with_gemm_swizzled_scales": True},
+        buffers=(*_MXFP8_ROWWISE, Buffer("columnwise_data", _VALUES, is_derived=True), _MXFP8_COLUMN_SCALE),
         shares_data=True,
+        **_MXFP8,
     ),
     Format(
         name="float8-block",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -22,6 +22,22 @@ def start(python: str, module: str, words: Sequence[str], folder: Path) -> subpr
         timeout=300,
         check=False,
     )
+
+
+def run_text(
+    python: str, text: str, *words: str, env: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """Run a text of Python, which ends well; what it printed comes back."""
+    ran = subprocess.run(
+        [python, "-c", text, *words],
+        env={**env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran
 
 
 def run_ranks(python: str, code: str, *words: str, count: int = 2) -> None:

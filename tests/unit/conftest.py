@@ -66,3 +66,11 @@ def te() -> Iterator[object]:
     emulation.switch_arch("10.0")
     yield transformer_engine.pytorch
     emulation.switch_arch(before)
+
+
+@pytest.fixture
+def hopper(te: object) -> Iterator[object]:
+    """The same on architecture 9.0."""
+    emulation.switch_arch("9.0")
+    yield te
+    emulation.switch_arch("10.0")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.unit.commands import run_text
+
 PROGRAM = """
 import sys
 import torch
@@ -30,12 +28,5 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize(("level", "loaded"), [("off", False), ("setup", True)])
 def test_off_does_not_import_checks(level, loaded):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, level],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_text(sys.executable, PROGRAM, level)
     assert (done.stdout.strip() != "[]") == loaded, done.stdout

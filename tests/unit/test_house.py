@@ -9,7 +9,6 @@ import functools
 import graphlib
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from te_fsdp.upstream import patches as _patches
 from te_fsdp.upstream.te_formats import FORMATS, SCALE_SOURCES
+from tests.unit.commands import run_text
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
@@ -422,15 +422,7 @@ assert not missing, missing
 
 
 def test_importing_the_package_is_light():
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TE_FSDP_EMULATION": ""},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    run_text(sys.executable, PROBE, env={**os.environ, "TE_FSDP_EMULATION": ""})
 
 
 # --------------------------------------------------------------------- the rules find what they are there for

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +11,8 @@ from torch import nn
 import te_fsdp
 from te_fsdp.errors import InitError
 from te_fsdp.tensor_checksums import checksum
+from tests.unit.commands import run_text
 
-ROOT = Path(__file__).resolve().parents[2]
 INTEGERS = (torch.int8, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.bool)
 FLOATS = (torch.float16, torch.bfloat16, torch.float64, torch.complex64)
 
@@ -171,15 +169,7 @@ try:
 except ImportError as error:
     print(error)
 """
-    result = subprocess.run(
-        [python, "-c", script],
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_text(python, script, env={"PATH": "/usr/bin:/bin"})
     assert result.stdout.startswith("te_fsdp needs TransformerEngine 2.18 to 2.20, whose import failed: ")
     assert result.stdout.strip().endswith(
         "Fix: pip install 'te-fsdp[gpu]' on a machine with an NVIDIA GPU, or pip install 'te-fsdp[emulation]' and "

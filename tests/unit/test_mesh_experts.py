@@ -7,26 +7,11 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from te_fsdp.errors import MeshError
 from te_fsdp.mesh import ALL_AXES, AXES, Meshes
-
-
-def build(**sizes) -> Meshes:
-    return Meshes.build(**sizes, device_type="cpu")
-
-
-def ranks(mesh: DeviceMesh | None) -> list | None:
-    """The ranks of a mesh, nested as its axes are."""
-    return None if mesh is None else mesh.mesh.tolist()
-
-
-def members(mesh: DeviceMesh | None) -> list[int] | None:
-    """The ranks of a 1-D mesh's process group: those that really communicate."""
-    return None if mesh is None else dist.get_process_group_ranks(mesh.get_group())
-
+from tests.unit.test_mesh import build, members, ranks
 
 EXPERT_SIZES = [
     s for s in itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2, 4), (1, 2)) if math.prod(s) in (2, 8, 12)

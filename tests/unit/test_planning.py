@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import te_fsdp
-from te_fsdp import emulation
 from te_fsdp.cli import bytes_of, main
 from te_fsdp.errors import CheckpointError, OrderError, PlacementError
 from te_fsdp.planning import Job, Plan, Sizes, plan, search
@@ -344,13 +343,6 @@ def test_search(te):
     assert [bool(one.reason) for one in tight] == sorted(bool(one.reason) for one in tight)
     large = [one for one in tight if one.plan is not None and one.plan.peak.bytes > peaks[1]]
     assert large and all("GiB over the limit" in one.reason for one in large)
-
-
-@pytest.fixture
-def hopper(te):
-    emulation.switch_arch("9.0")
-    yield te
-    emulation.switch_arch("10.0")
 
 
 def test_peaks_on_h200(hopper, monkeypatch):

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import te_fsdp
-from te_fsdp import emulation
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.planning import Job, Machine, Plan, Sizes, plan
 from tests.unit.commands import ROOT
@@ -74,13 +73,6 @@ ROWS = {
         73.6,
     ),
 }
-
-
-@pytest.fixture
-def hopper(te):
-    emulation.switch_arch("9.0")
-    yield te
-    emulation.switch_arch("10.0")
 
 
 def test_beside_two_h200s(hopper, monkeypatch):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 
 import pytest
 import torch
 
 from te_fsdp import mesh_checks
 from te_fsdp.errors import MeshError
-from tests.unit.commands import ROOT
+from tests.unit.commands import run_text
 
 
 def test_a_process_without_torchrun(python):
@@ -36,15 +35,7 @@ assert "transformer_engine" not in sys.modules  # a model without TE needs none 
 """
     variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TE_FSDP_EMULATION")
     environment = {k: v for k, v in os.environ.items() if k not in variables}
-    result = subprocess.run(
-        [python, "-c", script],
-        env={**environment, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
+    result = run_text(python, script, env=environment)
     assert result.stdout.strip() == (
         "Meshes.build: dp_replicate(1) * dp_shard(-1) * tp(2) = 2 * ?: expected a product equal to WORLD_SIZE = 1, "
         "got 2, which does not divide 1. Fix: sizes whose product is WORLD_SIZE; or start the script with torchrun "

@@ -97,8 +97,18 @@ class OptimizerShard:
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
         #: Dtype of main weight and averaged gradient: fp32 for low-precision parameters.
         self.dtype = torch.promote_types(parameter.dtype, torch.float32)
-        #: The sharded dim, and the number of parts into which the parameter's own axes shard it.
-        self.dim = _dim_to_cut(parameter, mesh)
+        #: The sharded dim, and the number of parts into which the parameter's own axes shard it. It is the first dim
+        #: that all axes, with that of the replicas, divide evenly (for a quantized weight into full blocks, if
+        #: possible), else 0. Same on all ranks.
+        self.dim = next(
+            (
+                dim
+                for unit in (block_of(local) or 1, 1)
+                for dim, length in enumerate(parameter.shape)
+                if length and length % (unit * self.mesh.size(0) * _parts(parameter, mesh, dim)) == 0
+            ),
+            0,
+        )
         self.parts = _parts(parameter, mesh, self.dim)
         #: Placements of main weight and states on ``mesh``.
         self.placements = (_torch.strided_shard(self.dim, self.parts), *own)
@@ -176,17 +186,6 @@ def _parts(parameter: torch.Tensor, mesh: DeviceMesh, dim: int) -> int:
     return math.prod(mesh.size(axis) for axis, p in placements if _torch.shard_dim_of(p) == dim)
 
 
-def _dim_to_cut(parameter: torch.Tensor, mesh: DeviceMesh) -> int:
-    """Return the first dim that all axes, including that of the replicas, divide evenly, else 0. Same on all ranks."""
-    # For a quantized weight it is the first dim that they divide into full blocks, if there is one.
-    block = block_of(_torch.local_of(parameter)) or 1
-    for unit in dict.fromkeys((block, 1)):
-        for dim, length in enumerate(parameter.shape):
-            if length and length % (unit * mesh.size(0) * _parts(parameter, mesh, dim)) == 0:
-                return dim
-    return 0
-
-
 def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
     """Return this rank's shard if replicas share a parameter's optimizer state. Scalars are not sharded. Local."""
     plan, state = plan_of(parameter), sharded_model_of(parameter)
@@ -227,8 +226,7 @@ def copy_pairs(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     _torch.copy_all_([target for target, _ in pairs], [source for _, source in pairs])
 
 
-# ---------------------------------------------------------------------------------------------------------- new
-# weights
+# --- new weights
 
 
 class ReplicaRows(NamedTuple):
