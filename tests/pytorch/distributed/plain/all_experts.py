@@ -87,7 +87,9 @@ def resumes(kind: str, recipe: str, sharder: str, directory: str) -> dict[str, A
     outcome = {"wrong": differing(job.values(), other.values())}
     entries = {n: value for n, value in job.model.state_dict().items() if n.endswith("_extra_state")}
     # Not by value: the newest amaxes are each rank's own until the next forward, and the files have those of one rank.
-    outcome["entries"] = [n for n, entry in entries.items() if entry.numel() != state["model"][n].numel()]
+    again = other.model.state_dict()  # as a save without a step in between has it
+    sizes = {n: (state["model"][n].numel(), again[n].numel()) for n in entries}
+    outcome["entries"] = [n for n, entry in entries.items() if {*sizes[n]} != {entry.numel()}]
     outcome["states"] = sum(entry.numel() > 0 for entry in entries.values())
     job.step(1)
     other.step(1)
