@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
 from te_fsdp.errors import PlacementError, message
-from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes
+from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_optim import support_foreach
 
@@ -106,9 +106,18 @@ def place_full_tensors() -> None:
         def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             own = {key: local.get(key) for key, value in full.items() if torch.is_tensor(value)}
             boxes = {key: t for key, t in own.items() if isinstance(t, BoxedDTensor) and t._map is not None}
-            stock({key: value for key, value in full.items() if key not in boxes}, local, *args, **kwargs)
+            uneven: dict[str, Any] = {
+                key: t for key, t in own.items() if key not in boxes and _torch.has_uneven_strides(t)
+            }
+            others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
+            stock(others, local, *args, **kwargs)
             for key, tensor in boxes.items():
                 local[key] = tensor.fill(full[key])
+            for key, tensor in uneven.items():
+                (chunk,) = tensor.__create_chunk_list__()
+                piece = full[key].detach()[slices(chunk.offsets, chunk.sizes)]
+                device = piece.device if tensor.is_meta else tensor.device
+                local[key] = _torch.dtensor(piece.to(device, copy=True), tensor._spec)
 
         return distribute
 

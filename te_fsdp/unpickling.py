@@ -7,6 +7,7 @@ import io
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
+from enum import Enum
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -50,6 +51,14 @@ def get_enum_member(enum: Any, name: Any) -> Any:
     if not isinstance(enum, EnumNames):
         raise pickle.UnpicklingError("getattr of an object that is not an enum")
     return enum.member(name)
+
+
+def get_member_of_class(enum: Any, name: Any) -> Enum:
+    """Replace ``builtins.getattr`` in pickles that name enums themselves: return a member, and nothing else."""
+    known = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
+    if not known or name not in enum.__members__:
+        raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum")
+    return enum.__members__[name]
 
 
 class TableUnpickler(pickle.Unpickler):

@@ -48,7 +48,7 @@ from te_fsdp.checkpoint.shard_files import (
     without_collector,
 )
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.unpickling import check_numbers
+from te_fsdp.unpickling import check_numbers, get_member_of_class
 from te_fsdp.upstream import torch_dtensor as _torch
 
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
@@ -338,14 +338,6 @@ _KNOWN = {
 _ENUMS = {v for v in vars(dcp).values() if isinstance(v, type) and issubclass(v, Enum) and v is not Enum}
 
 
-def _get_enum_member(enum: Any, name: Any) -> Enum:
-    """Replace ``builtins.getattr``, in [Note: enums in pickles]: return a member of one of DCP's enums."""
-    known = isinstance(enum, type) and enum in _ENUMS
-    if not known or not isinstance(name, str) or name not in enum.__members__:
-        raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum of DCP's")
-    return enum.__members__[name]
-
-
 class _Properties(TensorProperties):
     """Properties written by another torch: 2.15 added strides at the end, on which earlier versions fail."""
 
@@ -364,7 +356,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
-            return partial(_get_enum_member)
+            return partial(get_member_of_class)  # of DCP's enums: the table has no other
         known = name in _KNOWN.get(module, ())
         if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")

@@ -15,7 +15,6 @@ import struct
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from te_fsdp.checkpoint.storage import is_remote
 from te_fsdp.errors import CheckpointError, shorten
 from te_fsdp.layout import slices
 from te_fsdp.quantized.components import covering, dequantize_box, needed_components
+from te_fsdp.unpickling import get_member_of_class
 from te_fsdp.upstream import te as _te
 
 #: Bytes of a tensor that are in memory at a time (at least one row).
@@ -250,7 +250,7 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
     """
     try:
         # [Note: enums in pickles] of unpickling.py: TE's tensors contain members of enums.
-        with torch.serialization.safe_globals([(_enum_member, "builtins.getattr")]):
+        with torch.serialization.safe_globals([(get_member_of_class, "builtins.getattr")]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path))
     except pickle.UnpicklingError as error:
         if isinstance(file, io.BytesIO):
@@ -276,13 +276,6 @@ def load_weights_only(file: Path | io.BytesIO, label: str) -> Any:
             why="Anything else in a pickle may run code. TransformerEngine's tensors need TransformerEngine",
             fix="load it with torch, and save a plain state_dict() with torch.save, or te_fsdp.checkpoint.save",
         ) from problem
-
-
-def _enum_member(enum: Any, name: Any) -> Any:
-    """Replace ``builtins.getattr`` in files of torch.save: return a member of an enum, and nothing else."""
-    if not (isinstance(enum, type) and issubclass(enum, Enum) and name in enum.__members__):
-        raise pickle.UnpicklingError("getattr of an object that is not an enum")
-    return enum[name]
 
 
 def check_zip(file: Any) -> None:

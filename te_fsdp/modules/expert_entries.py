@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from te_fsdp.boxed_dtensor import wrapper
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
-from te_fsdp.modules.extra_state import ExpertEntry
+from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
+from te_fsdp.modules.full_experts import with_all_experts, wrap_full_states, wrap_optimizer_loading
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -79,7 +80,7 @@ def patch_expert_loading() -> None:
     def wrap_optimizer_states(stock: Any) -> Any:
         @functools.wraps(stock)
         def get_states(model: torch.nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            found = stock(model, *args, **kwargs)
+            found = with_all_experts(stock, model, *args, **kwargs)
             for path, module in model.named_modules():
                 for name, mark in marks_of(module).items():
                     fqn = _torch.without_wrappers(f"{path}.{name}" if path else name)
@@ -98,7 +99,10 @@ def patch_expert_loading() -> None:
         def load_model_state(
             model: torch.nn.Module, state_dict: dict[str, Any], *args: Any, **kwargs: Any
         ) -> Any:
-            return stock(model, _in_own_form(model, state_dict), *args, **kwargs)
+            found = _in_own_form(model, state_dict)
+            # Ranks make tensors of the sizes that rank 0 broadcasts.
+            found = {key: plain_entry(value) for key, value in found.items()}
+            return stock(model, found, *args, **kwargs)
 
         return load_model_state
 
@@ -117,7 +121,9 @@ def patch_expert_loading() -> None:
 
     for owner, name, wrap in (
         (_state_dict, "_get_optim_state_dict", wrap_optimizer_states),
+        (_state_dict, "_get_model_state_dict", wrap_full_states),
         (_state_dict, "_load_model_state_dict", wrap_model_state),
+        (_state_dict, "_load_optim_state_dict", wrap_optimizer_loading),
         (DefaultLoadPlanner, "create_local_plan", wrap_plan),
     ):
         stock = getattr(owner, name)

@@ -186,7 +186,7 @@ class _AnySize(Sequence[int]):
     """Size of an entry, which compares equal to every size. DCP compares sizes, but entries vary in length."""
 
     def __init__(self, size: torch.Size) -> None:
-        self._size = size
+        self.real = size  #: Size for everything but comparisons
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -197,14 +197,18 @@ class _AnySize(Sequence[int]):
     __hash__ = None  # type: ignore[bad-override]
 
     def __len__(self) -> int:
-        return len(self._size)
+        return len(self.real)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._size[index]
+        return self.real[index]
 
     def numel(self) -> int:
         """Return the number of elements, as ``torch.Size`` does."""
-        return self._size.numel()
+        return self.real.numel()
+
+
+def _real(size: Any) -> Any:
+    return size.real if isinstance(size, _AnySize) else size
 
 
 class _Entry(torch.Tensor):
@@ -220,6 +224,16 @@ class _Entry(torch.Tensor):
         """Return the size, which DCP compares."""
         return _AnySize(super().size()) if dim is None else super().size(dim)
 
+    # ``dcp.async_save`` copies a tensor by these two methods, and must write the copy as it writes this one.
+    def new_empty(self, size: Any, **options: Any) -> Any:  # type: ignore[bad-override]
+        """Return an entry."""
+        return super().new_empty(_real(size), **options).as_subclass(type(self))
+
+    def set_(self, source: Any, offset: int, size: Any, stride: Any) -> Any:  # type: ignore[bad-override]
+        """Set the memory, of the size of an entry, too."""
+        super().set_(source, offset, _real(size), stride)
+        return self
+
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
         return boxed_dtensor.byte_item(fqn) if self.numel() else boxed_dtensor.tensor_item(fqn, tensor)
 
@@ -234,6 +248,11 @@ class _Entry(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         return self.as_subclass(torch.Tensor).clone().as_subclass(type(self))
+
+
+def plain_entry(value: Any) -> Any:
+    """Return an entry as an ordinary tensor, and any other value unchanged."""
+    return value.as_subclass(torch.Tensor) if isinstance(value, _Entry) else value
 
 
 # [Note: rows of experts] The delayed-scaling state of experts has one row for each expert

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import CheckpointError, PlacementError
+from te_fsdp.modules.full_experts import drop_other_experts
 from te_fsdp.quantized.boxed_loading import quantize_pending
 from te_fsdp.records import module_record
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -36,6 +37,7 @@ def _before_load(
 ) -> None:
     """Check all modules below the loaded module before anything changes."""
     assign = bool(metadata.get(_ASSIGN))
+    drop_other_experts(module, state_dict, prefix)
     # `load_state_dict` would copy weights that still have their previous data.
     quantize_pending(module, state_dict, prefix)
     for name, parameter in module.named_parameters(remove_duplicate=False):

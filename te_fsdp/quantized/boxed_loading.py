@@ -48,8 +48,8 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             if _te.format_of(_torch.local_of(parameter)) is not _te.format_of(held):
                 continue
             values = waiting_values(held, take=True)
-            # `copy_` keeps the scale of delayed scaling, too.
-            _finish((state_dict, key), held, (owner, name), values, keep_delayed_scale=True)
+            # Delayed scaling, too, takes the scale of these values: that of the previous ones would clip larger ones.
+            _finish((state_dict, key), held, (owner, name), values)
 
 
 def _finish(
@@ -57,8 +57,6 @@ def _finish(
     held: torch.Tensor,
     place: tuple[nn.Module, str],
     values: torch.Tensor | None,
-    *,
-    keep_delayed_scale: bool = False,
 ) -> None:
     """Drop what a weight derived from overwritten bytes, and quantize values that wait. Collective if there are values.
 
@@ -73,7 +71,7 @@ def _finish(
         drop_derived(held)  # both have the same memory, and derived data of their own
         drop_derived(local)
     if values is not None and is_quantized:
-        quantize_with_shared_scale(module, name, local, values, keep_delayed_scale=keep_delayed_scale)
+        quantize_with_shared_scale(module, name, local, values)
         if _te.is_grouped(held):
             held.copy_(local)
         else:

@@ -202,6 +202,12 @@ FSDP2 = (
         "test_plain_dcp.py::test_full_state_dicts_of_the_other_form",
     ),
     Patch(
+        "module `checkpoint.state_dict`",
+        "_get_model_state_dict, _get_optim_state_dict, _load_optim_state_dict",
+        "exchanges the experts of an expert-parallel mesh for `full_state_dict=True`",
+        "test_plain_experts.py::test_unsharded_state_dicts",
+    ),
+    Patch(
         "`DefaultLoadPlanner`",
         "create_local_plan",
         "reads experts from either form",

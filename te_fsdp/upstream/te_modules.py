@@ -68,6 +68,8 @@ def make_delayed_states(module: nn.Module, described: dict[str, Any]) -> dict[st
     module.init_fp8_meta_tensors(recipe)  # type: ignore[operator]
     states = _te.delayed_states(module)
     assert states is not None
+    # Until a forward sets it, TE would write no state, and a save directly after a load would lose it.
+    module.fp8_meta["fp8_checkpoint"] = True  # type: ignore[index]
     return states
 
 

@@ -6,6 +6,7 @@ The docstring of each function names the private names that it uses.
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import replace
@@ -197,6 +198,18 @@ def shard_dim_of(placement: Placement) -> int | None:
     if isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard":
         return int(placement.dim)  # type: ignore[attr-defined]
     return None
+
+
+def has_uneven_strides(tensor: torch.Tensor | None) -> bool:
+    """Return whether several axes shard one dim unevenly, which ``distribute_tensor`` refuses (``_StridedShard``)."""
+    if type(tensor) is not DTensor or all(type(p).__name__ != "_StridedShard" for p in tensor.placements):
+        return False
+    dims = [shard_dim_of(placement) for placement in tensor.placements]
+    sizes = [
+        (dim, math.prod(n for n, d in zip(tensor.device_mesh.shape, dims, strict=True) if d == dim))
+        for dim in dims
+    ]
+    return any(dim is not None and tensor.shape[dim] % ranks for dim, ranks in sizes)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -1,0 +1,221 @@
+"""Unsharded state dicts of experts (``full_state_dict=True``) under expert parallelism."""
+
+# [Note: full state dicts of experts] On an expert-parallel mesh, a ``GroupedLinear`` with a parameter for each
+# expert registers the rank's own experts only. torch gathers each tensor over its own mesh, which excludes
+# expert parallelism. Rank 0 would therefore export the first experts only, without an error. Here the ranks
+# exchange their experts before torch gathers everything else. A load ignores the experts of other ranks.
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import state_dict as _state_dict
+from torch.distributed.tensor import DTensor
+
+from te_fsdp.collectives.agreement import gather, rank, world_size
+from te_fsdp.modules.extra_state import ExpertEntry
+from te_fsdp.records import binding_of
+from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+
+#: Whether torch loads an optimizer, for which it compares the names with those of the rank's own parameters.
+_loads: ContextVar[bool] = ContextVar("loads", default=False)
+#: Keys that lead to a value in nested dicts.
+_Path = tuple[str, ...]
+
+
+class _Tensor(NamedTuple):
+    """Description of a tensor that another rank sends."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Experts(NamedTuple):
+    """A module whose experts are distributed over an expert-parallel mesh."""
+
+    mesh: Any  #: The expert-parallel mesh
+    prefix: str  #: Of the names in state dicts
+    own: list[str]  #: Names of this rank's tensors of one expert each, without the prefix
+    others: set[str]  #: Names of the other ranks' tensors
+
+
+def experts_over_ranks(module: torch.nn.Module, path: str) -> Experts | None:
+    """Return the experts of a module; ``None`` for modules that have all experts. Local operation."""
+    binding = binding_of(module)
+    if binding is None or binding.experts is None or binding.ep.mesh is None or binding.ep.mesh.size() == 1:
+        return None
+    numbers = range(binding.experts.total)
+    names = {f"{stack}{n}" for stack in ("weight", "bias") for n in numbers}
+    own = [name for name in module._parameters if name in names and name not in binding.distributed]
+    stacks = {_stack(name) for name in own}
+    others = {f"{stack}{n}" for stack in stacks for n in numbers} - set(own)
+    path = _torch.without_wrappers(path)
+    return Experts(binding.ep.mesh, f"{path}." if path else "", own, others)
+
+
+def _modules(model: torch.nn.Module) -> Iterator[Experts]:
+    for path, module in model.named_modules():
+        if (found := experts_over_ranks(module, path)) is not None:
+            yield found
+
+
+def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *arguments: Any) -> Any:
+    """Call torch's function that returns a state dict; complete the experts of an unsharded one.
+
+    Collective over the meshes of the experts, for an unsharded state dict.
+    """
+    *before, info = arguments
+    modules = [*_modules(model)]
+    if not modules:
+        return stock(model, *arguments)
+    is_full = info.full_state_dict
+    state = dict(
+        stock(model, *before, replace(info, full_state_dict=False, cpu_offload=False) if is_full else info)
+    )
+    if "param_groups" in state and not _loads.get():
+        # DCP writes the list of one rank, in which every rank must find its own experts when it loads.
+        state["param_groups"] = [_with_all_names(group, modules) for group in state["param_groups"]]
+    if not is_full:
+        return state
+    if "state" in state:  # nested: torch shares the inner dicts with the optimizer
+        state["state"] = {name: dict(own) for name, own in state["state"].items()}
+    for experts in modules:
+        _complete(state, experts, to_cpu=info.cpu_offload)
+    return getattr(_state_dict, "_maybe_full_or_cpu_state_dict")(state, info)  # noqa: B009
+
+
+def _with_all_names(group: dict[str, Any], modules: list[Experts]) -> dict[str, Any]:
+    """Return a group of an optimizer with the names of the other ranks' experts after this rank's."""
+    names = dict.fromkeys(group["params"])
+    for experts in modules:
+        stacks = {_stack(name) for name in experts.own if experts.prefix + name in names}
+        more = sorted(name for name in experts.others if _stack(name) in stacks)
+        names |= dict.fromkeys(experts.prefix + name for name in more)
+    return {**group, "params": list(names)}
+
+
+def _stack(name: str) -> str:
+    return name.rstrip("0123456789")
+
+
+def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
+    """Replace this rank's experts by the unsharded tensors of all experts. Collective over the experts' meshes.
+
+    With ``to_cpu``, only rank 0 keeps them, as in torch.
+    """
+    own = {path: value for name in experts.own for path, value in _entries(state, experts.prefix + name)}
+    extra = f"{experts.prefix}_extra_state"
+    rows = state.get(extra)
+    rows = rows.as_subclass(torch.Tensor) if isinstance(rows, ExpertEntry) and rows.numel() else None
+    described = {
+        path: _Tensor(tuple(value.shape), value.dtype) if _is_sent(value) else value
+        for path, value in own.items()
+    }
+    keeps, group = not to_cpu or rank() == 0, experts.mesh.get_group()
+    device = torch.device(experts.mesh.device_type)
+    for path in own:
+        _holder(state, path).pop(path[-1])
+    everyone = gather((described, rows), group)
+    for source, (others, _) in enumerate(everyone):
+        is_mine = source == experts.mesh.get_local_rank()
+        for path, value in others.items():
+            if isinstance(value, _Tensor):
+                whole = _unsharded(own[path], device) if is_mine else None
+                if whole is None:
+                    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+                dist.broadcast(whole, group=group, group_src=source)
+                value = whole.cpu() if to_cpu and keeps else whole
+            if keeps:
+                _holder(state, path)[path[-1]] = value
+    found = [theirs for _, theirs in everyone if theirs is not None]
+    if len(found) == len(everyone):
+        state[extra] = torch.cat(found)
+
+
+def _is_sent(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim > 0
+
+
+def _entries(state: dict[str, Any], name: str) -> list[tuple[_Path, Any]]:
+    """Return the entries of a parameter in a model's state dict, or in an optimizer's, nested or flat."""
+    if name in state:
+        return [((name,), state[name])]
+    if "state" in state:
+        return [(("state", name, key), value) for key, value in state["state"].get(name, {}).items()]
+    prefixes = (f"state.{name}.", f"param_groups.{name}.")
+    return [((key,), value) for key, value in state.items() if key.startswith(prefixes)]
+
+
+def _holder(state: dict[str, Any], path: _Path) -> dict[str, Any]:
+    for key in path[:-1]:
+        state = state.setdefault(key, {})
+    return state
+
+
+def _unsharded(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the unsharded values of a tensor on a device. Collective over the mesh of a DTensor."""
+    value = value.detach().to(device)
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    return (value.dequantize() if _te.is_quantized(value) else value).contiguous()
+
+
+def drop_other_experts(module: torch.nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """Remove the experts of other ranks from a state dict that a module is about to load. Local operation."""
+    experts = experts_over_ranks(module, "")
+    for name in experts.others if experts is not None else ():
+        state_dict.pop(prefix + name, None)
+
+
+def wrap_full_states(stock: Any) -> Any:
+    """Wrap torch's function that returns a model's state dict."""
+    return functools.wraps(stock)(functools.partial(with_all_experts, stock))
+
+
+def wrap_optimizer_loading(stock: Any) -> Any:
+    """Wrap torch's function that loads an optimizer's state dict."""
+
+    @functools.wraps(stock)
+    def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
+        token = _loads.set(True)
+        try:
+            stock(model, optimizers, *_from_rank_0(model, state_dict, info))
+        finally:
+            _loads.reset(token)
+
+    return load_states
+
+
+def _from_rank_0(model: torch.nn.Module, state: dict[str, Any], info: Any) -> tuple[Any, Any]:
+    """Return an optimizer's unsharded state dict of rank 0, and torch's options to load it on each rank.
+
+    Models without expert parallelism keep their arguments: torch broadcasts the parameters that rank 0 has. Otherwise
+    each rank keeps the states of its own parameters. Collective over the world.
+    """
+    modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
+    if not modules:
+        return state, info
+    flat: dict[_Path, Any] = {(key,): value for key, value in state.items() if key != "state"}
+    for name, own in state.get("state", {}).items():
+        flat |= {("state", name, key): value for key, value in own.items()}
+    described = [{path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}]
+    dist.broadcast_object_list(described, src=0)
+    device = torch.device(modules[0].mesh.device_type)
+    others = {experts.prefix + name for experts in modules for name in experts.others}
+    heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
+    found: dict[str, Any] = {}
+    for path, value in described[0].items():
+        if isinstance(value, _Tensor):
+            whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+            if rank() == 0:
+                whole.copy_(flat[path])
+            dist.broadcast(whole, src=0)
+            value = whole.cpu()
+        if others.isdisjoint(path) and not path[0].startswith(heads):
+            _holder(found, path)[path[-1]] = value
+    return found, replace(info, broadcast_from_rank0=False)

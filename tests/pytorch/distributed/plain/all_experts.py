@@ -1,0 +1,128 @@
+"""Bodies: torch's own state dicts of experts that the ranks of an expert-parallel mesh share among them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from plain import round_trip
+from plain.round_trip import Job, differing, farthest, near, of_all_experts, whole
+
+AXES = {"dp_shard": 2, "ep": 2}
+
+
+def _flat(states: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {f"{name}.{key}": value for name, own in states.items() for key, value in own.items()}
+    return {name: whole(value) for name, value in found.items() if torch.is_tensor(value)}
+
+
+def exports(kind: str, recipe: str, sharder: str) -> dict[str, Any]:
+    """Export models and optimizers as unsharded tensors, before and after a step, and load them into other jobs.
+
+    Returns:
+        Names whose tensors are wrong, by use.
+    """
+    job = Job(kind, recipe, AXES, sharder, True, seed=3)
+    on_rank_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    first = get_model_state_dict(job.model, options=on_rank_0)
+    outcome: dict[str, Any] = {"elsewhere": sorted(first) if dist.get_rank() else []}
+    if dist.get_rank() == 0:
+        weights = {name: whole(value) for name, value in first.items() if not name.endswith("_extra_state")}
+        expected = round_trip.unsharded(kind, recipe, 3)
+        outcome["unsharded"] = differing(of_all_experts(kind, weights), expected)
+    job.step(0)
+    job.optimizer.param_groups[0]["lr"] = 0.5
+    values = job.values()
+    for use, options in {
+        "everywhere": StateDictOptions(full_state_dict=True),
+        "rank 0": on_rank_0,
+    }.items():
+        model = get_model_state_dict(job.model, options=options)
+        states = get_optimizer_state_dict(job.model, job.optimizer, options=options)
+        if use == "everywhere" or dist.get_rank() == 0:
+            found = {n: whole(value) for n, value in model.items() if not n.endswith("_extra_state")}
+            found |= _flat(states["state"])
+            outcome[use] = differing(of_all_experts(kind, found), values)
+            names = sorted(states["param_groups"][0]["params"])
+            outcome[f"group, {use}"] = [] if names == sorted(states["state"]) else names
+        other = Job(kind, recipe, AXES, sharder, True, seed=4)
+        load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=use == "rank 0")
+        set_model_state_dict(other.model, model, options=load)
+        set_optimizer_state_dict(other.model, other.optimizer, copy.deepcopy(states), options=load)
+        again = other.values()  # quantized once
+        outcome[f"loaded, {use}"] = [
+            f"{n}: {float((again[n] - values[n]).abs().max() / values[n].abs().max()):.3f}"
+            for n in differing(again, values)
+            if not near(again[n], values[n], recipe)
+        ]
+        outcome[f"lr, {use}"] = [other.optimizer.param_groups[0].get("lr")]
+    return outcome
+
+
+def resumes(kind: str, recipe: str, sharder: str, directory: str) -> dict[str, Any]:
+    """Save by ``dcp.async_save`` and load on the same mesh: values, delayed scaling, options of a group of experts."""
+    axes = AXES if kind == "experts" else {"dp_shard": 2, "tp": 2}
+    job, other = (Job(kind, recipe, axes, sharder, True, seed) for seed in (3, 4))
+    job.step(0)
+    job.optimizer.param_groups[0]["lr"] = 0.5
+    dcp.async_save(
+        job.state(), checkpoint_id=directory, process_group=dist.new_group(backend="gloo")
+    ).result()
+    state = other.state()
+    dcp.load(state, checkpoint_id=directory)
+    other.take(state)
+    outcome = {"wrong": differing(job.values(), other.values())}
+    entries = {n: value for n, value in job.model.state_dict().items() if n.endswith("_extra_state")}
+    # Not by value: the newest amaxes are each rank's own until the next forward, and the files have those of one rank.
+    again = other.model.state_dict()  # as a save without a step in between has it
+    sizes = {n: (state["model"][n].numel(), again[n].numel()) for n in entries}
+    outcome["entries"] = [n for n, entry in entries.items() if {*sizes[n]} != {entry.numel()}]
+    outcome["states"] = sum(entry.numel() > 0 for entry in entries.values())
+    job.step(1)
+    other.step(1)
+    outcome["after"] = farthest(job.values(), other.values())
+    return {**outcome, "lr": other.optimizer.param_groups[0].get("lr")}
+
+
+def uneven_rows() -> dict[str, Any]:
+    """Load unsharded tensors whose rows the ranks of tp and dp divide unevenly: 81 rows of tp over two ranks."""
+    import transformer_engine.pytorch as te
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=2, tp=2, device_type=harness.device_type())
+    assert meshes.tp is not None
+    tp = {"tp_size": 2, "tp_group": meshes.tp.get_group(), "parallel_mode": "column", "device": "meta"}
+    model = nn.Sequential(te.Linear(8, 162, **tp))
+    te_fsdp.fully_shard(model, meshes)
+    te_fsdp.materialize(model, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    generator = torch.Generator().manual_seed(1)
+    values = {name: torch.randn(p.shape, generator=generator) for name, p in model.named_parameters()}
+    full = StateDictOptions(full_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=full)
+    for name, own in states["state"].items():
+        own["exp_avg"] = 2 * values[name]
+    set_model_state_dict(model, dict(values), options=StateDictOptions(full_state_dict=True, strict=False))
+    set_optimizer_state_dict(model, optimizer, states, options=full)
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    moments = {name: whole(optimizer.state[p]["exp_avg"]) / 2 for name, p in model.named_parameters()}
+    expected = {name: value.to(harness.device()) for name, value in values.items()}
+    sizes = sorted({int(p.to_local().shape[0]) for p in model.parameters()})
+    return {"weights": differing(found, expected), "moments": differing(moments, expected), "rows": sizes}
