@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict as _state_dict
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.collectives.agreement import gather, rank, world_size
@@ -87,7 +86,7 @@ def with_all_experts(stock: Callable[..., Any], model: torch.nn.Module, *argumen
         state["state"] = {name: dict(own) for name, own in state["state"].items()}
     for experts in modules:
         _complete(state, experts, to_cpu=info.cpu_offload)
-    return getattr(_state_dict, "_maybe_full_or_cpu_state_dict")(state, info)  # noqa: B009
+    return _torch.full_or_cpu_state_dict(state, info)
 
 
 def _with_all_names(group: dict[str, Any], modules: list[Experts]) -> dict[str, Any]:

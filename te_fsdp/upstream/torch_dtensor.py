@@ -375,6 +375,16 @@ def storage_info_class() -> Any:
     return _StorageInfo
 
 
+def full_or_cpu_state_dict(state: dict[str, Any], options: Any) -> dict[str, Any]:
+    """Return a state dict unsharded, or on the CPU, as its options say (``_maybe_full_or_cpu_state_dict``).
+
+    Collective over the mesh of each DTensor if the result is unsharded.
+    """
+    from torch.distributed.checkpoint.state_dict import _maybe_full_or_cpu_state_dict
+
+    return _maybe_full_or_cpu_state_dict(state, options)
+
+
 #: ``__torch_function__`` of a tensor subclass whose operations return plain tensors
 #: (``torch._C._disabled_torch_function_impl``).
 plain_results = torch._C._disabled_torch_function_impl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -52,6 +53,7 @@ def training(
     planes: int = 1,
     reshard: bool = True,
     recompute: bool = False,
+    directory: Path | None = None,
 ) -> dict[str, Any]:
     """Train a model with quantized weights.
 
@@ -62,10 +64,11 @@ def training(
         planes: 2: store and all-gather both directions, as for other MXFP8 weights.
         reshard: FSDP2's `reshard_after_forward`.
         recompute: Whether the forward runs again in backward.
+        directory: Of a checkpoint to save after the last step.
 
     Returns:
         Losses, those of stock TE in one process, the uint8 bytes that a step all-gathers, the bytes of the quantized
-        shards, and their values.
+        shards and of the checkpoint's files, and the values of the shards.
     """
     import te_fsdp
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -91,6 +94,10 @@ def training(
         shards = [_torch.local_of(parameter) for _, _, parameter in bodies.quantized_weights(model)]
         stored = {b.data_ptr(): b.untyped_storage().nbytes() for s in shards for b in _te.buffers_of(s)}
         values = [shard.dequantize(dtype=torch.float32) for shard in shards]
+        files = []
+        if directory is not None:
+            te_fsdp.checkpoint.save(directory, wrapped)
+            files = [file.stat().st_size for file in directory.rglob("*.distcp")]
         expected = bodies.losses_of_one_process(reference, recipe, batch, STEPS + 1)
     return {
         "losses": losses,
@@ -100,6 +107,7 @@ def training(
         "weights": len(shards),
         "sent": sum(one.bytes for one in sent if one.kind == "all_gather" and one.dtype == "uint8"),
         "stored": sum(stored.values()),
+        "files": sum(files),
         "values": values,
         "usages": [shard.get_usages() for shard in shards],
     }
