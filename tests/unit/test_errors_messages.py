@@ -73,6 +73,8 @@ def test_the_family():
         "message",
         "require_flag_fields",
         "require_flags",
+        "require_integer",
+        "require_kind",
         "require_number",
         "shorten",
         *caught_as,

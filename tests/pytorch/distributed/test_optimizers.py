@@ -9,10 +9,10 @@ from parity import optimizers
 from strategies import closures
 
 MESHES = {"dp2": {"dp_shard": 2}, "hsdp": {"dp_replicate": 2, "dp_shard": 2}}
-SPARE = "LBFGS of sharded parameters: expected parameters that it can update, got a parameter of shape "
+SPARE = "LBFGS of sharded parameters: expected parameters that it can update, got "
 REFUSED = {
-    "uneven rows": f"PlacementError: {SPARE}(7, 32), without equal shards of rows on all ranks",
-    "not trained": f"PlacementError: {SPARE}(16,), which is not trained",
+    "uneven rows": f"PlacementError: {SPARE}last.weight, without equal shards of rows on all ranks",
+    "not trained": f"PlacementError: {SPARE}last.bias, which is not trained",
     "own losses": "MeshError: LBFGS.step(closure): losses that differ between ranks",
     "own losses, searched": "MeshError: LBFGS.step(closure): losses that differ between ranks",
     "no_sync": "OrderError: SGD.step(closure): gradients of 4 parameter(s) were not reduced",
