@@ -67,8 +67,7 @@ def training(
         directory: Of a checkpoint to save after the last step.
 
     Returns:
-        Losses, those of stock TE in one process, the uint8 bytes that a step all-gathers, the bytes of the quantized
-        shards and of the checkpoint's files, and the values of the shards.
+        Losses, also of stock TE in one process; bytes all-gathered in a step, of shards and of files; values of shards.
     """
     import te_fsdp
     from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -78,8 +77,7 @@ def training(
     hidden = 384 if kind == "columns" else 256
     with separate if planes == 2 else contextlib.nullcontext():
         torch.manual_seed(bodies.SEED)
-        # Without biases all gathered bytes are those of quantized weights.
-        plain = {"bias": False, "init_method": wide_range}
+        plain = {"bias": False, "init_method": wide_range}  # all gathered bytes are of quantized weights
         reference = _model(kind, recipe, hidden, harness.device(), **plain)
         model = _model(kind, recipe, hidden, "meta", **plain, **meshes.te_kwargs())
         wrapped = Recomputed(model, recipe) if recompute else model
@@ -93,11 +91,7 @@ def training(
             losses.append(step(*batch))
         shards = [_torch.local_of(parameter) for _, _, parameter in bodies.quantized_weights(model)]
         stored = {b.data_ptr(): b.untyped_storage().nbytes() for s in shards for b in _te.buffers_of(s)}
-        values = [shard.dequantize(dtype=torch.float32) for shard in shards]
-        files = []
-        if directory is not None:
-            te_fsdp.checkpoint.save(directory, wrapped)
-            files = [file.stat().st_size for file in directory.rglob("*.distcp")]
+        files = 0 if directory is None else _saved_bytes(directory, wrapped)
         expected = bodies.losses_of_one_process(reference, recipe, batch, STEPS + 1)
     return {
         "losses": losses,
@@ -107,10 +101,18 @@ def training(
         "weights": len(shards),
         "sent": sum(one.bytes for one in sent if one.kind == "all_gather" and one.dtype == "uint8"),
         "stored": sum(stored.values()),
-        "files": sum(files),
-        "values": values,
+        "files": files,
+        "values": [shard.dequantize(dtype=torch.float32) for shard in shards],
         "usages": [shard.get_usages() for shard in shards],
     }
+
+
+def _saved_bytes(directory: Path, model: nn.Module) -> int:
+    """Save a checkpoint and return the bytes of its data. Collective over the world."""
+    import te_fsdp
+
+    te_fsdp.checkpoint.save(directory, model)
+    return sum(file.stat().st_size for file in directory.rglob("*.distcp"))
 
 
 def _model(kind: str, recipe: str, hidden: int, device: Any, **options: Any) -> nn.Module:
