@@ -207,10 +207,14 @@ class ByteModel(nn.Module):
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Map tokens (s, b) at the positions ``places`` (s,) to logits (s, b, 256)."""
+        return self.head(self.states(tokens, places))
+
+    def states(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Return the input of the head (s, b, hidden)."""
         x = self.embedding(tokens) + self.positions(places)[:, None]
         for layer in self.layers:
             x = layer(x)
-        return self.head(self.norm(x))
+        return self.norm(x)
 
 
 def build(

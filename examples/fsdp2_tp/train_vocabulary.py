@@ -61,12 +61,9 @@ class ByteModel(train.ByteModel):
 
     def forward(self, tokens: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Map tokens (s, b) at the positions ``places`` (s,) to logits (sequence, b, 256 / tp)."""
-        x = self.embedding(tokens) + self.positions(places)[:, None]
-        for layer in self.layers:
-            x = layer(x)
-        x = self.norm(x)
+        states = self.states(tokens, places)
         with te.autocast(enabled=False):  # the logits' rounding is that of the loss
-            return self.head(x)
+            return self.head(states)
 
 
 def summed_loss(how: str, logits: torch.Tensor, labels: torch.Tensor, tp: DeviceMesh | None) -> torch.Tensor:

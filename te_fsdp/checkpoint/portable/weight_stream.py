@@ -34,7 +34,7 @@ from te_fsdp.checkpoint.portable.weight_transfer import (
 )
 from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, OrderError
+from te_fsdp.errors import CheckpointError, OrderError, shorten
 from te_fsdp.upstream.torch_dtensor import versions_of
 
 if TYPE_CHECKING:
@@ -129,9 +129,8 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.ended = self._warned = False
         self._shares, self._weights = shares_to_write(model, optimizer, config, names, blocks)
         self._exact: dict[str, dict[str, Share]] = {}
-        owned = owned_parameters(model)
-        self._parameters = [one.parameter for one in owned]
-        self._versions = versions_of(self._parameters)
+        self._owned = owned = owned_parameters(model)
+        self._versions = versions_of(one.parameter for one in owned)
         if format == "fp8-block":
             if self._weights.architecture.style == "gpt2":
                 raise CheckpointError(
@@ -253,12 +252,15 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
     def _written(self) -> OrderError | None:
         """Return the error of a stream whose weights were written to since its start. Local operation."""
-        if versions_of(self._parameters) == self._versions:
+        now = versions_of(one.parameter for one in self._owned)
+        together = zip(self._owned, now, self._versions, strict=True)
+        written = [one.fqn for one, version, before in together if version != before]
+        if not written:
             return None
         return OrderError(
-            "iter_weights: the next bucket",
+            f"iter_weights: {shorten(written, 3)}",
             expected="weights as they were when the stream began",
-            got="weights that an optimizer's step or other code has written to",
+            got="a write by an optimizer's step or other code before the last bucket",
             why="The receivers would have old and new weights in one model",
             fix="iterate to the end between two steps, or call iter_weights again",
         )
