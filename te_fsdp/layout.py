@@ -300,7 +300,26 @@ def shard_boxes(
     Raises ``PlacementError`` if tp does not divide the sharded dim, or a stacked block, of ``original_shape`` (at tp
     size 1).
     """
-    local_shape, found = _tp_boxes(tuple(original_shape), rule, at, name)
+    shape = local_shape = tuple(original_shape)
+    zeros = (0,) * len(shape)
+    found: tuple[Box, ...] = (Box(zeros, zeros, shape),)
+    if rule.shard_dim is not None and at.tp_size > 1:
+        dim, rows, boxes, block_start, local_start = rule.shard_dim, shape[rule.shard_dim], [], 0, 0
+        # tp must divide each block: a rank with a part of gate and a different part of up would compute neither.
+        heights = block_heights(rows, rule)
+        if sum(heights) != rows or any(h % at.tp_size for h in heights):
+            raise PlacementError(
+                f"{name}: dim {dim} of shape {shape}, layout {rule.layout}",
+                expected=f"every block divisible by tp size {at.tp_size}",
+                got=f"block sizes {heights}",
+                fix="choose a dimension that is divisible by the tp size, or a different tp size",
+            )
+        for height in heights:
+            part = height // at.tp_size
+            original = _put(zeros, dim, block_start + at.tp_rank * part)
+            boxes.append(Box(original, _put(zeros, dim, local_start), _put(shape, dim, part)))
+            block_start, local_start = block_start + height, local_start + part
+        local_shape, found = _put(shape, dim, local_start), tuple(boxes)
     for dim, size, rank in ((0, at.ep_size, at.ep_rank), (at.fsdp_dim, at.fsdp_size, at.fsdp_rank)):
         if size > 1 and local_shape:
             low, high = chunk_range(local_shape[dim], size, rank)
@@ -341,32 +360,6 @@ def cut_boxes(boxes: Iterable[Box], dim: int, low: int, high: int) -> tuple[Box,
 def block_heights(rows: int, rule: ParameterRule) -> list[int]:
     """Return the height of each block of a layout in an original tensor with this number of rows."""
     return [rows * part // sum(rule.layout.blocks) for part in rule.layout.blocks]
-
-
-def _tp_boxes(
-    shape: tuple[int, ...], rule: ParameterRule, at: Coordinates, name: str
-) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Return the shape of the tp-local tensor and its boxes: one when plain, one per block when stacked."""
-    zeros = (0,) * len(shape)
-    if rule.shard_dim is None or at.tp_size == 1:
-        return shape, (Box(zeros, zeros, shape),)
-    dim, rows = rule.shard_dim, shape[rule.shard_dim]
-    # tp must divide each block: a rank with a part of gate and a different part of up would compute neither.
-    heights = block_heights(rows, rule)
-    if sum(heights) != rows or any(h % at.tp_size for h in heights):
-        raise PlacementError(
-            f"{name}: dim {dim} of shape {shape}, layout {rule.layout}",
-            expected=f"every block divisible by tp size {at.tp_size}",
-            got=f"block sizes {heights}",
-            fix="choose a dimension that is divisible by the tp size, or a different tp size",
-        )
-    boxes, block_start, local_start = [], 0, 0
-    for height in heights:
-        part = height // at.tp_size
-        original = _put(zeros, dim, block_start + at.tp_rank * part)
-        boxes.append(Box(original, _put(zeros, dim, local_start), _put(shape, dim, part)))
-        block_start, local_start = block_start + height, local_start + part
-    return _put(shape, dim, local_start), tuple(boxes)
 
 
 def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:

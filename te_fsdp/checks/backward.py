@@ -29,9 +29,35 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
     """Check gradients and weights at the start of each backward of this output. Local operation."""
     # A weak reference, because the hooks of an output that the user keeps must not keep the model alive.
     of, versions = weakref.ref(state), _versions(state)
+
+    def check(earlier: list[int], gradient: torch.Tensor) -> None:
+        """Check at the start of a backward. ``earlier`` are the backwards of this tensor so far."""
+        state = of()
+        if state is None:
+            return
+        # Only after an earlier backward, because the graph of a first one is never consumed.
+        if earlier and _te_modules.is_graph_consumed(_torch_autograd.current_node()):
+            name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
+            raise OrderError(
+                f"{name or type(state.model).__name__}: second backward through one forward",
+                expected="one backward for each forward through modules of TransformerEngine",
+                got="another one, as by retain_graph=True or torch.autograd.functional.jacobian",
+                why="TransformerEngine frees in the first one what its forward has saved",
+                fix="add the losses and call backward() once, or run the forward again",
+            )
+        earlier.append(_torch.backward_id())
+        own: Any = state.components.by_class[UnreducedGradients]
+        if own.checked == _torch.backward_id():
+            return  # checked for another output; an optimizer may have stepped in backward since
+        own.checked = _torch.backward_id()
+        _check_adds_gradients(state)
+        now = _versions(state)
+        if now != versions and not is_capturing():
+            _raise_written(state, versions, now)
+
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(functools.partial(_check_start, of, versions, []))
+            tensor.register_hook(functools.partial(check, []))
 
 
 def _trained_params(state: ShardedModel) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -50,40 +76,6 @@ def _versions(state: ShardedModel) -> tuple[list[int], list[int]]:
         return [], []
     sharded, unsharded = zip(*watched, strict=True)
     return _torch.versions_of(sharded), _torch.versions_of(unsharded)
-
-
-def _check_start(
-    of: weakref.ref[ShardedModel],
-    versions: tuple[list[int], list[int]],
-    earlier: list[int],
-    gradient: torch.Tensor,
-) -> None:
-    """Check at the start of a backward that it adds gradients, and that no weight was written to since the forward.
-
-    ``earlier`` are the backwards of this output so far.
-    """
-    state = of()
-    if state is None:
-        return
-    # Only after an earlier backward, because the graph of a first one is never consumed.
-    if earlier and _te_modules.is_graph_consumed(_torch_autograd.current_node()):
-        name = next((name for name, module in state.model.named_modules() if _te.kind_of(module)), "")
-        raise OrderError(
-            f"{name or type(state.model).__name__}: second backward through one forward",
-            expected="one backward for each forward through modules of TransformerEngine",
-            got="another one, as by retain_graph=True or torch.autograd.functional.jacobian",
-            why="TransformerEngine frees in the first one what its forward has saved",
-            fix="add the losses and call backward() once, or run the forward again",
-        )
-    earlier.append(_torch.backward_id())
-    own: Any = state.components.by_class[UnreducedGradients]
-    if own.checked == _torch.backward_id():
-        return  # checked for another output; an optimizer may have stepped in backward since
-    own.checked = _torch.backward_id()
-    _check_adds_gradients(state)
-    now = _versions(state)
-    if now != versions and not is_capturing():
-        _raise_written(state, versions, now)
 
 
 def _check_adds_gradients(state: ShardedModel) -> None:

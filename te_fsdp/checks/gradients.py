@@ -57,47 +57,53 @@ def require_complete_gradients(step: Step) -> None:
 
 def watch_mixed_lists(state: ShardedModel) -> None:
     """Let torch's clipping take gradients on several meshes, but refuse experts, from now on. Local operation."""
-    mixed_lists().watch(state, _check_list)
 
+    def check_list(
+        state: ShardedModel, operator: str, tensors: Sequence[torch.Tensor], is_mixed: bool
+    ) -> bool:
+        """Return whether tensors of an operator are on meshes of the model; raise if the result would be wrong."""
+        scalars = operator == "stack" and all(tensor.ndim == 0 for tensor in tensors)
+        if not is_mixed and operator != "_foreach_norm" and not scalars:
+            return False
+        parameters = state.parameters()
+        meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
+        if meshes.isdisjoint(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)):
+            return False  # DTensors of other code get torch's own error
+        experts = {name: p for name, p in parameters.items() if _is_local_expert(p)}
+        if operator == "_foreach_norm":
+            ids = set(map(id, tensors))
+            _refuse_norm_of_experts([name for name, p in experts.items() if id(p.grad) in ids])
+        elif scalars:
+            partial = {
+                tensor.device_mesh if isinstance(tensor, DTensor) else None
+                for tensor in tensors
+                if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements)
+            }
+            _refuse_norm_of_experts(
+                [
+                    n
+                    for n, p in experts.items()
+                    if (p.device_mesh if isinstance(p, DTensor) else None) in partial
+                ]
+            )
+        if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
+            ids = {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None} | set(
+                map(id, tensors)
+            )
+            names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
+            plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
+            raise PlacementError(
+                f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors "
+                "of other meshes",
+                expected="tensors on one mesh",
+                got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
+                why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
+                fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
+                "for p in model.parameters()])",
+            )
+        return operator != "stack" or scalars
 
-def _check_list(state: ShardedModel, operator: str, tensors: Sequence[torch.Tensor], is_mixed: bool) -> bool:
-    """Return whether tensors of an operator are on meshes of a model; raise if the result would be wrong."""
-    scalars = operator == "stack" and all(tensor.ndim == 0 for tensor in tensors)
-    if not is_mixed and operator != "_foreach_norm" and not scalars:
-        return False
-    parameters = state.parameters()
-    meshes = {tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)}
-    if meshes.isdisjoint(p.device_mesh for p in parameters.values() if isinstance(p, DTensor)):
-        return False  # DTensors of other code get torch's own error
-    experts = {name: p for name, p in parameters.items() if _is_local_expert(p)}
-    if operator == "_foreach_norm":
-        ids = set(map(id, tensors))
-        _refuse_norm_of_experts([name for name, p in experts.items() if id(p.grad) in ids])
-    elif scalars:
-        partial = {
-            tensor.device_mesh if isinstance(tensor, DTensor) else None
-            for tensor in tensors
-            if not isinstance(tensor, DTensor) or any(p.is_partial() for p in tensor.placements)
-        }
-        _refuse_norm_of_experts(
-            [n for n, p in experts.items() if (p.device_mesh if isinstance(p, DTensor) else None) in partial]
-        )
-    if operator == "cat" or (operator == "stack" and any(tensor.requires_grad for tensor in tensors)):
-        ids = {id(base) for tensor in tensors if (base := _torch.base_of(tensor)) is not None} | set(
-            map(id, tensors)
-        )
-        names = [name for name, p in parameters.items() if not ids.isdisjoint((id(p), id(p.grad)))]
-        plain = sum(not isinstance(tensor, DTensor) for tensor in tensors)
-        raise PlacementError(
-            f"{shorten(names, 3) or 'tensors of a sharded model'}: in one torch.{operator} with tensors "
-            "of other meshes",
-            expected="tensors on one mesh",
-            got=f"{len(tensors) - plain} sharded and {plain} plain tensors",
-            why="torch cannot join them, as in torch.nn.utils.parameters_to_vector",
-            fix="torch.cat([p.full_tensor().flatten() if isinstance(p, DTensor) else p.flatten() "
-            "for p in model.parameters()])",
-        )
-    return operator != "stack" or scalars
+    mixed_lists().watch(state, check_list)
 
 
 def _is_local_expert(parameter: torch.Tensor) -> bool:
@@ -254,9 +260,30 @@ def compare_replicated_gradients(step: Step) -> None:
     # Ranks of one tp group see a deviation. All ranks of the model must raise, or the others would wait in the
     # step.
     with raised_on_all_ranks(step.models[0][0].meshes.device_mesh if step.models else None, step.where):
-        apart = [entry for mesh, held in found.items() for entry in _deviation(mesh, held)]
         limit = _APART_IN_4_BITS if in_4_bits else _APART
-        _refuse_tp_deviation(step, [(parameter, ratio) for parameter, ratio in apart if ratio > limit])
+        every = [entry for mesh, held in found.items() for entry in _deviation(mesh, held)]
+        apart = [(parameter, ratio) for parameter, ratio in every if ratio > limit]
+        if apart:
+            names = step.names
+            for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
+                binding = binding_of(owner)
+                # A bound model without fully_shard has no names of its own.
+                names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
+            shown = [
+                f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm"
+                for parameter, ratio in apart
+            ]
+            raise GradientError(
+                f"{step.where}: gradients that differ over tp",
+                expected="equal gradients on all ranks of a tp group, for parameters that each rank has in full",
+                got=shorten(shown, 3, ", "),
+                why="Each rank has computed them from different tokens or features, as under sequence parallelism, "
+                "and they are not summed: those of the first rank would be used",
+                fix="set parameter.sequence_parallel = True on the parameters of layers that see a part of the "
+                "tokens, before te_fsdp.fully_shard or set_device_mesh; or give these layers all tokens. Where "
+                "gradients must differ, pass checks='setup' (before: check_inputs=False) to fully_shard, or "
+                "check_inputs=False to set_device_mesh",
+            )
     for _, record in scheduled:
         record.grad_checks_left -= record.grad_checks_left > 0
 
@@ -286,29 +313,6 @@ def _deviation(
     # All ranks except the first contribute a difference. All contribute its norm.
     ratios = (sums[:, 0] / (group.size() - 1) / (sums[:, 1] / group.size())).sqrt().tolist()
     return [(parameter, ratio) for (parameter, _), ratio in zip(held, ratios, strict=True)]
-
-
-def _refuse_tp_deviation(step: Step, apart: list[tuple[torch.Tensor, float]]) -> None:
-    if not apart:
-        return
-    names = step.names
-    for owner, name in registered_at({id(parameter) for parameter, _ in apart} - names.keys()):
-        binding = binding_of(owner)
-        # A bound model without fully_shard has no names of its own.
-        names[id(owner._parameters[name])] = name if binding is None else binding.label(name)
-    shown = [
-        f"{names.get(id(parameter), 'a parameter')} by {ratio:.0%} of its norm" for parameter, ratio in apart
-    ]
-    raise GradientError(
-        f"{step.where}: gradients that differ over tp",
-        expected="equal gradients on all ranks of a tp group, for parameters that each rank has in full",
-        got=shorten(shown, 3, ", "),
-        why="Each rank has computed them from different tokens or features, as under sequence parallelism, and they "
-        "are not summed: those of the first rank would be used",
-        fix="set parameter.sequence_parallel = True on the parameters of layers that see a part of the tokens, before "
-        "te_fsdp.fully_shard or set_device_mesh; or give these layers all tokens. Where gradients must differ, pass "
-        "checks='setup' (before: check_inputs=False) to fully_shard, or check_inputs=False to set_device_mesh",
-    )
 
 
 def compare_gradient_shapes(step: Step) -> None:

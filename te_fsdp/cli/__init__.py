@@ -46,40 +46,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         threshold = -3  # M_MMAP_THRESHOLD in malloc.h
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).mallopt(threshold, 1 << 20)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    is_help = words[:1] in (["-h"], ["--help"])
     try:
-        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        if words and words[0] in _COMMANDS:
+            code = run(words[0], words[1:])
+        elif words[:1] == ["completion"]:
+            code = completion(words[1:])
+        elif words[:1] == ["--version"]:
+            import te_fsdp
+
+            print(f"te-fsdp {te_fsdp.__version__}")
+            code = 0
+        else:
+            lines = [
+                "usage: te-fsdp COMMAND ...",
+                "       te-fsdp completion bash|zsh",
+                "       te-fsdp --version",
+                "",
+            ]
+            lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _COMMANDS.items()]
+            lines += [
+                "",
+                "See te-fsdp COMMAND --help. Exit codes: 0 success, 1 problem found, 2 wrong usage.",
+            ]
+            if words and not is_help:
+                lines = [f"te-fsdp: unknown command {words[0]!r}", "", *lines]
+            print("\n".join(lines), file=sys.stdout if is_help else sys.stderr)
+            code = 0 if is_help else 2
         sys.stdout.flush()  # Python would print the error of a closed pipe at exit.
     except BrokenPipeError:
         # The reader of a pipe, such as head, has exited. Python flushes stdout once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as for a process that SIGPIPE ends
     return code
-
-
-def _dispatch(words: list[str]) -> int:
-    """Run the command that the first word names, and return its exit code."""
-    if words and words[0] in _COMMANDS:
-        return run(words[0], words[1:])
-    if words[:1] == ["completion"]:
-        return completion(words[1:])
-    if words[:1] == ["--version"]:
-        import te_fsdp
-
-        print(f"te-fsdp {te_fsdp.__version__}")
-        return 0
-    is_help = bool(words) and words[0] in ("-h", "--help")
-    lines = [
-        "usage: te-fsdp COMMAND ...",
-        "       te-fsdp completion bash|zsh",
-        "       te-fsdp --version",
-        "",
-    ]
-    lines += [f"  {name:10} {purpose}" for name, (_, purpose) in _COMMANDS.items()]
-    lines += ["", "See te-fsdp COMMAND --help. Exit codes: 0 success, 1 problem found, 2 wrong usage."]
-    if words and not is_help:
-        lines = [f"te-fsdp: unknown command {words[0]!r}", "", *lines]
-    print("\n".join(lines), file=sys.stdout if is_help else sys.stderr)
-    return 0 if is_help else 2
 
 
 class UsageError(Exception):

@@ -267,13 +267,30 @@ def _show_search(
     if machine is not None:  # those that fit come first, ordered by time
         found = sorted(found, key=lambda one: math.inf if one.reason else _seconds(one, machine) / one.tokens)
     if as_json:
-        print_json({"memory": limit, "gpus": gpus, "candidates": [_as_json(one, machine) for one in found]})
+        candidates = []
+        for one in found:
+            numbers: dict[str, Any] = {}
+            if one.plan is not None:
+                numbers = {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes}
+                numbers |= {name: getattr(one, name) for name in ("within", "between", "tokens", "cost")}
+                numbers |= {} if machine is None else {"seconds": _seconds(one, machine)}
+            fits = {"sizes": asdict(one.sizes), "fits": not one.reason, "reason": one.reason}
+            candidates.append(fits | numbers)
+        print_json({"memory": limit, "gpus": gpus, "candidates": candidates})
     else:
-        numbers = ["peak", "left", "in a node", "between nodes", "tokens", "bytes per token"]
-        numbers += [] if machine is None else ["ms"]
+        columns = ["peak", "left", "in a node", "between nodes", "tokens", "bytes per token"]
+        columns += [] if machine is None else ["ms"]
         title = f"Meshes of {gpus} GPUs with {_gib(limit)} GiB, best first; GiB"
-        rows = [_cells(one, limit, machine) for one in found]
-        print_table(title, ("mesh", *numbers, "remark"), rows, right=numbers)
+        rows = []
+        for one in found:
+            cells = [""] * len(columns)
+            if one.plan is not None:
+                peak = one.plan.peak.bytes
+                cells = [*map(_gib, (peak, limit - peak, one.within, one.between))]
+                cells += [f"{one.tokens:,.0f}", f"{one.cost:,.0f}"]
+                cells += [] if machine is None else [f"{1e3 * _seconds(one, machine):.1f}"]
+            rows.append((str(one.sizes), *cells, one.reason))
+        print_table(title, ("mesh", *columns, "remark"), rows, right=columns)
         print_lines(
             [
                 f"bytes per token: (in a node / {LINK_RATIO} + between nodes) / tokens per GPU and step; a "
@@ -288,25 +305,6 @@ def _seconds(one: Candidate, machine: Machine) -> float:
     """Return the estimated seconds per step on a candidate mesh."""
     assert one.plan is not None
     return one.plan.time(machine).seconds
-
-
-def _cells(one: Candidate, limit: int, machine: Machine | None) -> tuple[str, ...]:
-    """Return the table cells of a candidate."""
-    if one.plan is None:
-        return (str(one.sizes), *[""] * (6 if machine is None else 7), one.reason)
-    peak = one.plan.peak.bytes
-    numbers = map(_gib, (peak, limit - peak, one.within, one.between))
-    time = () if machine is None else (f"{1e3 * _seconds(one, machine):.1f}",)
-    return (str(one.sizes), *numbers, f"{one.tokens:,.0f}", f"{one.cost:,.0f}", *time, one.reason)
-
-
-def _as_json(one: Candidate, machine: Machine | None) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
-    if one.plan is not None:
-        numbers = {"peak": one.plan.peak.bytes, "held": one.plan.held_bytes}
-        numbers |= {"within": one.within, "between": one.between, "tokens": one.tokens, "cost": one.cost}
-        numbers |= {} if machine is None else {"seconds": _seconds(one, machine)}
-    return {"sizes": asdict(one.sizes), "fits": not one.reason, "reason": one.reason, **numbers}
 
 
 # ------------------------------------------------------------------------------------------------------------ report

@@ -377,12 +377,27 @@ class GraphedStep:
         self._clear_events()
         report = self._state.components.get(NanReport)
         parts, norm = list[_Part](), None
+
+        def run(number: int) -> StepOutput:
+            """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""
+            before = addresses_between_microbatches(self._state) if 0 < number < self._last else None
+            output = self._run(number, *inputs.arguments())
+            if number == self._last:
+                return StepOutput(output, self._complete())
+            wait_for_reductions(self._state)
+            if before is not None:
+                after = addresses_between_microbatches(self._state)
+                moved = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+                if moved:
+                    raise RuntimeError(f"{moved[0]} has a different address after each microbatch")
+            return StepOutput(output, None)
+
         # The first, the middle and the last microbatch differ. All middle ones replay one graph.
         for number in sorted({0, min(1, self._last), self._last}):
             if report is not None:
                 report.forget()
                 report.earlier = self._earlier
-            made = self._on_all_ranks(functools.partial(self._part, number, inputs))
+            made = self._on_all_ranks(functools.partial(run, number))
             if report is not None:
                 report.earlier = None
             if isinstance(made, str):
@@ -396,20 +411,6 @@ class GraphedStep:
         trained = [p for p in self._state.parameters().values() if p.grad is not None]
         held = [p.grad for p in trained if p.grad is not None]
         return _Recording(signature, inputs, parts, norm, trained, held)
-
-    def _part(self, number: int, inputs: Inputs) -> StepOutput:
-        """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""
-        before = addresses_between_microbatches(self._state) if 0 < number < self._last else None
-        output = self._run(number, *inputs.arguments())
-        if number == self._last:
-            return StepOutput(output, self._complete())
-        wait_for_reductions(self._state)
-        if before is not None:
-            after = addresses_between_microbatches(self._state)
-            moved = [name for name in {**before, **after} if before.get(name) != after.get(name)]
-            if moved:
-                raise RuntimeError(f"{moved[0]} has a different address after each microbatch")
-        return StepOutput(output, None)
 
     def _clear_events(self) -> None:
         """Clear all events of a recording, or of the step before one, on which a stream could wait."""

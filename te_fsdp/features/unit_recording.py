@@ -11,8 +11,7 @@ The notes at :class:`UnitRecording` explain memory and streams.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -173,24 +172,7 @@ class UnitRecording:
 
     def _forward(self) -> list[torch.Tensor]:
         args, kwargs = _torch.unflatten(self._inputs, self._structure)
-        with self._with_stand_ins(), _without_autocast_cache():
-            output = self._call(*args, **kwargs)
-        leaves, structure = _torch.flatten(output)
-        # A replay writes to the memory of these tensors. Other values are those of the recording, so only
-        # constants are allowed.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        for leaf in leaves:
-            if type(leaf) is not torch.Tensor and not isinstance(leaf, _CONSTANTS):
-                raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
-        self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
-        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._trained = [tensor.requires_grad for tensor in tensors]
-        self._edges = _graphs.retain_edges([tensor for tensor in tensors if tensor.requires_grad])
-        return [tensor.detach() for tensor in tensors]
-
-    @contextlib.contextmanager
-    def _with_stand_ins(self) -> Iterator[None]:
-        """Replace the unit's parameters by new leaves ([Note: stand-ins])."""
+        # The unit runs with new leaves in place of its parameters ([Note: stand-ins]).
         self._stand_ins = []
         for parameter in [weight.parameter for weight in self.weights]:
             trained = parameter.requires_grad
@@ -211,11 +193,27 @@ class UnitRecording:
         ]
         for own, name, parameter in replaced:
             own[name] = by_id[id(parameter)]  # type: ignore[assignment]
+        # torch.autocast must not keep casts in the memory of a graph.
+        caches = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
         try:
-            yield
+            output = self._call(*args, **kwargs)
         finally:
+            torch.set_autocast_cache_enabled(caches)
             for own, name, parameter in replaced:
                 own[name] = parameter
+        leaves, structure = _torch.flatten(output)
+        # A replay writes to the memory of these tensors. Other values are those of the recording, so only
+        # constants are allowed.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf in leaves:
+            if type(leaf) is not torch.Tensor and not isinstance(leaf, _CONSTANTS):
+                raise NotRecordableError(f"it returns {type(leaf).__name__}, which a replay cannot create")
+        self._output = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], structure
+        self._places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._trained = [tensor.requires_grad for tensor in tensors]
+        self._edges = _graphs.retain_edges([tensor for tensor in tensors if tensor.requires_grad])
+        return [tensor.detach() for tensor in tensors]
 
     def apply(self, token: Any, leaves: Sequence[Any]) -> Any:
         """Run the recorded forward; its backward gets ``token``."""
@@ -341,17 +339,6 @@ class UnitRecording:
 def _recorded(gradient: torch.Tensor) -> Gradient:
     local = _graphs.without_ownership(_torch.local_of(gradient))
     return Gradient(local, _torch.spec_of(gradient) if isinstance(gradient, DTensor) else None)
-
-
-@contextlib.contextmanager
-def _without_autocast_cache() -> Iterator[None]:
-    """Do not let ``torch.autocast`` keep casts in the memory of a graph."""
-    known = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(known)
 
 
 class _Replay(torch.autograd.Function):

@@ -32,7 +32,7 @@ from te_fsdp.modules.grouped import (
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
 from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
-from te_fsdp.quantized.alignment import Grid, check_quantizer, plan_shard_dims
+from te_fsdp.quantized.alignment import check_quantizer, plan_shard_dims
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
 
@@ -69,7 +69,25 @@ def plan_modules(
         modules = {item.name: item.module for item in planned if item.meshes.ep_mesh is not None}
         held = experts_over(modules, ep_mesh, where)
         planned = [replace(item, experts=held.get(item.name)) for item in planned]
-    return _with_cuts(planned, dense.grid, of_experts.grid, stays_replicated)
+    # Plan all weights at once: a mesh proposed in an error must work for all of them.
+    of_dense = plan_shard_dims(
+        _quantizable(item for item in planned if item.experts is None), dense.grid, stays_replicated
+    )
+    found = []
+    for item in planned:
+        cuts = of_dense.get(id(item.module), {})
+        grid = item.meshes.grid
+        if item.experts is not None:
+            own = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
+            cuts = {item.registered(name): dim for name, dim in own.items()}
+        if item.kind == "GroupedLinear":
+            cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
+        for name, own in item.distributed.items():
+            ranks = (of_experts if own.is_expert else dense).grid.dp_shard
+            dim = dim_to_shard(item.module._parameters[name], own, ranks)
+            cuts = {**cuts, name: dim} if dim else cuts
+        found.append(replace(item, cuts=cuts))
+    return found
 
 
 def _plan(
@@ -244,31 +262,6 @@ def _meshes_for_module(meshes: ModuleMeshes) -> str:
         }
     texts = {name: "None" if mesh is None else f"ranks {mesh.mesh.tolist()}" for name, mesh in named.items()}
     return ", ".join(f"{name}={text}" for name, text in texts.items())
-
-
-def _with_cuts(
-    planned: list[ModulePlan], dense: Grid, of_experts: Grid, stays_replicated: Callable[[Any, str], bool]
-) -> list[ModulePlan]:
-    """Add the dims in which FSDP2 must shard weights that are or will be quantized. Local operation."""
-    # Plan all weights at once: a mesh proposed in an error must work for all of them.
-    of_dense = plan_shard_dims(
-        _quantizable(item for item in planned if item.experts is None), dense, stays_replicated
-    )
-    found = []
-    for item in planned:
-        cuts = of_dense.get(id(item.module), {})
-        grid = item.meshes.grid
-        if item.experts is not None:
-            own = plan_shard_dims(_quantizable([item]), grid, stays_replicated).get(id(item.module), {})
-            cuts = {item.registered(name): dim for name, dim in own.items()}
-        if item.kind == "GroupedLinear":
-            cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
-        for name, own in item.distributed.items():
-            ranks = (of_experts if own.is_expert else dense).dp_shard
-            dim = dim_to_shard(item.module._parameters[name], own, ranks)
-            cuts = {**cuts, name: dim} if dim else cuts
-        found.append(replace(item, cuts=cuts))
-    return found
 
 
 def _quantizable(planned: Iterable[ModulePlan]) -> Iterator[tuple[str, nn.Module, str, ParameterRule]]:

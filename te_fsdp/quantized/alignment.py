@@ -137,14 +137,8 @@ def check_fit(
     nearest mesh that fits all of ``all_weights``, and the nearest shape.
     """
     found = fitting_dim(weight, grid.dp_shard) if dim is None else dim
-    if found is None or not fits(weight, grid.dp_shard, found):
-        raise _misfit_error(weight, grid, all_weights or (weight,), dim)
-    return found
-
-
-def _misfit_error(
-    weight: Weight, grid: Grid, all_weights: Sequence[Weight], dim: int | None
-) -> PlacementError:
+    if found is not None and fits(weight, grid.dp_shard, found):
+        return found
     block, parts, count = weight.block, weight.rule.layout.blocks, grid.dp_shard
     rows, columns = weight.shape[0], math.prod(weight.shape[1:])
     heights = [rows * part // sum(parts) for part in parts]
@@ -170,8 +164,8 @@ def _misfit_error(
         first, second = ("columns", "rows") if dim else ("rows", "columns")
         expected = f"{first} divisible by {count} FSDP ranks * {block} and {second} divisible by {block}"
     shape = _nearest_shape(weight, grid, (0, 1) if dim is None else (dim,))
-    fix = f"{_nearest_grid(all_weights, grid)}, or {shape}, or high-precision weights"
-    return PlacementError(what, expected=expected, got=got, why=why, fix=fix)
+    fix = f"{_nearest_grid(all_weights or (weight,), grid)}, or {shape}, or high-precision weights"
+    raise PlacementError(what, expected=expected, got=got, why=why, fix=fix)
 
 
 def _nearest_grid(weights: Sequence[Weight], grid: Grid) -> str:

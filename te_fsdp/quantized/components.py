@@ -23,7 +23,7 @@ from te_fsdp.collectives.redistribute import PackedLayout as PackedBuffer
 from te_fsdp.errors import CheckpointError, PlacementError
 from te_fsdp.layout import Box
 from te_fsdp.upstream import te as _te
-from te_fsdp.upstream.te_formats import FORMATS, Block, Buffer, unknown_format
+from te_fsdp.upstream.te_formats import FORMATS, Block, unknown_format
 
 
 @dataclass(frozen=True)
@@ -178,32 +178,27 @@ def components_from(
         if buffer.name == "data" and turned is not None:
             # Hopper may keep only the transposed data (last dim first) of a weight for backward.
             tensor = turned.movedim(0, -1)
-        if tensor is not None:
-            found.append(Component(buffer.name, *_view(tensor, buffer, shape, label)))
+        if tensor is None:
+            continue
+        if buffer.block is None:
+            found.append(Component(buffer.name, tensor.detach().view(-1), None))
+            continue
+        steps = _steps(buffer.block, shape)
+        sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
+        view = tensor.detach()
+        # Transposed buffers are described like the weight, so that one rectangle applies to all components.
+        view = view.t() if buffer.is_transposed else view
+        if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
+            raise PlacementError(
+                f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
+            )
+        found.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
     return found
 
 
 def _options_set(options: Mapping[str, bool], metadata: Mapping[str, Any]) -> dict[str, bool]:
     """Return the options that a tensor has set to these values."""
     return {key: value for key, value in options.items() if metadata.get(key, not value) == value}
-
-
-def _view(
-    tensor: torch.Tensor, buffer: Buffer, shape: tuple[int, ...], label: str
-) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """Return the buffer in the weight's orientation without padding, and the block extended to the weight's dims."""
-    if buffer.block is None:
-        return tensor.detach().view(-1), None
-    steps = _steps(buffer.block, shape)
-    sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
-    view = tensor.detach()
-    # Transposed buffers are described like the weight, so that one rectangle applies to all components.
-    view = view.t() if buffer.is_transposed else view
-    if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
-        raise PlacementError(
-            f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
-        )
-    return view[tuple([slice(0, size) for size in sizes])], steps
 
 
 def _steps(block: Block, sizes: Sequence[int]) -> tuple[int, ...]:
