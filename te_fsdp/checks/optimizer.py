@@ -95,7 +95,16 @@ def refuse_replaced(step: Step) -> None:
         if is_copy:
             _valid_copies().add(step.optimizer)
         return
-    name, by = _name_and_cause(next(iter(marked.values())))
+    parameter = next(iter(marked.values()))
+    record = get_record(parameter)
+    if record is not None and record.replaced_by is not None and record.replaced_by[1] != COPIED:
+        name, by = record.replaced_by
+    else:  # a copy has the name of its original, or of its kind
+        original = record.copied_from() if record is not None and record.copied_from is not None else None
+        state = original.state() if original is not None and original.state is not None else None
+        names = state.parameters() if state is not None else {}
+        found = next((name for name, own in names.items() if get_record(own) is original), None)
+        name, by = found or _sharded_kinds().get(_kind(parameter)) or label_of(parameter), COPIED
     count = sum(len(group["params"]) for group in step.optimizer.param_groups)
     more = f", and {len(marked) - 1} more of its {count}" if len(marked) > 1 else ""
     got = f"one from before {by}, which has replaced it"
@@ -130,18 +139,6 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
         for name, parameter in state.parameters().items():
             found.setdefault(_kind(parameter), name)
     return found
-
-
-def _name_and_cause(parameter: torch.Tensor) -> tuple[str, str]:
-    """Return name and cause of a parameter that no module has. A copy has the name of its original, or of its kind."""
-    record = get_record(parameter)
-    if record is not None and record.replaced_by is not None and record.replaced_by[1] != COPIED:
-        return record.replaced_by
-    original = record.copied_from() if record is not None and record.copied_from is not None else None
-    state = original.state() if original is not None and original.state is not None else None
-    names = state.parameters() if state is not None else {}
-    name = next((name for name, own in names.items() if get_record(own) is original), None)
-    return name or _sharded_kinds().get(_kind(parameter)) or label_of(parameter), COPIED
 
 
 def refuse_gathered(step: Step) -> None:

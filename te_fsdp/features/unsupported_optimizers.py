@@ -25,32 +25,26 @@ def refuse_unsupported_optimizer(optimizer: Optimizer, held: list[torch.Tensor])
     """Raise for an optimizer whose step would fail, or be wrong, on the sharded parameters of ``held``. Local."""
     # docs/optimizers.md has the table of exact optimizers.
     sharded = [p for p in held if isinstance(p, DTensor)]
-    refusal = _unsupported_reason(optimizer, sharded) if sharded else None
-    if refusal is not None:
-        got, why, fix = refusal
-        raise PlacementError(
-            f"{type(optimizer).__name__} of sharded parameters",
-            expected="parameters that it can update",
-            got=got,
-            why=why,
-            fix=fix,
-        )
-
-
-def _unsupported_reason(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[str, str, str] | None:
-    """Return what the optimizer has, why it cannot update that, and the fix."""
     kind, got = type(optimizer), f"{len(sharded)} sharded ones"
+
+    def refused(got: str, why: str, fix: str) -> PlacementError:
+        what = f"{kind.__name__} of sharded parameters"
+        return PlacementError(what, expected="parameters that it can update", got=got, why=why, fix=fix)
+
+    if not sharded:
+        return
     if kind in [getattr(torch.optim, unfit) for unfit in _UNFIT]:
         fix = "use an optimizer that works element by element, such as torch.optim.AdamW"
-        return got, "It uses operations that torch's DTensor refuses", fix
+        raise refused(got, "It uses operations that torch's DTensor refuses", fix)
     if _te.is_fused_sgd(optimizer):
         why = "TransformerEngine passes DTensors to a kernel, which have no memory of their own"
-        return got, why, "torch.optim.SGD(..., foreach=True)"
+        raise refused(got, why, "torch.optim.SGD(..., foreach=True)")
     if kind is getattr(torch.optim, "Muon", None) and any(map(_has_empty_shards, sharded)):
         fix = "use te_fsdp.Muon(model, params, ...), which takes any shards"
-        return f"{got}, some of them without rows on a rank", "torch's DTensor cannot update them", fix
-    if isinstance(optimizer, torch.optim.LBFGS):
-        return _flat_vector_problem(sharded)
+        got += ", some of them without rows on a rank"
+        raise refused(got, "torch's DTensor cannot update them", fix)
+    if isinstance(optimizer, torch.optim.LBFGS) and (problem := _flat_vector_problem(sharded)) is not None:
+        raise refused(*problem)
     # One operator for all parameters. DTensor may have no rule for it.
     operator = next((name for fused, name in _FUSED.items() if isinstance(optimizer, fused)), None)
     ids = set(map(id, sharded))
@@ -59,13 +53,12 @@ def _unsupported_reason(optimizer: Optimizer, sharded: list[DTensor]) -> tuple[s
             continue
         by_tensor = isinstance(group.get("lr"), torch.Tensor)
         if not _torch.dtensor_supports(f"{operator}.{'tensor_lr' if by_tensor else 'default'}"):
-            return (
+            raise refused(
                 f"{got}, and fused=True",
                 f"This torch's DTensor has no rule for {operator}",
                 f"{kind.__name__}(..., foreach=True), which also needs only a few kernels; Adam and AdamW support "
                 "fused=True",
             )
-    return None
 
 
 def _flat_vector_problem(sharded: list[DTensor]) -> tuple[str, str, str] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -260,7 +260,13 @@ class _Fit:
         }
         for key, keys in self.tensors.items():
             value, mark = own[key], own[key].__dict__[_MARK]
-            for at, piece in _pieces(value):
+            # The rectangles of this rank, each with its offsets.
+            pieces = [((0,) * value.ndim, value)]
+            if hasattr(value, "__create_chunk_list__"):
+                offsets = [chunk.offsets for chunk in value.__create_chunk_list__() if 0 not in chunk.sizes]
+                pieces = [(tuple(at), value.__get_tensor_shard__(MetadataIndex("", at))) for at in offsets]
+            for at, piece in pieces:
+                # The model has one tensor per expert, the checkpoint one for all. Below it is the reverse.
                 if mark.index is not None:
                     shape = (mark.total, *value.shape)
                     target = found.setdefault(keys[0], ExpertTarget(shape, value))
@@ -320,14 +326,3 @@ class _Fit:
 
     def _targets(self, saved: str) -> list[str]:
         return [key for key, keys in self.others.items() if saved in keys]
-
-
-def _pieces(tensor: torch.Tensor) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Yield the rectangles of a tensor on this rank, each with its offsets."""
-    entry: Any = tensor
-    if not hasattr(tensor, "__create_chunk_list__"):
-        yield (0,) * tensor.ndim, tensor
-        return
-    for chunk in entry.__create_chunk_list__():
-        if 0 not in chunk.sizes:
-            yield tuple(chunk.offsets), entry.__get_tensor_shard__(MetadataIndex("", chunk.offsets))

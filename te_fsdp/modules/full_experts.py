@@ -118,6 +118,7 @@ def _complete(state: dict[str, Any], experts: Experts, *, to_cpu: bool) -> None:
     }
     keeps, group = not to_cpu or rank() == 0, experts.mesh.get_group()
     device = torch.device(experts.mesh.device_type)
+    # All experts are inserted below in the order of the ranks. With ``to_cpu`` this rank may keep none.
     for path in own:
         _holder(state, path).pop(path[-1])
     everyone = gather((described, rows), group)
@@ -181,40 +182,35 @@ def wrap_optimizer_loading(stock: Any) -> Any:
 
     @functools.wraps(stock)
     def load_states(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> None:
+        # Without expert parallelism torch broadcasts the parameters that rank 0 has. Otherwise the full state dict of
+        # rank 0 is broadcast here, and each rank keeps the states of its own parameters.
+        modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
+        if modules:
+            flat: dict[_Path, Any] = {(key,): value for key, value in state_dict.items() if key != "state"}
+            for name, own in state_dict.get("state", {}).items():
+                flat |= {("state", name, key): value for key, value in own.items()}
+            described = [
+                {path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}
+            ]
+            dist.broadcast_object_list(described, src=0)
+            device = torch.device(modules[0].mesh.device_type)
+            others = {experts.prefix + name for experts in modules for name in experts.others}
+            heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
+            found: dict[str, Any] = {}
+            for path, value in described[0].items():
+                if isinstance(value, _Tensor):
+                    whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+                    if rank() == 0:
+                        whole.copy_(flat[path])
+                    dist.broadcast(whole, src=0)
+                    value = whole.cpu()
+                if others.isdisjoint(path) and not path[0].startswith(heads):
+                    _holder(found, path)[path[-1]] = value
+            state_dict, info = found, replace(info, broadcast_from_rank0=False)
         token = _loads.set(True)
         try:
-            stock(model, optimizers, *_from_rank_0(model, state_dict, info))
+            stock(model, optimizers, state_dict, info)
         finally:
             _loads.reset(token)
 
     return load_states
-
-
-def _from_rank_0(model: torch.nn.Module, state: dict[str, Any], info: Any) -> tuple[Any, Any]:
-    """Return an optimizer's unsharded state dict of rank 0, and torch's options to load it on each rank.
-
-    Models without expert parallelism keep their arguments: torch broadcasts the parameters that rank 0 has. Otherwise
-    each rank keeps the states of its own parameters. Collective over the world.
-    """
-    modules = [*_modules(model)] if info.broadcast_from_rank0 and world_size() > 1 else []
-    if not modules:
-        return state, info
-    flat: dict[_Path, Any] = {(key,): value for key, value in state.items() if key != "state"}
-    for name, own in state.get("state", {}).items():
-        flat |= {("state", name, key): value for key, value in own.items()}
-    described = [{path: _Tensor(tuple(v.shape), v.dtype) if _is_sent(v) else v for path, v in flat.items()}]
-    dist.broadcast_object_list(described, src=0)
-    device = torch.device(modules[0].mesh.device_type)
-    others = {experts.prefix + name for experts in modules for name in experts.others}
-    heads = tuple(f"{kind}.{name}." for kind in ("state", "param_groups") for name in others)
-    found: dict[str, Any] = {}
-    for path, value in described[0].items():
-        if isinstance(value, _Tensor):
-            whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-            if rank() == 0:
-                whole.copy_(flat[path])
-            dist.broadcast(whole, src=0)
-            value = whole.cpu()
-        if others.isdisjoint(path) and not path[0].startswith(heads):
-            _holder(found, path)[path[-1]] = value
-    return found, replace(info, broadcast_from_rank0=False)

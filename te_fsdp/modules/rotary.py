@@ -34,18 +34,35 @@ def wanted_rotary(
     rounding. ``found`` contains its frequencies (possibly modified after construction); ``None``: those of its
     constructor. ``scaling`` is the file's ``rope_scaling``. Raise CheckpointError if a number is missing in it.
     """
-    wanted, factor = _frequencies(base, dim, scaling or {}), one["seq_len_interpolation_factor"]
+    given: Mapping[str, Any] = scaling or {}
+
+    def number(key: str) -> float:
+        if type(given.get(key)) not in (int, float):
+            what = f"rope_scaling in config.json: {key}"
+            raise CheckpointError(what, expected="a number", got=given.get(key))
+        return given[key]
+
+    # fp64, for sequence lengths of the training. partial_rotary_factor has no effect if all channels are rotated.
+    wanted, kind = _plain(base, dim), _kind(given)
+    if kind == "linear":
+        wanted = wanted / number("factor")
+    elif kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        turns = wanted * number("original_max_position_embeddings") / (2 * math.pi)
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        wanted = wanted * (kept + (1 - kept) / number("factor"))
+    factor = one["seq_len_interpolation_factor"]
     found = _plain(one["rotary_base"], dim) if found is None else found
     if factor is not None and one["pretrained_max_position_embeddings"] is not None:
         found = found / factor  # interpolation needs both arguments
     # Frequencies are computed in fp32, where rounding of the exponent is amplified by log(base), and may be cast to
     # bf16.
     rounding = 2 * max(torch.finfo(found.dtype).eps, 2**-18)
-    fits = wanted is not None and found.shape == wanted.shape
+    fits = kind in _KINDS and found.shape == wanted.shape  # others scale the scores as well
     fits = fits and torch.allclose(found.double().cpu(), wanted, rtol=rounding, atol=0.0)
     if scaling is None and (fits or one["rotary_base"] != base):
         return {"rotary_base": base}
-    rope = {"rope_theta": base, **(scaling or {})}
+    rope = {"rope_theta": base, **given}
     base_text = one["rotary_base"] if fits else f"of the frequencies by {rope}"
     return {**one.settings, "rotary_base": base_text, "interleaved": False}
 
@@ -65,25 +82,3 @@ def _kind(scaling: Mapping[str, Any]) -> Any:
 
 def _plain(base: float, dim: int) -> torch.Tensor:
     return float(base) ** -(torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
-
-
-def _frequencies(base: float, dim: int, scaling: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return the fp64 frequencies for sequence lengths of the training; ``None`` if scores are scaled as well."""
-
-    def number(key: str) -> float:
-        if type(scaling.get(key)) not in (int, float):
-            raise CheckpointError(
-                f"rope_scaling in config.json: {key}", expected="a number", got=scaling.get(key)
-            )
-        return scaling[key]
-
-    plain, kind = _plain(base, dim), _kind(scaling)
-    if kind == "linear":
-        return plain / number("factor")
-    if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        turns = plain * number("original_max_position_embeddings") / (2 * math.pi)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
-        return plain * (kept + (1 - kept) / number("factor"))
-    # partial_rotary_factor has no effect if all channels are rotated
-    return plain if kind in _KINDS else None

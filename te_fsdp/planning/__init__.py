@@ -327,8 +327,19 @@ def search(
             got="none",
         )
     require_recipe(job)
-    with _fake_ranks(gpus):
-        found = [_candidate(job, sizes, memory, node) for sizes in meshes]
+
+    def candidate(sizes: Sizes) -> Candidate:
+        try:
+            # te_fsdp and the model reject a mesh with the error that training would raise.
+            found = _plan(job, sizes)
+        except TeFsdpError as error:
+            return Candidate(sizes, None, str(error))
+        sent = found.sent()
+        within = sum(size for axis, size in sent.items() if reach_of(axis, sizes) <= node)
+        over = found.peak.bytes - memory
+        reason = f"{over / 2**30:.1f} GiB over the limit" if over > 0 else ""
+        tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
+        return Candidate(sizes, found, reason, within, sum(sent.values()) - within, tokens)
 
     def place(one: Candidate) -> tuple[int, float]:
         # Rank by class first: fitting, too large, rejected.
@@ -336,7 +347,8 @@ def search(
             return 2, 0
         return (1, one.plan.peak.bytes) if one.reason else (0, one.cost)
 
-    return sorted(found, key=place)
+    with _fake_ranks(gpus):
+        return sorted(map(candidate, meshes), key=place)
 
 
 def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
@@ -351,18 +363,3 @@ def _meshes(job: Job, ranks: int, node: int, cp: int) -> Iterator[Sizes]:
         # tp communicates in each layer, which is slow between nodes.
         if not rest and tp <= node and experts % ep == 0:
             yield Sizes(replicas, shards, cp, ep, tp)
-
-
-def _candidate(job: Job, sizes: Sizes, memory: int, node: int) -> Candidate:
-    """Plan one mesh and check whether it fits into the memory."""
-    try:
-        # te_fsdp and the model reject a mesh with the error that training would raise.
-        found = _plan(job, sizes)
-    except TeFsdpError as error:
-        return Candidate(sizes, None, str(error))
-    sent = found.sent()
-    within = sum(size for axis, size in sent.items() if reach_of(axis, sizes) <= node)
-    over = found.peak.bytes - memory
-    reason = f"{over / 2**30:.1f} GiB over the limit" if over > 0 else ""
-    tokens = job.sequence * job.batch * job.microbatches / (sizes.tp * sizes.cp)
-    return Candidate(sizes, found, reason, within, sum(sent.values()) - within, tokens)

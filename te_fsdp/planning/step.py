@@ -25,7 +25,7 @@ from itertools import groupby
 from torch import nn
 
 from te_fsdp.errors import PlacementError
-from te_fsdp.planning.costs import Sent, Stage, Weight, sent_by, sum_of, temporary_in_step
+from te_fsdp.planning.costs import Stage, Weight, sent_by, sum_of, temporary_in_step
 from te_fsdp.planning.job import Job, Sizes, Workload
 
 #: cuBLAS workspaces of torch and TransformerEngine, 32 MiB each on Hopper and later.
@@ -321,15 +321,6 @@ def traffic_of(
 ) -> tuple[Traffic, ...]:
     """Return the communication of a step, except scales, norms and checks (a few numbers each). Local operation."""
     total: Counter[tuple[str, str, str, int]] = Counter()
-    for key, size in (*_traffic_of_weights(weights, job, sizes), *sent_by(model, job, sizes, work)):
-        total[key] += round(size)
-    order = ("dp_shard", "dp_replicate", "dp", "tp", "cp", "ep")
-    rows = [Traffic(*key, size) for key, size in total.items() if size]
-    return tuple(sorted(rows, key=lambda row: (order.index(row.axis), row.what)))
-
-
-def _traffic_of_weights(weights: Sequence[Weight], job: Job, sizes: Sizes) -> Sent:
-    """Yield the communication of weights and gradients over the data-parallel axes."""
     replicas = sizes.dp_replicate
     for weight in weights:
         shards = sizes.dp_shard * sizes.cp * (1 if weight.experts else sizes.ep)
@@ -337,28 +328,28 @@ def _traffic_of_weights(weights: Sequence[Weight], job: Job, sizes: Sizes) -> Se
         gradient = weight.whole * weight.wire
         if storage.is_whole:
             ranks = shards * replicas
-            # An all-reduce receives each element twice: in the reduce-scatter and in the all-gather inside of
-            # it.
-            yield ("dp", "gradients", "all-reduce", ranks), 2 * gradient * (ranks - 1) / ranks
+            # An all-reduce receives each element twice: in its reduce-scatter and in its all-gather.
+            total["dp", "gradients", "all-reduce", ranks] += round(2 * gradient * (ranks - 1) / ranks)
             continue
-        share = (shards - 1) / shards
+        share, part = (shards - 1) / shards, gradient / shards
         gathers = weight.gathered
-        if storage.gather == "pass" and weight.gradient:
-            gathers = job.microbatches * (weight.gathered + weight.gathered_again)
-        elif storage.gather == "pass":
-            gathers = job.microbatches * 2 * weight.gathered
-        yield ("dp_shard", "weights", "all-gather", shards), gathers * share
-        yield ("dp_shard", "gradients", "reduce-scatter", shards), times * gradient * share
-        part = gradient / shards
+        if storage.gather == "pass":
+            gathers = weight.gathered + (weight.gathered_again if weight.gradient else weight.gathered)
+            gathers *= job.microbatches
+        total["dp_shard", "weights", "all-gather", shards] += round(gathers * share)
+        total["dp_shard", "gradients", "reduce-scatter", shards] += round(times * gradient * share)
         if storage.gradient[0] == "P":
-            others = (replicas - 1) / replicas
-            yield ("dp_replicate", "gradients", "reduce-scatter", replicas), part * others
-            yield (
-                ("dp_replicate", "weights", "all-gather", replicas),
-                weight.held * others * bool(weight.gradient),
-            )
+            others, updated = (replicas - 1) / replicas, weight.held * bool(weight.gradient)
+            total["dp_replicate", "gradients", "reduce-scatter", replicas] += round(part * others)
+            total["dp_replicate", "weights", "all-gather", replicas] += round(updated * others)
         else:
-            yield ("dp_replicate", "gradients", "all-reduce", replicas), 2 * part * (replicas - 1) / replicas
+            size = 2 * part * (replicas - 1) / replicas
+            total["dp_replicate", "gradients", "all-reduce", replicas] += round(size)
+    for key, size in sent_by(model, job, sizes, work):
+        total[key] += round(size)
+    order = ("dp_shard", "dp_replicate", "dp", "tp", "cp", "ep")
+    rows = [Traffic(*key, size) for key, size in total.items() if size]
+    return tuple(sorted(rows, key=lambda row: (order.index(row.axis), row.what)))
 
 
 # ----------------------------------------------------------------------------------------------------------------- time

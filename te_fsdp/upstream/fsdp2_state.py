@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -177,23 +177,18 @@ def reset_iteration(root: nn.Module, *, stock: bool = True) -> None:
     """
     groups = _groups(root)
     # Gradients of earlier microbatches are complete, and the user repeats the failed microbatch only.
-    kept = [_gradients_of(group) for group in groups]
+    kept = []
+    for group in groups:
+        part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
+        sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
+        found = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
+        gathered = [(parameter, parameter.grad) for parameter in found if parameter is not None]
+        kept.append((group, part, layout, sharded, gathered))
     if stock and hasattr(root, "reset_iter_state"):
         root.reset_iter_state()  # type: ignore[operator]
     else:
         _reset(root, groups)
-    for put_back in kept:
-        put_back()
-
-
-def _gradients_of(group: Any) -> Callable[[], None]:
-    """Capture a parameter group's gradients, reduced or not. Return a function that restores them."""
-    part, layout = group._partial_reduce_output, dict(getattr(group, "_partial_reduce_output_layout", {}))
-    sharded = [(m.sharded_param, m.sharded_param.grad) for m in group.fsdp_params]
-    found = (getattr(managed, "_unsharded_param", None) for managed in group.fsdp_params)
-    gathered = [(parameter, parameter.grad) for parameter in found if parameter is not None]
-
-    def put_back() -> None:
+    for group, part, layout, sharded, gathered in kept:
         group._partial_reduce_output = part
         if layout:
             group._partial_reduce_output_layout.update(layout)
@@ -206,8 +201,6 @@ def _gradients_of(group: Any) -> Callable[[], None]:
                 # An interrupted backward leaves gradients of unsharded parameters in the compute dtype. torch 2.15
                 # requires the accumulation dtype.
                 parameter.grad = gradient.to(getattr(parameter, "grad_dtype", None) or gradient.dtype)
-
-    return put_back
 
 
 def _reset(root: nn.Module, groups: list[Any]) -> None:
@@ -279,6 +272,7 @@ def reduce_outside_backward(root: nn.Module) -> None:
         try:
             group.post_backward()
         finally:
+            # post_backward leaves the state of a running backward, which no end of a backward resets here.
             group._training_state = type(group._training_state).IDLE
             group.reduce_grads, group.all_reduce_grads = before
 
@@ -369,6 +363,7 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
     group.fsdp_params = [m for m in everything if any(owner in wanted for owner in owners_of(m))]
     try:
         with without_modes():
+            # unshard() does nothing for a group that is unsharded.
             group._to_sharded()
             group.unshard()
             group.wait_for_unshard()
@@ -380,6 +375,7 @@ def regather_parameters(group: Any, module: nn.Module, names: Collection[str]) -
 def chunk_own_rank_only() -> Iterator[None]:
     """Return a context in which FSDP2 creates no tensors for other ranks' chunks of a parameter. Local operation."""
     module: Any = _fsdp_param  # annotated as lists, but only their length is used
+    # Over thousands of ranks FSDP2 would create as many tensors for each parameter, to use one of them.
     stock = module._chunk_with_empty
     plain = (torch.Tensor, torch.nn.Parameter)  # subclasses may define their own chunk
     module._chunk_with_empty = lambda tensor, count, dim: (
@@ -401,6 +397,7 @@ class _OwnChunk:
 
     def __getitem__(self, index: int) -> torch.Tensor:
         size = self.tensor.shape[self.dim]
+        # As in torch.chunk: the ranks at the end get fewer rows, or none.
         rows = -(-size // self.count)
         left = size - index * rows
         if left <= 0 < size:
