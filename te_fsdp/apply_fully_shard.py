@@ -84,12 +84,14 @@ def check_plan(plan: ModelPlan, points: CheckPoints) -> None:
 def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
     """Record the plan on each parameter, and move unsharded parameters and buffers from the CPU. Local operation."""
     model, device, request = plan.model, plan.meshes.device, plan.request
+    # For averages of weights. torch has no ``_foreach_copy_`` of DTensors (2.11 to 2.15).
     support_foreach_copy()
     for place in iter_param_owners(model):
         row = get_or_create_record(place.parameter).plan = plan.parameters[id(place.owner), place.name]
         if type(place.parameter) is torch.nn.Parameter and not place.parameter.is_contiguous():
             # FSDP2 shards no others (torch 2.11 to 2.15).
             place.parameter.data = place.parameter.data.contiguous()
+        # FSDP2 moves the parameters that it shards to the device, and nothing else moves these.
         if row.storage.is_whole and place.parameter.device.type == "cpu" != device.type:
             place.parameter.data = place.parameter.data.to(device)
     for module in model.modules() if "" in plan.whole else ():

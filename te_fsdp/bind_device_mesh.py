@@ -334,6 +334,8 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         binding.ep.experts_mesh = meshes.experts_mesh
     for name, parameter in module._parameters.items():
         if parameter is not None:
+            # Kept for the parameters that FSDP2 and initialization create later, which would lose the user's
+            # attributes.
             binding.attributes[name] = param_attrs_to_copy(parameter)
     module.__dict__[BINDING] = binding
     # Of the instance too: the class that FSDP2 gives a unit has a __module__ of torch's.

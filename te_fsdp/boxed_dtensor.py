@@ -109,6 +109,7 @@ def place_full_tensors() -> None:
             uneven: dict[str, Any] = {
                 key: t for key, t in own.items() if key not in boxes and _torch.has_uneven_strides(t)
             }
+            # The others are left to torch, whose one rectangle is wrong for stacked rows and for uneven strides.
             others = {key: value for key, value in full.items() if key not in boxes and key not in uneven}
             stock(others, local, *args, **kwargs)
             for key, tensor in boxes.items():
@@ -357,6 +358,8 @@ def _from_original_order(target: Any, source: Any) -> bool:
     same = source.device_mesh == target.device_mesh and source.placements == target.placements
     if same and source.__dict__.get(_KEY) in (True, target._map):
         return False
+    # Local tensors of both have the rows in different orders, so that copying one to the other would permute the
+    # weight.
     target.fill(source.full_tensor())
     return True
 

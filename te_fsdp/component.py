@@ -149,6 +149,7 @@ class Components:
 
     def _bind(self) -> None:
         for phase in _PHASES:
+            # Only methods that a component overrides, so that a phase without any costs a step one empty loop.
             overriding = [
                 one
                 for one in self.by_class.values()

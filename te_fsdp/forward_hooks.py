@@ -59,6 +59,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
     state.model.register_forward_pre_hook(
         _torch.disable_compile(functools.partial(before_forward, state)), prepend=True
     )
+    # After FSDP2's own hook, so that only units that are kept are still unsharded.
     state.model.register_forward_hook(_torch.disable_compile(functools.partial(after_forward, state)))
     wrap_zero_grad(state)
 
@@ -119,6 +120,8 @@ def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: A
     """Make the outermost unit around ``unit`` FSDP2's root, before its first forward. Local operation."""
     while handle:
         handle.pop().remove()
+    # FSDP2 makes the first unit that runs forward the root of its tree. If that is an inner unit (a script calls an
+    # encoder first), FSDP2 raises in the first forward of the model.
     if _fsdp2_outputs.is_bound_to_root(unit):
         return
     around = [state.model] if fsdp2_units.is_fsdp_module(state.model) else []

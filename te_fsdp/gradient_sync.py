@@ -89,6 +89,7 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
     wait_for_reductions(state)
     raise_if_backward_failed(state, where)
     pending = state.pending()
+    # A later step then skips this search. In the other modes the next backward may leave gradients unreduced again.
     if not pending:
         state.sync.waiting = state.sync.mode is not SyncMode.LAST
     if pending and only is not None:
@@ -222,6 +223,7 @@ def set_auto_sync(model: nn.Module, enabled: bool) -> None:
 @contextlib.contextmanager
 def _in_sync_mode(model: nn.Module, mode: SyncMode, where: str, *, last: bool = False) -> Iterator[None]:
     state = require_sharded_model(model, where)
+    # Contexts nest: the end of an inner one returns to the mode of the outer one.
     before = state.sync.mode, state.sync.last_microbatch
     state.sync.last_microbatches += last
     set_sync_mode(state, mode, last_microbatch=last)

@@ -45,11 +45,13 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         and not state.sync.waiting
         and _torch.versions_of(_fsdp2.sharded_parameters(unit)) != versions
     ):
+        # The user has written to the shards, so that the next forward must all-gather them.
         unit.reshard()  # type: ignore[operator]
         state.unsharded.versions.pop(name, None)
         return
     for parameter, record in _fsdp2.unsharded_parameters(unit):
         shard = _fsdp2.sharded_param_of(record)
+        # The user may have frozen the sharded parameter, which model.parameters() returned meanwhile.
         if parameter.requires_grad != shard.requires_grad:
             parameter.requires_grad_(shard.requires_grad)
         for module, own in fsdp2_units.owners_of(record):

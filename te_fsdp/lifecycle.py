@@ -116,6 +116,7 @@ class _Lists:
 
     def after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Run the list after a step."""
+        # A new object: torch passes nothing from one hook to the other, and a step that raises has no second one.
         step = Step(optimizer, args, kwargs)
         for function in self.after:
             function(step)
@@ -125,6 +126,7 @@ class _Lists:
 def _lists() -> _Lists:
     """Return the lists of this process; the first call, when a model is bound, registers hooks for all optimizers."""
     lists = _Lists()
+    # Hooks of all optimizers, because one may be built before or after its model is sharded.
     register_optimizer_step_pre_hook(lists.before_step)
     register_optimizer_step_post_hook(lists.after_step)
     return lists
@@ -182,6 +184,7 @@ def broadcast_tp_gradients(
     """
     found: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
     groups: dict[int, dist.ProcessGroup | None] = {}
+    # Reads attributes of DTensors without Python calls: every step does so for every parameter.
     with without_subclasses():
         for parameter in parameters:
             facts = parameter.__dict__.get(KEY)

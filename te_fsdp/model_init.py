@@ -345,6 +345,7 @@ class _Unsharded(TorchFunctionMode):
         """Store what is left, also parameters that the initialization has assigned. Collective."""
         for key in list(self.live):
             self._store(key)
+        # FSDP2 and optimizers refer to the previous parameter, so a newly registered one would not be trained.
         assigned = []
         for held, places in list(self.places.values()):
             for module, name in places:

@@ -230,6 +230,7 @@ class _PartialGradientCheck:
                 "check_inputs=False to set_device_mesh",
             )
         self._left -= 1
+        # A negative number repeats the check in every step. A NaN proves nothing, so that it is repeated, too.
         if self._left == 0 or (self._left > 0 and ratio >= _SAME):
             binding.grad_checks.pop(name, None)
 

@@ -153,6 +153,7 @@ class UnreducedGradients(Component):
             zero = self._zeros[kind] = torch.zeros((), dtype=kind[0], device=kind[1])
         # Not `expand`: its result is a view of a tensor of 0 dimensions, which torch 2.11 cannot trace.
         empty = zero.new_empty(0).set_(zero.untyped_storage(), 0, local.shape, (0,) * local.dim())
+        # Strides of 0: a marker has the shape of the gradient, but the memory of one number.
         if isinstance(parameter, DTensor):
             marker: Any = _torch.placed_like(empty, parameter)
             marker.__class__ = UnreducedShard
@@ -261,6 +262,7 @@ class UnreducedGradients(Component):
             else:
                 _fsdp2_gradients.drop_unreduced_gradient(marked.source, marked.group)
         self.unmark([marked.parameter for marked in cleared])
+        # A component may keep more than the gradients themselves. It drops that when its last gradient is cleared.
         owners = [marked.owner for marked in self._marked.values()]
         for owner in {marked.owner for marked in cleared}:
             if owner is not None and owner not in owners:

@@ -165,6 +165,7 @@ def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> No
     """Check ``comm_type`` and ``a2a_size``; raise MeshError if TE does not support them."""
     require_kind("set_context_parallel", "meshes", meshes, Meshes, expected="te_fsdp.Meshes", error=MeshError)
     if comm_type not in COMM_TYPES:
+        # Other libraries and papers use these names for the same schemes.
         near = meant(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
         raise MeshError(
             "set_context_parallel: comm_type",

@@ -184,6 +184,7 @@ def own_settings(model: nn.Module) -> dict[str, Semantics]:
         cls, own = type(module), _own_class(type(module))
         if own is None or _known_kind(cls) is not None:
             continue
+        # Of a module without state only the class is known, so that it counts like the name of a function.
         is_leaf = not (module._modules or module._parameters or module._buffers)
         recorded = [("class", f"{_FUNCTION if is_leaf else ''}{own.__name__}")]
         for name, value in vars(module).items():

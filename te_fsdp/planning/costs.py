@@ -413,11 +413,13 @@ def flops_of(model: nn.Module, job: Job, work: Workload, tp: int) -> dict[str, f
         kind = _te.kind_of(module)
         if kind == "DotProductAttention":
             width = module.num_attention_heads // module.tp_size * module.hidden_size_per_attention_head_k
+            # A causal mask leaves half of the scores, and kernels skip the others.
             keys = job.sequence / 2 if "causal" in module.attn_mask_type else job.sequence
             if (module.window_size or (-1, -1))[0] >= 0:
                 keys = min(keys, module.window_size[0])
             attention += 4 * work.tokens * keys * width
             continue
+        # Biases and weights of norms take no part in a GEMM.
         matrices = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
         if kind == "GroupedLinear":
             products += 2 * work.expert_rows(module.tp_size, tp) * module.in_features * module.out_features

@@ -228,6 +228,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
             why=reason,
             fix="use another recipe in quantized_model_init",
         )
+    # The parts of a hybrid are quantized and gathered by their own classes, each with its own limits.
     parts = [part for part in _te.quantizers_of_parts(quantizer) if part is not quantizer]
     formats = [_te.format_of_quantizer(part).name for part in parts]
     if {NVFP4_SQUARES, NVFP4_ROWS} & {*formats}:

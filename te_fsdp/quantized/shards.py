@@ -80,6 +80,7 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
         mesh = parameter.device_mesh  # type: ignore[missing-attribute]
         name = item.places[0][1]
         tp = binding.whole_mesh(name)
+        # FSDP2 puts its axes before those of the tp-local parameter, and its shard axis last among them.
         axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
         dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
         low, high = chunk_range(item.whole.shape[dim], mesh.size(axis), mesh.get_coordinate()[axis])

@@ -85,6 +85,7 @@ class FixedMemory:
                 why="te_fsdp.graphed_units stores the unsharded weights of such units in the same memory",
                 fix="prefetch one unit ahead only, and do not call unshard() of these units",
             )
+        # Kernels of the previous owner may still read the memory.
         if place.event is not None:
             stream.wait_event(place.event)
         place.owner = group

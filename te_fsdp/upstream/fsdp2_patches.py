@@ -110,6 +110,7 @@ def wrap_reductions(
         add_reduction_listener(
             group,
             before=lambda group: before(sharded_params(group)),
+            # Bound by a default argument, because all functions of the loop would see the last index.
             after=lambda group, number=number: after(sharded_params(group), number, group._post_reduce_event),
         )
 

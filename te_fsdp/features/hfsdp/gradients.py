@@ -172,6 +172,7 @@ class OuterAverages:
                 kept += 1
             else:
                 changed += 1
+        # All averages are of this step, or none is. A mixture means that a backward ran after they were computed.
         if changed or (kept and fresh):
             raise OrderError(
                 f"{changed + fresh} of {len(cut)} gradients have changed after they were averaged",
