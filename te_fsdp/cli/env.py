@@ -62,33 +62,25 @@ def _show(facts: Environment, wrong: Sequence[Fault]) -> None:
         attention = facts.te_says["attention"]
         if facts.te_says["emulated"]:
             text = (
-                "Attention: unfused, the only backend of the emulation. On a GPU TransformerEngine selects "
-                "its fused "
+                "Attention: unfused, the only backend of the emulation. On a GPU TransformerEngine selects its fused "
                 "kernels (cuDNN) or flash-attn if possible; run te-fsdp env on a GPU to see which and why."
             )
             print_lines([text])
             return
-        else:
-            rows = []
-            for name, called in _BACKENDS.items():
-                against = [text for text in attention["reasons"] if re.match(f"Disabling {called}", text)]
-                if name == attention["backend"]:
-                    against = ["taken"]
-                elif not against and name == "flash" and not facts.flash_attention:
-                    against = ["flash-attn is not installed (the extra flash)"]
-                rows.append(
-                    (
-                        name,
-                        "; ".join(map(str.strip, against))
-                        or "not selected: a preferred backend is available",
-                    )
-                )
-            if attention["backend"] not in _BACKENDS:  # "none", "unknown": only the reasons are available
-                rows.append((attention["backend"], "; ".join(attention["reasons"])))
-            shape = ", ".join(f"{name} {size}" for name, size in attention.get("shape", {}).items())
-            print_table(
-                f"Attention in bf16, causal, {shape}", ("backend", "selected, or the reason against it"), rows
-            )
+        rows = []
+        for name, called in _BACKENDS.items():
+            against = [text for text in attention["reasons"] if re.match(f"Disabling {called}", text)]
+            if name == attention["backend"]:
+                against = ["taken"]
+            elif not against and name == "flash" and not facts.flash_attention:
+                against = ["flash-attn is not installed (the extra flash)"]
+            why = "; ".join(map(str.strip, against)) or "not selected: a preferred backend is available"
+            rows.append((name, why))
+        if attention["backend"] not in _BACKENDS:  # "none", "unknown": only the reasons are available
+            rows.append((attention["backend"], "; ".join(attention["reasons"])))
+        shape = ", ".join(f"{name} {size}" for name, size in attention.get("shape", {}).items())
+        columns = ("backend", "selected, or the reason against it")
+        print_table(f"Attention in bf16, causal, {shape}", columns, rows)
     if facts.variables:
         print_table("Variables that matter", ("name", "value"), sorted(facts.variables.items()))
     rows = [(row["library"], row["owner"], row["attribute"], row["why"]) for row in _rows_of_patches()]

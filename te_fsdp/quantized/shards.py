@@ -78,7 +78,6 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
         # block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
         # columnwise data come from the original values, not from the rowwise data.
         mesh = parameter.device_mesh  # type: ignore[missing-attribute]
-        name = item.places[0][1]
         tp = binding.whole_mesh(name)
         # FSDP2 puts its axes before those of the tp-local parameter, and its shard axis last among them.
         axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)

@@ -330,6 +330,7 @@ def default_index(dp_shard_dim: str | None = None, tp_dim: str | None = None) ->
     return index
 
 
+@dataclass(eq=False, repr=False)
 class FSDPDistributedIndex:
     """Megatron-FSDP's index of process groups and meshes, by the axis names of the user's meshes. Local operation.
 
@@ -353,40 +354,34 @@ class FSDPDistributedIndex:
         MeshError: ``dp_shard_dim`` is missing, or a mesh has no axis of a given name.
     """
 
-    def __init__(
-        self,
-        device_mesh: DeviceMesh,
-        dp_shard_dim: str | None = None,
-        dp_outer_dim: str | None = None,
-        tp_dim: str | None = None,
-        hybrid_fsdp_group: dist.ProcessGroup | None = None,
-        hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
-        hsdp_outer_dp_shard: bool = False,
-        expt_device_mesh: DeviceMesh | None = None,
-        fsdp_group_ag: dist.ProcessGroup | None = None,
-        expt_fsdp_group_ag: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.device_mesh = device_mesh
-        self.dp_shard_dim, self.dp_outer_dim, self.tp_dim = dp_shard_dim, dp_outer_dim, tp_dim
-        self.hybrid_fsdp_group, self.hybrid_fsdp_expt_group = hybrid_fsdp_group, hybrid_fsdp_expt_group
-        self.use_hybrid_fsdp = dp_outer_dim is not None
-        self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        self.expt_device_mesh = expt_device_mesh
-        self.fsdp_group_ag, self.expt_fsdp_group_ag = fsdp_group_ag, expt_fsdp_group_ag
-        if dp_shard_dim is None:
+    device_mesh: DeviceMesh
+    dp_shard_dim: str | None = None
+    dp_outer_dim: str | None = None
+    tp_dim: str | None = None
+    hybrid_fsdp_group: dist.ProcessGroup | None = None
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None
+    hsdp_outer_dp_shard: bool = False
+    expt_device_mesh: DeviceMesh | None = None
+    fsdp_group_ag: dist.ProcessGroup | None = None
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        if self.dp_shard_dim is None:
+            names = self.device_mesh.mesh_dim_names
             raise MeshError(
                 "FSDPDistributedIndex: dp_shard_dim",
-                expected=f"the name of the sharding axis, one of {device_mesh.mesh_dim_names}",
+                expected=f"the name of the sharding axis, one of {names}",
                 got=None,
-                fix=f"dp_shard_dim={(device_mesh.mesh_dim_names or ('dp_shard',))[0]!r}",
+                fix=f"dp_shard_dim={(names or ('dp_shard',))[0]!r}",
             )
+        self.use_hybrid_fsdp = self.dp_outer_dim is not None
         # Resolve all names now, so that a wrong one raises here and not in the first use of the index.
-        self.fsdp_group, self.expt_fsdp_group = map(self._group, [dp_shard_dim] * 2, (False, True))
-        self.outer_fsdp_group, self.expt_outer_fsdp_group = map(
-            self._group, [dp_outer_dim] * 2, (False, True)
+        self.fsdp_group, self.expt_fsdp_group = (self._group(self.dp_shard_dim, on) for on in (False, True))
+        self.outer_fsdp_group, self.expt_outer_fsdp_group = (
+            self._group(self.dp_outer_dim, on) for on in (False, True)
         )
-        if tp_dim is not None:
-            self.get_submesh(tp_dim)
+        if self.tp_dim is not None:
+            self.get_submesh(self.tp_dim)
 
     @functools.cached_property
     def meshes(self) -> Meshes:
