@@ -135,6 +135,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         # A policy with both dtypes stores, gathers and reduces all parameters of a unit equally.
         uniform = policy is not None and None not in (policy.main_params_dtype, policy.param_dtype)
         apart = dense_beside_own(model, meshes, units, request.experts)
+        # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
         by_model = policy is not None and policy.param_dtype is None
         placed = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=apart)
         refuse_sparse_gradients(model)

@@ -27,7 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.check_points import CheckPoints, check_points
-from te_fsdp.errors import PlacementError
+from te_fsdp.errors import PlacementError, require_kind
 from te_fsdp.upstream import te as _te, torch_autograd as _torch_autograd, torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -261,6 +261,7 @@ def iter_param_owners(
     ``remove_duplicate=False`` a module with several names is visited once per name.
     """
     for path, owner in model.named_modules(prefix=prefix, remove_duplicate=remove_duplicate):
+        # A copy, because callers replace parameters while they iterate.
         for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
                 yield ParamOwner(f"{path}.{name}" if path else name, owner, name, parameter)
@@ -276,13 +277,8 @@ def first_owners(model: nn.Module) -> dict[int, ParamOwner]:
 
 def require_model(given: object, where: str) -> None:
     """Raise ``PlacementError`` unless an argument is a module. Most often two arguments were exchanged."""
-    if not isinstance(given, torch.nn.Module):
-        raise PlacementError(
-            f"{where}: model",
-            expected="a torch.nn.Module",
-            got=f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__,
-            fix="pass the model itself, as one module",
-        )
+    fix = "pass the model itself, as one module"
+    require_kind(where, "model", given, torch.nn.Module, expected="a torch.nn.Module", fix=fix)
 
 
 def require_optimizer(given: object, where: str) -> None:

@@ -227,6 +227,7 @@ def bytes_of(text: str, unit: bool = False) -> int | None:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*((?:([kmgt])(i?))?b?)", text.strip().lower())
     if match is None or (unit and not match[2]):
         return None
+    # Decimal, because the product with a binary fraction may be a byte short.
     return int(Decimal(match[1]) * (1024 if match[4] else 1000) ** " kmgt".index(match[3] or " "))
 
 

@@ -73,6 +73,7 @@ def gather(value: T, over: DeviceMesh | dist.ProcessGroup | None = None) -> list
 def gather_by_rank(value: T, mesh: DeviceMesh) -> dict[int, T]:
     """Map each global rank of a mesh to its value, for error texts. Collective: :func:`gather` over each axis."""
     told = {rank(): value}
+    # Axis by axis, because a mesh has no process group of all its ranks.
     for axis in range(mesh.ndim):
         if mesh.size(axis) > 1:
             told = {key: own for part in gather(told, mesh.get_group(axis)) for key, own in part.items()}
@@ -329,6 +330,7 @@ class RankMessenger:
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        # The size first, because the receiver must allocate the memory.
         self._wait(self.group.send([torch.tensor([data.numel()], device="cpu")], to, 0))
         self._wait(self.group.send([data], to, 0))
 

@@ -70,6 +70,7 @@ class ExpertDispatcher:
         #: Rows for each of this rank's experts, to pass as ``m_splits``.
         self.splits: list[int] = [ranks * each] * mine
         self._shape = ranks, mine, each
+        # As torch.chunk distributes experts: the last ranks may have fewer of them, or none.
         self._send = [min(step, num_experts - rank * step) * each for rank in range(ranks)]
         self._receive = [mine * each] * ranks
 

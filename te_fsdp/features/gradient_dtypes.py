@@ -42,6 +42,7 @@ def attach_gradient_dtypes(setup: Setup) -> None:
         if not fsdp2_units.is_fsdp_module(unit):
             continue
         set_unit_grad_comm(unit, comm, name)
+        # FSDP2 has no hook for its all-reduce over dp_replicate, which adds in the communication dtype.
         if comm.fp32_sum and plan.all_reduces:
             _fsdp2_patches.replace_outer_group(unit, lambda stock: OuterGroup(stock, comm))
         if (
@@ -49,6 +50,7 @@ def attach_gradient_dtypes(setup: Setup) -> None:
             and fsdp2_units.fsdp_parameter_groups(unit)
             and fsdp2_units.reduction_of(unit)[0] > 1
         ):
+            # A divide factor would make FSDP2 request a premultiplied sum, which fp32 sums do not support.
             unit.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
         if (dtype := plan.accumulation_dtype(name)) is not None and name in others:
             _fsdp2_patches.keep_gradients_in_dtype(unit, dtype)
@@ -88,6 +90,7 @@ class GradientDtypes(Component):
             # FusedAdam reads a low-precision parameter's gradient in any dtype, and so do te_fsdp's main weights.
             if low and (_te.is_fused_adam(optimizer) or hasattr(optimizer, KEEPS_MAIN_WEIGHTS)):
                 continue
+            # grad_dtype cannot change while there is a gradient.
             parameter.grad = parameter.grad_dtype = None
             (cast,) = _torch.in_dtypes_of([gradient], [parameter])
             assert cast is not None
@@ -100,6 +103,7 @@ class GradientDtypes(Component):
             now, parameter.grad = parameter.grad, None
             parameter.grad_dtype = gradient.dtype
             if now is not None:
+                # User code has assigned any other object during the step.
                 parameter.grad = gradient if now is cast else now.to(gradient.dtype)
         self._casts.clear()
 

@@ -144,6 +144,8 @@ class HostPace(Component):
             if len({len(marks) for marks in self._measured}) > 1:
                 self._end()  # not every step is the same
             elif len(self._measured) == MEASURED:
+                # Each sleep lasts longer than the host needs for the part, so that the device has all work of the next
+                # step in time and does not wait for the host in it.
                 self._sleeps = [1.5 * part + 0.2 for part in self._host_parts()]
                 if sum(self._sleeps) > LONGEST:
                     self._end()

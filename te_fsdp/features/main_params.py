@@ -156,6 +156,7 @@ class MainParameters:
         if known.shard is None and self.cuts:
             known.shard = shard or optimizer_shard(parameter)
             if known.shard is not None:
+                # With this option FusedAdam reads ``decoupled_grad`` instead of ``grad``.
                 known.shard.decoupled = getattr(self._optimizer(), "use_decoupled_grad", False)
                 get_or_create_record(parameter).main_parameters = weakref.ref(self)
         return known

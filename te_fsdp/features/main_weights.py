@@ -120,6 +120,7 @@ def rebind_optimizer_params(model: nn.Module, optimizer: Optimizer, where: str, 
     Groups keep their options. Local operation. Raise OrderError (with the call's name and a fix) before any change if
     the optimizer has other parameters or has state.
     """
+    # By name, because sharding replaces the objects.
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False)}
     groups = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
     if any(name is None for group in groups for name in group) or optimizer.state:
@@ -223,6 +224,7 @@ def initialize_fused_adam(optimizer: Any, parameter: torch.Tensor) -> None:
     if not hasattr(optimizer, "initialize_state") or held - own:
         return
     if main_parameters is None:
+        # Remainders are the bits that bf16 lacks, so that parameters of other dtypes have none.
         low = parameter.dtype == torch.bfloat16
         optimizer.initialize_state(parameter, low and optimizer.store_param_remainders)
         return

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.errors import OrderError, PlacementError, shorten
+from te_fsdp.errors import OrderError, PlacementError, require_kind, shorten
 from te_fsdp.integrations import needs, raising_method
 from te_fsdp.quantized.components import drop_derived_state
 from te_fsdp.quantized.shards import quantize_with_shared_scale
@@ -71,11 +71,8 @@ def add_adapters(model: nn.Module, config: Any, *, adapter_name: str = "default"
         OrderError: The model is bound to meshes or sharded already.
         PlacementError: A layer or an option is not supported. Nothing was changed.
     """
-    if not isinstance(config, peft.LoraConfig):
-        fix = "peft.LoraConfig(r=8, target_modules=[...])"
-        raise PlacementError(
-            "add_adapters: config", expected="a peft.LoraConfig", got=type(config).__name__, fix=fix
-        )
+    fix = "peft.LoraConfig(r=8, target_modules=[...])"
+    require_kind("add_adapters", "config", config, peft.LoraConfig, expected="a peft.LoraConfig", fix=fix)
     chosen = {name: one for name, one in model.named_modules() if check_target_module_exists(config, name)}
     # Before PEFT, which replaces the layers one by one and cannot undo it.
     _check(model, chosen, config)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import on_any_rank
-from te_fsdp.errors import MeshError, PlacementError, require_flag_fields
+from te_fsdp.errors import MeshError, PlacementError, require_flag_fields, require_kind
 from te_fsdp.mesh import Meshes, default_device_type
 from te_fsdp.precision import MixedPrecisionPolicy as NativePolicy
 from te_fsdp.upstream import torch_dtensor as _torch
@@ -176,10 +176,7 @@ def native_units(units: Sequence[type | str] | None) -> list[type] | None:
                     got=str(error),
                     fix='"package.module.Class"',
                 ) from error
-        if not isinstance(found, type):
-            raise PlacementError(
-                f"fully_shard: fsdp_unit_modules: {unit!r}", expected="a class", got=type(found).__name__
-            )
+        require_kind("fully_shard", f"fsdp_unit_modules: {unit!r}", found, type, expected="a class")
         classes.append(found)
     return classes
 

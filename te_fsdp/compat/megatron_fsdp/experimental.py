@@ -33,7 +33,7 @@ from te_fsdp.compat.megatron_fsdp.sharding import (
     BRIDGED,
     fully_shard_optimizer as first_fully_shard_optimizer,
 )
-from te_fsdp.errors import OrderError, PlacementError, require_flags
+from te_fsdp.errors import OrderError, PlacementError, require_flags, require_kind
 from te_fsdp.gradient_sync import microbatch as native_microbatch
 from te_fsdp.materialization import materialize
 from te_fsdp.shard_model import fully_shard as native_fully_shard
@@ -159,13 +159,14 @@ def fully_shard(
             expected="one call per module, before fully_shard_optimizer",
             got="a module that was passed before, or that contains a sharded module",
         )
-    if not isinstance(placements, Placements):
-        raise PlacementError(
-            "experimental.fully_shard: placements",
-            expected="Placements(dp_axes, parameter, gradient, optimizer)",
-            got=type(placements).__name__,
-            fix="Placements([0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]) for ZeRO-3 on one axis",
-        )
+    require_kind(
+        "experimental.fully_shard",
+        "placements",
+        placements,
+        Placements,
+        expected="Placements(dp_axes, parameter, gradient, optimizer)",
+        fix="Placements([0], parameter=[Flat()], gradient=[Flat()], optimizer=[Flat()]) for ZeRO-3 on one axis",
+    )
     names = list(mesh.mesh_dim_names or range(mesh.ndim))
     axes = [names[axis] if isinstance(axis, int) else axis for axis in placements.dp_axes]
     rows = list(zip(placements.parameter, placements.gradient, placements.optimizer, strict=True))

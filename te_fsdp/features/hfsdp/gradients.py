@@ -300,6 +300,7 @@ def _is_number(value: Any) -> bool:
 def hide_unaveraged_grad(gradient: torch.Tensor) -> torch.Tensor:
     """Mark a gradient as averaged within one replica only, and return it. Local operation."""
     if isinstance(gradient, DTensor):
+        # The object stays, because the parameter and FSDP2 refer to it.
         gradient.__class__ = UnaveragedGradient
     return gradient
 
