@@ -244,6 +244,11 @@ class _Fit:
             if all(isinstance(saved.get(k), TensorStorageMetadata) and saved[k].size == shape for k in keys):
                 self.tensors[key] = keys
                 self.prefixes[".".join(parts[: at + 1])] = mark, prefixes
+                # A flattened state dict has the options of a parameter's group next to its state.
+                for n in (n for n, part in enumerate(parts[:at]) if part == "state"):
+                    head, tail = [*parts[:n], "param_groups"], parts[n + 1 : at]
+                    renamed = [".".join([*head, *tail, name]) for name in mark.saved()]
+                    self.prefixes[".".join([*head, *tail, mark.own()])] = mark, renamed
         for key in own:
             for prefix, (_, prefixes) in self.prefixes.items():
                 if key.startswith(f"{prefix}.") and key not in saved:
