@@ -37,3 +37,9 @@ def test_flat_states_of_the_other_form(pool, tmp_path, source, target):
     where = {"source": source, "target": target, "directory": str(tmp_path)}
     for found in pool.run(mixed.flat_states, 2, env=ENVIRONMENT, **where):
         assert found["wrong"] == [] and found["states"] > 0 and found["lr"] == 0.5, found
+
+
+@pytest.mark.ranks(4)
+def test_experts_of_rank_0_with_cpu_offload(pool):
+    """Each rank has other experts (kind: torch's options under expert parallelism)."""
+    assert pool.run(mixed.broadcast_experts, 4, axes={"ep": 4}, env=ENVIRONMENT) == [[]] * 4

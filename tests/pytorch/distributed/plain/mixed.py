@@ -11,7 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_optimizer_state_dict,
+    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -89,3 +91,13 @@ def flat_states(source: str, target: str, directory: str) -> dict[str, Any]:
         "states": len(states[0]),
         "lr": other.optimizer.param_groups[0]["lr"],
     }
+
+
+def broadcast_experts(axes: dict[str, int]) -> list[str]:
+    """Load rank 0's unsharded tensors with ``cpu_offload``, and return the names of wrong tensors."""
+    one, other = (Job("experts", "bf16", axes, "te_fsdp", False, seed) for seed in (3, 4))
+    full = get_model_state_dict(one.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True)
+    set_model_state_dict(other.model, full, options=options)
+    values = [{name: whole(p) for name, p in job.model.named_parameters()} for job in (one, other)]
+    return differing(*values)
