@@ -378,6 +378,8 @@ def _is_original(one: Any, like: BoxedDTensor) -> bool:
 
 @functools.cache
 def _is_elementwise(name: str) -> bool:
+    # Operators such as ``__rsub__`` and ``__iadd__`` have names of their own. torch tags those of aten only, and leaves
+    # out a few functions that copy or compare elements.
     stem = name.strip("_")
     if name.startswith("_foreach_") or stem in ("copy", "floordiv", "masked_fill", "isclose"):
         return True

@@ -287,6 +287,7 @@ class ReadShare:
                         works.append((other, start([data], other, 1)))
                     except RuntimeError as error:  # gloo's
                         lost[other] = str(error)
+                # A lost rank is not raised at once: this rank still has data that the others wait for.
                 for other, work in works:
                     try:
                         work.wait()
