@@ -104,7 +104,8 @@ class Source:
 
         # No rank sends before all have read and checked: damage must be found before anything is used.
         all_agree(read)
-        share.exchange(self.staged)
+        # All ranks name a rank that ends here, also those that do not exchange data with it.
+        self.ranks.round(lambda: share.exchange(self.staged), lambda seen: seen)
         _log.info("%s: read shared with rank(s) %s", self.path, shorten(list(map(str, share.members)), 8))
 
     def tensor(self, key: str) -> torch.Tensor:

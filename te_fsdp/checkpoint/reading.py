@@ -263,9 +263,10 @@ class ReadShare:
     def exchange(self, staged: Staged) -> None:
         """Send this rank's part and receive the others'; raise CheckpointError if a rank has died. Collective.
 
-        In the k-th turn each rank sends to the k-th rank after it.
+        In the k-th turn each rank sends to the k-th rank after it. Without a rank that has died, the others continue,
+        because each of them would otherwise lose its neighbor as well.
         """
-        group, count = self.ranks.group, len(self.members)
+        group, count, lost = self.ranks.group, len(self.members), dict[int, str]()
         # Parts may differ in their number of rectangles, but all members make all turns.
         for places in zip_longest(*self.parts):
             mine = places[self.me]
@@ -274,18 +275,31 @@ class ReadShare:
                 sent.append(_bytes(staged.new(mine, torch.device("cpu"))))
             for turn in range(1, count):
                 to, source = ((self.me + step) % count for step in (turn, -turn))
-                works = []
-                try:
-                    # Posted before the send. Gloo sends may wait until the receiver has posted its buffer.
-                    if places[source] is not None:
-                        received = _bytes(staged.parts[places[source]][0][1])
-                        works.append(group.recv([received], self.members[source], 1))
-                    if sent:
-                        works.append(group.send(sent, self.members[to], 1))
-                    for work in works:
+                calls, works = [], []
+                # Posted before the send. Gloo sends may wait until the receiver has posted its buffer.
+                if places[source] is not None:
+                    calls.append(
+                        (group.recv, _bytes(staged.parts[places[source]][0][1]), self.members[source])
+                    )
+                calls += [(group.send, data, self.members[to]) for data in sent]
+                for start, data, other in calls:
+                    try:
+                        works.append((other, start([data], other, 1)))
+                    except RuntimeError as error:  # gloo's
+                        lost[other] = str(error)
+                # A lost rank is not raised at once: this rank still has data that the others wait for.
+                for other, work in works:
+                    try:
                         work.wait()
-                except RuntimeError as lost:  # gloo's
-                    raise CheckpointError(f"rank {self.ranks.rank} lost another rank: {lost}") from lost
+                    except RuntimeError as error:
+                        lost[other] = str(error)
+        if lost:
+            raise CheckpointError(
+                f"load: rank(s) {', '.join(map(str, sorted(lost)))}",
+                expected='a part of the data of each rank (read="once")',
+                got=f"a rank that has ended: {next(iter(lost.values()))}",
+                fix="restart the job",
+            )
 
 
 def _bytes(values: torch.Tensor) -> torch.Tensor:

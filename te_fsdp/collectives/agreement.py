@@ -19,10 +19,13 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
+import logging
 import pickle
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -31,9 +34,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from te_fsdp import errors
+from te_fsdp.collectives import rendezvous
 from te_fsdp.collectives.rendezvous import collective_timeout
 from te_fsdp.errors import CheckpointError, TeFsdpError
 
+_log = logging.getLogger("te_fsdp")
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -289,9 +294,15 @@ class RankMessenger:
         Collective over the ranks: point-to-point messages to rank 0 and back. An error on any rank is raised on all
         ranks: that of the first failing rank, which lists the failing ranks unless all failed. Errors other than
         ``TeFsdpError`` become ``CheckpointError``. So does a rank that has ended, or is silent for
-        :func:`te_fsdp.set_collective_timeout`.
+        :func:`te_fsdp.set_collective_timeout`. A rank that is stopped or busy is named in the log until then.
         """
         result, error = _call(mine)
+        with self._reported() as peer:
+            return self._exchange(result, error, on_rank_0, peer)
+
+    def _exchange(
+        self, result: Any, error: TeFsdpError | None, on_rank_0: Callable[[list[T]], list[U]], peer: list[int]
+    ) -> U:
         reply: Any
         try:
             if self.rank != 0:
@@ -302,6 +313,7 @@ class RankMessenger:
                 results: list[Any] = [result]
                 told, dead = [_serialize_error(error)], set()
                 for other in range(1, self.size):
+                    peer[0] = other
                     try:
                         value, problem = self._receive(other)
                     except RuntimeError as lost:
@@ -315,6 +327,7 @@ class RankMessenger:
                 if worst is None:
                     replies, worst = _call(lambda: on_rank_0(results))
                 for other in set(range(1, self.size)) - dead:
+                    peer[0] = other
                     try:
                         self._send((None if replies is None else replies[other], worst), other)
                     except RuntimeError as lost:  # the other ranks must still get their reply
@@ -323,10 +336,37 @@ class RankMessenger:
         except RuntimeError as lost:  # raised by gloo
             if isinstance(lost, TeFsdpError):
                 raise
-            raise CheckpointError(f"rank {self.rank} lost another rank: {lost}") from lost
+            text = f"the rank, which coordinates the call, has ended, or was silent: {lost}"
+            raise CheckpointError(f"on rank(s) 0: {text}") from lost
         if problem is not None:
             raise problem from (error.__cause__ if error is not None else None)
         return reply
+
+    @contextmanager
+    def _reported(self) -> Iterator[list[int]]:
+        """Log the rank in the yielded list, for which this one waits, after 10, 20, 40, ... seconds."""
+        peer, ended, began = [0], threading.Event(), time.monotonic()
+
+        def report() -> None:
+            due = rendezvous.REPORT_AFTER
+            while not ended.wait(began + due - time.monotonic()):
+                why = "" if peer[0] else ", which answers after all ranks have sent"
+                text = (
+                    "rank %d has waited %.0f s for a message of rank %d%s. It waits at most %.0f s for each."
+                )
+                _log.warning(text, self.rank, due, peer[0], why, collective_timeout())
+                due = min(2 * due, due + 300)
+
+        # A wait of Gloo cannot be divided: a timeout closes all its connections.
+        thread = threading.Thread(target=report, name="te_fsdp wait", daemon=True)
+        with suppress(RuntimeError):  # no thread can be started while the interpreter ends
+            thread.start()
+        try:
+            yield peer
+        finally:
+            ended.set()
+            if thread.ident is not None:
+                thread.join()
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

@@ -22,7 +22,12 @@ from te_fsdp.boxed_dtensor import wrapper
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
-from te_fsdp.modules.full_experts import with_all_experts, wrap_full_states, wrap_optimizer_loading
+from te_fsdp.modules.full_experts import (
+    has_other_experts,
+    with_all_experts,
+    wrap_full_states,
+    wrap_optimizer_loading,
+)
 from te_fsdp.quantized.boxed import QuantizedSlice
 from te_fsdp.records import binding_of
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -96,13 +101,14 @@ def patch_expert_loading() -> None:
 
     def wrap_model_state(stock: Any) -> Any:
         @functools.wraps(stock)
-        def load_model_state(
-            model: torch.nn.Module, state_dict: dict[str, Any], *args: Any, **kwargs: Any
-        ) -> Any:
+        def load_model_state(model: torch.nn.Module, state_dict: dict[str, Any], info: Any) -> Any:
             found = _in_own_form(model, state_dict)
+            if info.broadcast_from_rank0 and has_other_experts(model):
+                # torch would move every tensor of rank 0 to the CPU, also experts that this rank does not have.
+                info = replace(info, cpu_offload=False)
             # Ranks make tensors of the sizes that rank 0 broadcasts.
             found = {key: plain_entry(value) for key, value in found.items()}
-            return stock(model, found, *args, **kwargs)
+            return stock(model, found, info)
 
         return load_model_state
 
@@ -244,6 +250,11 @@ class _Fit:
             if all(isinstance(saved.get(k), TensorStorageMetadata) and saved[k].size == shape for k in keys):
                 self.tensors[key] = keys
                 self.prefixes[".".join(parts[: at + 1])] = mark, prefixes
+                # A flattened state dict has the options of a parameter's group next to its state.
+                for n in (n for n, part in enumerate(parts[:at]) if part == "state"):
+                    head, tail = [*parts[:n], "param_groups"], parts[n + 1 : at]
+                    renamed = [".".join([*head, *tail, name]) for name in mark.saved()]
+                    self.prefixes[".".join([*head, *tail, mark.own()])] = mark, renamed
         for key in own:
             for prefix, (_, prefixes) in self.prefixes.items():
                 if key.startswith(f"{prefix}.") and key not in saved:

@@ -172,6 +172,11 @@ def drop_other_experts(module: torch.nn.Module, state_dict: dict[str, Any], pref
         state_dict.pop(prefix + name, None)
 
 
+def has_other_experts(model: torch.nn.Module) -> bool:
+    """Return whether other ranks have experts of the model that this rank does not have. Local operation."""
+    return any(experts.others for experts in _modules(model))
+
+
 def wrap_full_states(stock: Any) -> Any:
     """Wrap torch's function that returns a model's state dict."""
     return functools.wraps(stock)(functools.partial(with_all_experts, stock))

@@ -2,17 +2,20 @@
 
     python dead_rank_worker.py DIRECTORY KIND VICTIM
 
-Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. One
-line of JSON for each rank contains its error and the number of seconds.
+Three ranks save once together. Then the victim is killed, exits, stops for a while, or comes late; the others save. It
+may also stop within the save, or be killed while ranks exchange data that were read once. One line of JSON for each
+rank contains its error and the number of seconds.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +33,37 @@ def store_of(rank: int, pipe: tuple[int, int]) -> dist.TCPStore:
     return store
 
 
+def stop_for_a_while() -> None:
+    if os.fork() == 0:  # the child lets its parent go on
+        time.sleep(LATE)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stopping(stock: Any) -> Any:
+    def stops(self: Any, *args: Any) -> Any:
+        type(self).round = stock
+        stop_for_a_while()
+        return stock(self, *args)
+
+    return stops
+
+
+class Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
 def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int]) -> None:
     from te_fsdp import checkpoint
+    from te_fsdp.checkpoint.reading import ReadShare
+    from te_fsdp.collectives import rendezvous
+    from te_fsdp.collectives.agreement import RankMessenger
 
     dist.init_process_group("gloo", store=store_of(rank, pipe), rank=rank, world_size=RANKS)
     model = torch.nn.Linear(2, 2)
@@ -47,19 +79,26 @@ def main(directory: str, kind: str, victim: int, rank: int, pipe: tuple[int, int
         elif kind == "exited":
             os._exit(0)
         elif kind == "stopped":
-            if os.fork() == 0:  # the child lets its parent go on
-                time.sleep(LATE)
-                os.kill(os.getppid(), signal.SIGCONT)
-                os._exit(0)
-            os.kill(os.getpid(), signal.SIGSTOP)
+            stop_for_a_while()
+        elif kind == "stopped within":
+            RankMessenger.round = stopping(RankMessenger.round)  # type: ignore[method-assign]
+        elif kind == "killed in the exchange":
+            ReadShare.exchange = lambda *args: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
         else:
             time.sleep(LATE)
-    began, text = time.monotonic(), ""
+    began, text, logged = time.monotonic(), "", Records()
+    logging.getLogger("te_fsdp").addHandler(logged)
+    if kind == "stopped within":
+        rendezvous.REPORT_AFTER = 2.0
     try:
-        checkpoint.save(f"{directory}/second", model)
+        if kind == "killed in the exchange":
+            checkpoint.load(f"{directory}/first", model, read="once")
+        else:
+            checkpoint.save(f"{directory}/second", model)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-    line = json.dumps({"rank": rank, "seconds": time.monotonic() - began, "text": text})
+    seconds = time.monotonic() - began
+    line = json.dumps({"rank": rank, "seconds": seconds, "text": text, "log": logged.texts})
     os.write(1, f"{line}\n".encode())  # print writes the newline apart, so that lines of two ranks can mix
     os._exit(0)
 

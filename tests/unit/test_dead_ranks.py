@@ -47,3 +47,25 @@ def test_a_rank_that_lives_is_waited_for(tmp_path: Path, python: str, kind: str)
     assert [(one["rank"], one["text"]) for one in found] == [(0, ""), (1, ""), (2, "")]
     assert found[0]["seconds"] > 6, "the control: it has waited for longer than it takes to ask"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_a_rank_that_stops_within_a_save_is_named_in_the_log(tmp_path: Path, python: str) -> None:
+    """It is waited for, at most the timeout for collectives, and rank 0 says for whom (kind: silent waits)."""
+    found = ran(tmp_path, python, "stopped within", 2)
+    assert [(one["rank"], one["text"]) for one in found] == [(0, ""), (1, ""), (2, "")]
+    for one, expected in zip(
+        found[:2], ("message of rank 2. ", "message of rank 0, which answers"), strict=True
+    ):
+        texts = [text for text in one["log"] if "for a message of" in text]
+        assert texts[0].startswith(f"rank {one['rank']} has waited 2 s for a {expected}"), one
+        assert "It waits at most 1800 s for each" in texts[1], one
+
+
+@pytest.mark.parametrize("victim", [2, 0])
+def test_a_rank_that_ends_while_ranks_exchange_data(tmp_path: Path, python: str, victim: int) -> None:
+    """``load(read="once")`` names it on all ranks (kind: an error of gloo that names no rank)."""
+    found = ran(tmp_path, python, "killed in the exchange", victim)
+    assert [one["rank"] for one in found] == [rank for rank in range(3) if rank != victim]
+    for one in found:
+        assert one["text"].startswith("CheckpointError: ") and f"rank(s) {victim}" in one["text"], one
+        assert one["seconds"] < LIMIT, one
