@@ -125,6 +125,7 @@ def test_materialize(pool, mesh):
         ("replicated over ep", "PlacementError", "block.more: a parameter that is replicated over ep"),
         ("large", "PlacementError", "block.scale, block.more: dense parameters of module block"),
         ("partial", "PlacementError", "block.more: a parameter that is neither sharded nor replicated"),
+        ("no elements", "PlacementError", "block.more: a DTensor parameter of which some ranks have no elements"),
         ("other shapes", "MeshError", "the ranks of the mesh hold different models"),
         ("local shape", "PlacementError", "block.more: local shape of a DTensor parameter"),
         ("over dp_shard", "OrderError", "block.more"),

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from matrix.models import _SumGradientOverTp, _SumOverTp
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 WIDTH, HIDDEN, TOKENS, STEPS, SEED = 16, 32, 16, 3, 5
 FORMS = ("grouped", "on_te", "matmul", "listed")
@@ -315,6 +315,8 @@ def refused(case: str) -> None:
         value = DTensor.from_local(value, meshes.ep, [Replicate()], run_check=False)
     elif case == "over dp_shard":
         value = DTensor.from_local(value, meshes.fsdp, [Shard(0)], run_check=False)
+    elif case == "no elements":
+        value = distribute_tensor(value[:1], meshes.ep, [Shard(0)])
     elif case == "partial":
         value = DTensor.from_local(value, meshes.ep, [Partial()], run_check=False)
     elif case == "local shape":
