@@ -98,7 +98,7 @@ def resumes(kind: str, recipe: str, sharder: str, directory: str) -> dict[str, A
 
 
 def _delayed(job: Job) -> dict[str, torch.Tensor]:
-    """Return delayed scaling's state of all experts, without the newest amaxes, which are one rank's until a forward."""
+    """Return delayed scaling's state of all experts without the newest amaxes, which are one rank's."""
     from te_fsdp.upstream import te as _te
 
     inner, group = job.model.inner, job.model.ep
