@@ -427,7 +427,7 @@ class ReplicatedGradients(Component):
             self._away.add(slot)
         if gradient is None:
             return None
-        if isinstance(gradient, DTensor):
+        if isinstance(gradient, DTensor) and not slot.partial:  # the bucket sums those over tp
             placements = _torch.spec_of(slot.parameter).placements
             # A user's DTensor may have a partial gradient, such as torch's RowwiseParallel embedding: its local tensor
             # has another shape than the parameter's.
