@@ -427,8 +427,10 @@ class ReplicatedGradients(Component):
             self._away.add(slot)
         if gradient is None:
             return None
-        if isinstance(gradient, DTensor) and not slot.partial:  # the bucket sums those over tp
-            placements = _torch.spec_of(slot.parameter).placements
+        parameter = slot.parameter
+        # The bucket sums partial gradients of TE's modules over tp.
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and not slot.partial:
+            placements = _torch.spec_of(parameter).placements
             # A user's DTensor may have a partial gradient, such as torch's RowwiseParallel embedding: its local tensor
             # has another shape than the parameter's.
             if _torch.spec_of(gradient).placements != placements:
