@@ -427,6 +427,14 @@ class ReplicatedGradients(Component):
             self._away.add(slot)
         if gradient is None:
             return None
+        parameter = slot.parameter
+        # The bucket sums partial gradients of TE's modules over tp.
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and not slot.partial:
+            placements = _torch.spec_of(parameter).placements
+            # A user's DTensor may have a partial gradient, such as torch's RowwiseParallel embedding: its local tensor
+            # has another shape than the parameter's.
+            if _torch.spec_of(gradient).placements != placements:
+                gradient = gradient.redistribute(placements=placements)
         local, now = _torch.local_of(gradient), current_stream(self._device)
         for stream in self._streams:  # streams on which gradients may have been computed
             if now is not None and stream != now:

@@ -124,8 +124,13 @@ def _check_placements(
         raise PlacementError(f"{label}: {problem}", got=f"placements {placements}", why=why, fix=fix)
 
 
-def dim_to_shard(parameter: DTensor, own: OwnDTensor, ranks: int) -> int:
-    """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks."""
+def dim_to_shard(label: str, parameter: DTensor, own: OwnDTensor, ranks: int) -> int:
+    """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks.
+
+    Raises:
+        PlacementError: Some ranks have no elements of the parameter.
+    """
+    found = None
     for dim, length in enumerate(parameter.shape):
         lengths = {int(length)}
         for axis, placement in enumerate(own.placements):
@@ -134,9 +139,17 @@ def dim_to_shard(parameter: DTensor, own: OwnDTensor, ranks: int) -> int:
                 # The parts of an uneven dim have different lengths, and all ranks must choose the same dim.
                 ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
                 lengths = {high - low for low, high in ends}
-        if 0 not in lengths and all(n % ranks == 0 for n in lengths):
-            return dim
-    return 0
+        if length and 0 in lengths:
+            raise PlacementError(
+                f"{label}: a DTensor parameter of which some ranks have no elements",
+                expected=f"dim {dim} with an index for each rank of the axes that shard it",
+                got=f"shape {tuple(parameter.shape)}, placements {own.placements} on {own.mesh}",
+                why="FSDP2 cannot reduce an empty gradient",
+                fix="fewer ranks on the axis, or te_fsdp.fsdp_no_shard(parameter)",
+            )
+        if found is None and length and all(n % ranks == 0 for n in lengths):
+            found = dim
+    return found or 0
 
 
 def on_known_mesh(parameter: DTensor, own: OwnDTensor) -> torch.nn.Parameter:

@@ -83,8 +83,11 @@ def plan_modules(
         if item.kind == "GroupedLinear":
             cuts = {**cuts, **plan_single_shard_dims(item.module, grid, item.experts, item.name)}
         for name, own in item.distributed.items():
+            if stays_replicated(item.module, name):
+                continue
             ranks = (of_experts if own.is_expert else dense).grid.dp_shard
-            dim = dim_to_shard(item.module._parameters[name], own, ranks)
+            label = f"{item.name}.{name}" if item.name else name
+            dim = dim_to_shard(label, item.module._parameters[name], own, ranks)
             cuts = {**cuts, name: dim} if dim else cuts
         found.append(replace(item, cuts=cuts))
     return found
@@ -305,9 +308,11 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             own = single_parameters(module)
         if kind == "unknown":
             if own and tp_size > 1:
+                # te.ops has a Linear too, which is not the one that is expected.
+                kind_name = f"{type(module).__module__}.{type(module).__name__}"
                 raise PlacementError(
-                    f"{label}: {type(module).__name__} has no placement rule",
-                    expected=f"one of {', '.join(_te.KINDS)}",
+                    f"{label}: {kind_name} has no placement rule",
+                    expected=f"one of {', '.join(f'te.{known}' for known in _te.KINDS)}",
                     why="Its parameters would be saved and reduced incorrectly under tensor parallelism",
                     fix="use one of these modules, or no tensor parallelism",
                 )

@@ -276,9 +276,9 @@ def test_te_modules_without_rules(te):
     operation = te.ops.Bias(4, device="cpu")
     text = refusal(PlacementError, nn.ModuleDict({"shift": operation}), TP)
     assert text == (
-        "shift: Bias has no placement rule: expected one of LayerNormLinear, LayerNormMLP, "
-        "GroupedLinear, Linear, "
-        "LayerNorm, RMSNorm, DotProductAttention, MultiheadAttention, TransformerLayer. Its parameters "
+        "shift: transformer_engine.pytorch.ops.basic.bias.Bias has no placement rule: expected one of "
+        "te.LayerNormLinear, te.LayerNormMLP, te.GroupedLinear, te.Linear, te.LayerNorm, te.RMSNorm, "
+        "te.DotProductAttention, te.MultiheadAttention, te.TransformerLayer. Its parameters "
         "would be saved and reduced incorrectly under tensor parallelism. Fix: use one of these modules, "
         "or no tensor parallelism."
     )

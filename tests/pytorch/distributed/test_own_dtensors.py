@@ -81,6 +81,14 @@ def test_optimizer_state_over_replicas(pool):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_partial_gradients(pool, strategy):
+    """Of a RowwiseParallel embedding (kind: gradients with other placements than the parameter's)."""
+    for found in pool.run(bodies.parallelized, 4, strategy=strategy):
+        assert max(found.values()) < NEAR, found
+
+
+@pytest.mark.ranks(4)
 def test_a_wrong_divisor_is_found(pool):
     """Negative control: gradients of the unit of experts, divided by another number."""
     found = pool.run(bodies.trains, 4, axes=MESHES["ep2_dp2"], form="grouped", broken="divide")
@@ -125,6 +133,11 @@ def test_materialize(pool, mesh):
         ("replicated over ep", "PlacementError", "block.more: a parameter that is replicated over ep"),
         ("large", "PlacementError", "block.scale, block.more: dense parameters of module block"),
         ("partial", "PlacementError", "block.more: a parameter that is neither sharded nor replicated"),
+        (
+            "no elements",
+            "PlacementError",
+            "block.more: a DTensor parameter of which some ranks have no elements",
+        ),
         ("other shapes", "MeshError", "the ranks of the mesh hold different models"),
         ("local shape", "PlacementError", "block.more: local shape of a DTensor parameter"),
         ("over dp_shard", "OrderError", "block.more"),

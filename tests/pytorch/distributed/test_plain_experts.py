@@ -45,6 +45,17 @@ def test_async_save_on_the_same_mesh(pool, tmp_path, kind, recipe, sharder):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
+def test_delayed_scaling_onto_another_mesh(pool, tmp_path, sharder):
+    """``dcp.load`` reads each expert's scales and amaxes (kind: state that is not read, without an error)."""
+    pool.arch = "10.0"
+    for found in pool.run(all_experts.moves, 4, sharder=sharder, directory=str(tmp_path)):
+        assert found.pop("experts") > 8
+        controls = [found.pop(name) for name in list(found) if name.startswith("control")]
+        assert min(controls) > 0 and len(found) == 3 and not any(found.values()), (controls, found)
+
+
+@pytest.mark.ranks(4)
 def test_uneven_rows(pool):
     """``set_model_state_dict(full_state_dict=True)`` of uneven shards (kind: torch's ``distribute_tensor`` refuses)."""
     found = pool.run(all_experts.uneven_rows, 4)

@@ -11,7 +11,9 @@ Every token passes through all experts, weighted by a softmax. Tokens travel by 
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import OrderedDict
 from typing import Any
 
 import harness
@@ -19,7 +21,7 @@ import torch
 import torch.distributed as dist
 from matrix.models import _SumGradientOverTp, _SumOverTp
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 WIDTH, HIDDEN, TOKENS, STEPS, SEED = 16, 32, 16, 3, 5
 FORMS = ("grouped", "on_te", "matmul", "listed")
@@ -303,6 +305,29 @@ def materializes(axes: dict[str, int], draws: int = 11) -> dict[str, float]:
     return _apart(model, reference, lambda p: p.detach())
 
 
+def parallelized(strategy: str) -> dict[str, float]:
+    """Gradients of an embedding and a head that torch's ``parallelize_module`` has distributed over tp."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(tp=2, dp_shard=-1, device_type=harness.device_type())
+    torch.manual_seed(5)
+    make = {"table": nn.Embedding(32, 16), "mix": nn.Linear(16, 16), "head": nn.Linear(16, 32, bias=False)}
+    model = nn.Sequential(OrderedDict(make)).to(harness.device())
+    reference = copy.deepcopy(model)
+    plan = {
+        "table": RowwiseParallel(input_layouts=Replicate()),
+        "head": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, meshes.tp, plan)
+    te_fsdp.fully_shard(model, meshes, strategy=strategy)
+    tokens = torch.randint(0, 32, (meshes.data_size, 64), generator=torch.Generator().manual_seed(1))
+    model(tokens[meshes.data_rank].to(harness.device())).square().mean().backward()
+    reference(tokens.to(harness.device())).square().mean().backward()
+    return _apart(model, reference, lambda parameter: parameter.grad)
+
+
 def refused(case: str) -> None:
     """Body that raises on every rank."""
 
@@ -315,6 +340,8 @@ def refused(case: str) -> None:
         value = DTensor.from_local(value, meshes.ep, [Replicate()], run_check=False)
     elif case == "over dp_shard":
         value = DTensor.from_local(value, meshes.fsdp, [Shard(0)], run_check=False)
+    elif case == "no elements":
+        value = distribute_tensor(value[:1], meshes.ep, [Shard(0)])
     elif case == "partial":
         value = DTensor.from_local(value, meshes.ep, [Partial()], run_check=False)
     elif case == "local shape":

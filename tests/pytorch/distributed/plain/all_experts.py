@@ -97,6 +97,42 @@ def resumes(kind: str, recipe: str, sharder: str, directory: str) -> dict[str, A
     return {**outcome, "lr": other.optimizer.param_groups[0].get("lr")}
 
 
+def _delayed(job: Job) -> dict[str, torch.Tensor]:
+    """Return delayed scaling's state of all experts without the newest amaxes, which are one rank's."""
+    from te_fsdp.upstream import te as _te
+
+    inner, group = job.model.inner, job.model.ep
+    first = 0 if group is None else dist.get_rank(group) * inner.num_gemms
+    found = {}
+    for key, state in (_te.delayed_states(inner) or {}).items():
+        for name, tensor in (("scale", state.scale), ("amax_history", state.amax_history[1:])):
+            for index, part in enumerate(tensor.cpu().clone().chunk(inner.num_gemms, -1), first):
+                found[f"{key}.{name}.{index}"] = part
+    return of_all_experts("experts", found, group)
+
+
+def moves(sharder: str, directory: str) -> dict[str, Any]:
+    """Load the delayed scaling of experts by ``dcp.load`` onto meshes whose ranks have other experts."""
+    job = Job("experts", "delayed", AXES, sharder, True, seed=3)
+    for name, parameter in job.model.inner.named_parameters():
+        if int(name.removeprefix("weight")) + 2 * dist.get_rank(job.model.ep) == 1:
+            with torch.no_grad():
+                parameter.mul_(8)  # a scale of its own
+    for position in range(3):
+        job.step(position)
+    saved = _delayed(job)
+    dcp.save(job.state(), checkpoint_id=directory)
+    outcome: dict[str, Any] = {"experts": len({tuple(t.flatten().tolist()) for t in saved.values()})}
+    for axes in ({"ep": 4}, {"ep": 2, "tp": 2}, {"dp_shard": 4}):
+        other = Job("experts", "delayed", axes, sharder, True, seed=4)
+        outcome[f"control {axes}"] = len(differing(saved, _delayed(other)))
+        state = other.state()
+        dcp.load(state, checkpoint_id=directory)
+        other.take(state)
+        outcome[f"wrong {axes}"] = differing(saved, _delayed(other))
+    return outcome
+
+
 def uneven_rows() -> dict[str, Any]:
     """Load unsharded tensors whose rows the ranks of tp and dp divide unevenly: 81 rows of tp over two ranks."""
     import transformer_engine.pytorch as te
