@@ -187,12 +187,17 @@ class BoxedDTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the function as for any DTensor, and give results of the same placements the same class."""
+        if func is torch.Tensor.copy_:
+            args = (args[0], _rows_for(*args[:2]), *args[2:])
         if func is torch.cat:  # also of flat views, as in parameters_to_vector
-            args = ([*map(_replicated, args[0])], *args[1:])
-        elif len(args) > 1 and type(args[0]) in (list, tuple):
-            args = _lists_in_one_order(func, args)
-        elif len(args) > 1 and func.__name__ not in ("__get__", "__set__"):
-            args = _in_one_order(func, args)
+            # The rows of a stacked parameter have their original order only in a replicated tensor.
+            whole = [
+                tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
+                if isinstance(tensor, BoxedDTensor) and tensor._stacked is not None
+                else tensor
+                for tensor in args[0]
+            ]
+            args = (whole, *args[1:])
         result = _torch.plain_results(func, types, args, kwargs or {})
         if type(result) is DTensor:
             _keep(result, args, func)
@@ -345,73 +350,24 @@ def _keep(result: DTensor, given: Sequence[Any], func: Any) -> None:
             return
 
 
-# [Note: rows in two orders] The local rows of a stacked parameter are in the order of the ranks. An ordinary DTensor
-# has the original order, e.g. from ``distribute_tensor``. Functions of both would combine different rows. Elementwise
-# functions take this rank's rows of the original tensor. Others take a replicated tensor in place of the parameter.
-def _in_one_order(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments with their rows in one order. Collective over the mesh if they have two."""
-    first = next((one for one in args if isinstance(one, BoxedDTensor) and one._stacked is not None), None)
-    if first is None or not any(one is not first and _is_original(one, first) for one in args):
-        return args
-    if isinstance(args[0], BoxedDTensor) and _is_elementwise(func.__name__):
-        return tuple(_rows_of(one, first) if _is_original(one, first) else one for one in args)
-    return tuple(map(_replicated, args))
+@torch.no_grad()
+def _rows_for(target: Any, source: Any) -> Any:
+    """Return what to copy to a tensor: of an ordinary DTensor in the original order, the rows of a boxed target.
 
-
-def _lists_in_one_order(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the lists of a function such as ``torch._foreach_add_`` with the rows of each position in one order."""
-    lists = [one for one in args if type(one) in (list, tuple) and len(one) == len(args[0])]
-    # Optimizers call such functions in each step. Only positions of several classes can have two orders.
-    if all(len({*kinds}) == 1 for kinds in {*zip(*(map(type, one) for one in lists), strict=True)}):
-        return args
-    rows = [_in_one_order(func, row) for row in zip(*lists, strict=True)]
-    columns = map(list, zip(*rows, strict=True))
-    return tuple(next(columns) if any(one is each for each in lists) else one for one in args)
-
-
-def _is_original(one: Any, like: BoxedDTensor) -> bool:
-    """Return whether an argument has the shape of a stacked tensor, and its rows in another order or on other ranks."""
-    if not isinstance(one, DTensor) or one.shape != like.shape:
-        return False
-    same = one.device_mesh == like.device_mesh and one.placements == like.placements
-    return not (same and one.__dict__.get(_KEY) in (True, like._map))
-
-
-@functools.cache
-def _is_elementwise(name: str) -> bool:
-    # Operators such as ``__rsub__`` and ``__iadd__`` have names of their own. torch tags those of aten only, and leaves
-    # out a few functions that copy or compare elements.
-    stem = name.strip("_")
-    if name.startswith("_foreach_") or stem in ("copy", "floordiv", "masked_fill", "isclose"):
-        return True
-    packet = getattr(torch.ops.aten, stem.removeprefix("i") if name.startswith("__i") else stem, None)
-    overloads = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
-    return any(torch.Tag.pointwise in one.tags for one in overloads)
-
-
-def _replicated(tensor: Any) -> Any:
-    """Return a stacked tensor replicated, where its rows have their original order; other arguments unchanged."""
-    if not isinstance(tensor, BoxedDTensor) or tensor._stacked is None:
-        return tensor
-    return tensor.redistribute(placements=[Replicate()] * tensor.device_mesh.ndim)
-
-
-def _rows_of(source: DTensor, like: BoxedDTensor) -> DTensor:
-    """Return the rows of an original tensor that this rank has of a stacked one. Collective over the mesh."""
-    if source.requires_grad and torch.is_grad_enabled():
-        raise PlacementError(
-            f"an elementwise function of a stacked weight and a DTensor {tuple(source.shape)} with gradients",
-            expected="rows in the order of the unsharded module on both sides",
-            got=f"placements {tuple(source.placements)}",
-            why="The local rows of a stacked weight are in the order of the ranks",
-            fix="redistribute both to Replicate() first",
-        )
-    with torch.no_grad():
-        whole = source.full_tensor()
-        local = whole.new_empty(like._local_tensor.shape)
-        for box in BoxedDTensor._boxes(like):
-            local[box.local_slices()] = whole[box.original_slices()]
-        return boxed_like(_torch.placed(local, like.device_mesh, like.placements, like), like)
+    Collective over the source's mesh in this case.
+    """
+    if not isinstance(target, BoxedDTensor) or target._stacked is None or not isinstance(source, DTensor):
+        return source
+    same = source.device_mesh == target.device_mesh and source.placements == target.placements
+    if same and source.__dict__.get(_KEY) in (True, target._map):
+        return source
+    # Local tensors of both have the rows in different orders, so that copying one to the other would permute the
+    # weight.
+    whole = source.full_tensor()
+    local = whole.new_empty(target._local_tensor.shape)
+    for box in BoxedDTensor._boxes(target):
+        local[box.local_slices()] = whole[box.original_slices()]
+    return boxed_like(_torch.placed(local, target.device_mesh, target.placements, target), target)
 
 
 def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:

@@ -256,26 +256,26 @@ def _removed(names: list[str]) -> OrderError:
 
 def refuse_shared_memory(state: ShardedModel) -> None:
     """Refuse ``share_memory()`` of the model and of its modules from now on. Local operation."""
-
-    def refuse(label: str, stock: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        """Raise in ``share_memory()``, which ends the process for DTensors; else run ``Module._apply``."""
-        if "share_memory" in getattr(fn, "__qualname__", ""):
-            raise OrderError(
-                f"{label}: share_memory() of a sharded model",
-                expected="parameters that are plain tensors",
-                got="a shard of this rank",
-                why="Other processes would see this rank's shard only, and torch cannot share the memory of DTensors",
-                fix="share an unsharded model, or its full state dict (torch.distributed.checkpoint.state_dict)",
-            )
-        return stock(fn, *args, **kwargs)
-
     labels: dict[int, str] = {}
     for place in iter_param_owners(state.model, remove_duplicate=False):
         if isinstance(place.parameter, DTensor):
             labels.setdefault(id(place.owner), place.label)
     for module in state.model.modules():
         if id(module) in labels:
-            _fsdp2_patches.wrap_apply(module, functools.partial(refuse, labels[id(module)]))
+            _fsdp2_patches.wrap_apply(module, functools.partial(_refuse_sharing, labels[id(module)]))
+
+
+def _refuse_sharing(label: str, stock: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raise in ``share_memory()``, which ends the process for DTensors; else run ``Module._apply``."""
+    if "share_memory" in getattr(fn, "__qualname__", ""):
+        raise OrderError(
+            f"{label}: share_memory() of a sharded model",
+            expected="parameters that are plain tensors",
+            got="a shard of this rank",
+            why="Other processes would see this rank's shard only, and torch cannot share the memory of DTensors",
+            fix="share an unsharded model, or its full state dict (torch.distributed.checkpoint.state_dict)",
+        )
+    return stock(fn, *args, **kwargs)
 
 
 # ----------------------------------------------------------------------------------------------- before a first forward

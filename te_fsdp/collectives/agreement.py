@@ -294,7 +294,7 @@ class RankMessenger:
         Collective over the ranks: point-to-point messages to rank 0 and back. An error on any rank is raised on all
         ranks: that of the first failing rank, which lists the failing ranks unless all failed. Errors other than
         ``TeFsdpError`` become ``CheckpointError``. So does a rank that has ended, or is silent for
-        :func:`te_fsdp.set_collective_timeout`. A rank that is stopped or busy is named in the log until then.
+        :func:`te_fsdp.set_collective_timeout`. While ranks wait, the log names the one that is stopped or busy.
         """
         result, error = _call(mine)
         with self._reported() as peer:
@@ -324,6 +324,7 @@ class RankMessenger:
                     told.append(problem)
                 replies: Any = None
                 worst = _first_error(told)
+                peer[0] = self.rank
                 if worst is None:
                     replies, worst = _call(lambda: on_rank_0(results))
                 for other in set(range(1, self.size)) - dead:
@@ -344,17 +345,17 @@ class RankMessenger:
 
     @contextmanager
     def _reported(self) -> Iterator[list[int]]:
-        """Log the rank in the yielded list, for which this one waits, after 10, 20, 40, ... seconds."""
+        """Log the rank in the yielded list, from which this one waits for a message, after 10, 20, 40, ... seconds."""
         peer, ended, began = [0], threading.Event(), time.monotonic()
 
         def report() -> None:
-            due = rendezvous.REPORT_AFTER
+            # Rank 0 names the late rank first. The others wait for rank 0, which may wait for it.
+            due = rendezvous.REPORT_AFTER * (1 if self.rank == 0 else 4)
             while not ended.wait(began + due - time.monotonic()):
-                why = "" if peer[0] else ", which answers after all ranks have sent"
-                text = (
-                    "rank %d has waited %.0f s for a message of rank %d%s. It waits at most %.0f s for each."
-                )
-                _log.warning(text, self.rank, due, peer[0], why, collective_timeout())
+                if peer[0] != self.rank:
+                    why = "" if peer[0] else ", which answers after all ranks have sent"
+                    text = "rank %d has waited %.0f s for a message from rank %d%s. The limit is %.0f s per message."
+                    _log.warning(text, self.rank, due, peer[0], why, collective_timeout())
                 due = min(2 * due, due + 300)
 
         # A wait of Gloo cannot be divided: a timeout closes all its connections.

@@ -78,7 +78,7 @@ def set_collective_timeout(seconds: float) -> None:
     ``materialize``, ``shard_optimizer``, ``broadcast_params``, ``checkpoint.save`` and ``load``, ...). It applies to
     this process and to later calls. The shortest timeout among the ranks decides. All-gathers with
     ``transport="copy_engine"`` use each rank's own timeout. A checkpoint save waits as long for each
-    rank that is still writing, or stopped, and logs its number after 10, 20, 40, ... seconds. Local operation.
+    rank that is still writing, or stopped, and logs the rank after 10, 20, 40, ... seconds. Local operation.
 
     Args:
         seconds: More than 0; 1800 (half an hour) by default. Choose more than the longest time that one rank works

@@ -96,8 +96,10 @@ class ReplicatedGradients(Component):
             plan = parameter.plan
             ranks = experts if plan.experts else dense
             partial = plan.rule is not None and plan.rule.partial_grad and meshes.size("tp") > 1
-            # Sums over tp have no defined time in backward. The few parameters that need one are reduced at its end.
-            at_end = partial or ranks.group is None or plan.storage.strategy == REPLICATED
+            # Sums over tp have no defined time in backward. The few parameters that need one are reduced at its end,
+            # and so are a user's DTensors, whose gradients may be partial.
+            sums = partial or (plan.rule is None and isinstance(parameter.parameter, DTensor))
+            at_end = sums or ranks.group is None or plan.storage.strategy == REPLICATED
             self._slots.append(
                 GradientSlot(parameter, ranks, partial, None if at_end else plan.unit, grads_dtype)
             )
@@ -427,19 +429,17 @@ class ReplicatedGradients(Component):
             self._away.add(slot)
         if gradient is None:
             return None
-        parameter = slot.parameter
-        # The bucket sums partial gradients of TE's modules over tp.
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor) and not slot.partial:
-            placements = _torch.spec_of(parameter).placements
-            # A user's DTensor may have a partial gradient, such as torch's RowwiseParallel embedding: its local tensor
-            # has another shape than the parameter's.
-            if _torch.spec_of(gradient).placements != placements:
-                gradient = gradient.redistribute(placements=placements)
         local, now = _torch.local_of(gradient), current_stream(self._device)
         for stream in self._streams:  # streams on which gradients may have been computed
             if now is not None and stream != now:
                 now.wait_stream(stream)
                 local.record_stream(now)
+        # The bucket sums partial gradients of TE's modules over tp. A user's DTensor may have a partial gradient, such
+        # as torch's RowwiseParallel embedding: its local tensor has another shape than the parameter's.
+        if isinstance(gradient, DTensor) and isinstance(slot.parameter, DTensor) and not slot.partial:
+            placements = _torch.spec_of(slot.parameter).placements
+            if _torch.spec_of(gradient).placements != placements:
+                return _torch.local_of(gradient.redistribute(placements=placements))
         return local
 
 

@@ -128,7 +128,7 @@ def dim_to_shard(label: str, parameter: DTensor, own: OwnDTensor, ranks: int) ->
     """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks.
 
     Raises:
-        PlacementError: Some ranks have no elements of the parameter.
+        PlacementError: Some ranks have no elements of a trained parameter.
     """
     found = None
     for dim, length in enumerate(parameter.shape):
@@ -139,7 +139,7 @@ def dim_to_shard(label: str, parameter: DTensor, own: OwnDTensor, ranks: int) ->
                 # The parts of an uneven dim have different lengths, and all ranks must choose the same dim.
                 ends = (chunk_range(n, size, index) for n in lengths for index in range(size))
                 lengths = {high - low for low, high in ends}
-        if length and 0 in lengths:
+        if length and 0 in lengths and parameter.requires_grad:
             raise PlacementError(
                 f"{label}: a DTensor parameter of which some ranks have no elements",
                 expected=f"dim {dim} with an index for each rank of the axes that shard it",
@@ -147,7 +147,7 @@ def dim_to_shard(label: str, parameter: DTensor, own: OwnDTensor, ranks: int) ->
                 why="FSDP2 cannot reduce an empty gradient",
                 fix="fewer ranks on the axis, or te_fsdp.fsdp_no_shard(parameter)",
             )
-        if found is None and length and all(n % ranks == 0 for n in lengths):
+        if found is None and 0 not in lengths and all(n % ranks == 0 for n in lengths):
             found = dim
     return found or 0
 

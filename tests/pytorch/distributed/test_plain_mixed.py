@@ -1,4 +1,4 @@
-"""Stacked weights next to DTensors in the unsharded order, and flat states of experts in either form."""
+"""DTensors copied into quantized weights, and flat states of experts in either form."""
 
 from __future__ import annotations
 
@@ -6,13 +6,6 @@ import pytest
 from plain import mixed
 
 ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "1"}
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("axes", [{"dp_shard": 2, "tp": 2}, {"tp": 4}])
-def test_functions_of_both(pool, axes):
-    """Masks, averages and copies (kind: elementwise functions that combine different rows)."""
-    assert pool.run(mixed.functions, 4, axes=axes) == [[]] * 4
 
 
 @pytest.mark.ranks(4)

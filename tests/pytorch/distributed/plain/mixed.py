@@ -1,9 +1,7 @@
-"""Bodies: functions of a stacked weight and a DTensor of the unsharded order, and flat states of experts."""
+"""Bodies: copies into quantized weights, and flat states of experts."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -16,42 +14,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 
 from plain.round_trip import Job, differing, whole
-
-#: Functions of a parameter and another tensor of its shape.
-FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {
-    "p - x": lambda p, x: p - x,
-    "x - p": lambda p, x: x - p,
-    "p // x": lambda p, x: p // (x.abs() + 1),
-    "p += x": lambda p, x: operator.iadd(p.clone(), x),
-    "p.copy_(x)": lambda p, x: p.clone().copy_(x),
-    "x.copy_(p)": lambda p, x: x.clone().copy_(p),
-    "x.mul_(p)": lambda p, x: x.clone().mul_(p),
-    "lerp": lambda p, x: torch.lerp(p, x, 0.5),
-    "where": lambda p, x: torch.where(p > 0, x, p),
-    "masked_fill": lambda p, x: p.masked_fill(x > 0, 0.0),
-    "addcmul": lambda p, x: torch.addcmul(p, x, x, value=0.5),
-    "foreach": lambda p, x: torch._foreach_mul([p, x], [x, p])[0],
-    "foreach of x": lambda p, x: torch._foreach_mul([p, x], [x, p])[1],
-}
-
-
-def functions(axes: dict[str, int]) -> list[str]:
-    """Return the functions, by placements of the other tensor, whose result is not that of unsharded tensors."""
-    parameter = Job("gated MLP", "none", axes, "torch", False, seed=3).model.inner.fc1_weight.detach()
-    original, mesh = whole(parameter), parameter.device_mesh
-    values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)).to(harness.device())
-    everywhere = (Replicate(),) * (mesh.ndim - 1)
-    wrong = []
-    for placements in (tuple(parameter.placements), (*everywhere, Replicate()), (*everywhere, Shard(0))):
-        other = distribute_tensor(values, mesh, placements)
-        for name, function in FUNCTIONS.items():
-            found = function(parameter, other).full_tensor()
-            if not torch.equal(found, function(original, values)):
-                wrong.append(f"{name}: {placements}")
-    return wrong
 
 
 def quantized_copies(recipe: str, axes: dict[str, int], sharder: str) -> dict[str, Any]:
