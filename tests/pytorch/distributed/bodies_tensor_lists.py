@@ -112,7 +112,8 @@ def norms_of_other_meshes(axes: dict[str, int], strategy: str) -> dict[str, list
     saved, before = [t.clone() for t in locals_of], [whole(p.grad).clone() for p in parameters]
     sharded = [p.grad for p in parameters if isinstance(p, DTensor)]
     wrong, control = [], []
-    for mesh in {gradient.device_mesh for gradient in sharded}:
+    # A set's order would differ between ranks: each rank's tensor-parallel mesh has another hash.
+    for mesh in dict.fromkeys(gradient.device_mesh for gradient in sharded):
         norm = utils.get_total_norm([gradient for gradient in sharded if gradient.device_mesh == mesh])
         limit = 0.5 * float(whole(norm))
         control += [] if isinstance(norm, DTensor) and norm.device_mesh == mesh else [str(mesh)]

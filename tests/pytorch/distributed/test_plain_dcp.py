@@ -126,6 +126,7 @@ def test_experts_through_a_chain_of_meshes(pool, tmp_path, forms, recipe, sharde
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.single_grouped
 @pytest.mark.parametrize(("source", "target"), [("experts", "one parameter"), ("one parameter", "experts")])
 def test_full_state_dicts_of_the_other_form(pool, tmp_path, source, target):
     """Unsharded tensors and groups of an optimizer (kind: names that differ by form).

@@ -24,6 +24,7 @@ def test_copies_into_quantized_parameters(pool, recipe, sharder):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.single_grouped
 @pytest.mark.parametrize(("source", "target"), [("experts", "one parameter"), ("one parameter", "experts")])
 def test_flat_states_of_the_other_form(pool, tmp_path, source, target):
     """Options of groups, which a flattened state dict stores by parameter (kind: names that differ by form)."""
