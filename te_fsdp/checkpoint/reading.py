@@ -260,6 +260,11 @@ class ReadShare:
             values = torch.empty(place[2], dtype=dtype, device="cpu")
             staged.parts[place] = [((0,) * values.ndim, values)]
 
+    def gather_pieces(self, staged: Staged) -> None:
+        """Make one tensor of each rectangle that is sent. Local operation; may fail, so all ranks must agree on it."""
+        for place in self.parts[self.me]:
+            staged.parts[place] = [((0,) * len(place[2]), staged.new(place, torch.device("cpu")))]
+
     def exchange(self, staged: Staged) -> None:
         """Send this rank's part and receive the others'; raise CheckpointError if a rank has died. Collective.
 
@@ -272,7 +277,7 @@ class ReadShare:
             mine = places[self.me]
             sent: list[torch.Tensor] = []
             if mine is not None and count > 1:
-                sent.append(_bytes(staged.new(mine, torch.device("cpu"))))
+                sent.append(_bytes(staged.parts[mine][0][1]))
             for turn in range(1, count):
                 to, source = ((self.me + step) % count for step in (turn, -turn))
                 calls, works = [], []

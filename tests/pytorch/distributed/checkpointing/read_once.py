@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -72,9 +74,25 @@ def mistakes(axes: dict[str, int], directory: str) -> tuple[list[str], list[str]
     """Damage that a rank meets, also where ranks name several ways, and a word that is none: texts, changes, count."""
     import te_fsdp
     from te_fsdp.checkpoint.manifest import read_manifest
+    from te_fsdp.checkpoint.reading import Rectangle, Staged
     from te_fsdp.errors import CheckpointError
 
     _, path = save(Case(), axes, directory)
+    other, texts = Run(Case(), axes, seed=1), []
+    before = local_state(other)
+
+    def without_memory(self: Staged, place: Rectangle, device: torch.device) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise MemoryError("no memory for the data that rank 1 sends")
+        return new(self, place, device)
+
+    # A rank that fails before it sends must not leave the others waiting for its data.
+    new = Staged.new
+    with (
+        mock.patch.object(Staged, "new", without_memory),
+        pytest.raises(CheckpointError, match="no memory for the data that rank 1 sends"),
+    ):
+        te_fsdp.checkpoint.load(path, other.model, other.optimizer, read="once")
     dist.barrier()
     if dist.get_rank() == 0:
         file = read_manifest(path).at(path) / "__0_0.distcp"
@@ -83,8 +101,6 @@ def mistakes(axes: dict[str, int], directory: str) -> tuple[list[str], list[str]
         data[len(data) // 4] ^= 1
         name.write_bytes(data)
     dist.barrier()
-    other, texts = Run(Case(), axes, seed=1), []
-    before = local_state(other)
     for read in ("once", ("each", "once")[dist.get_rank() % 2], "twice"):
         try:
             te_fsdp.checkpoint.load(path, other.model, other.optimizer, read=read)
