@@ -176,6 +176,21 @@ _COPIED_INTO = ("new_empty",)
 # - DCP's protocol (``__create_write_items__`` and its companions) describes each rectangle as one chunk;
 # - ``copy_`` from an ordinary DTensor, which holds the original order, takes this rank's rectangles;
 # - copies, and tensors made by ``zeros_like`` and similar functions, have the class too, e.g. optimizer states.
+#
+# [Note: arithmetic of stacked tensors] Functions of a stacked tensor and a DTensor in the original order combine
+# different rows. Only ``copy_`` converts, because no mark identifies the order of every other tensor:
+#
+# - ``DTensor.from_local(p.to_local() * 2, ...)``, ``(p.T * 2).T`` and ``distribute_tensor(x, ...)`` have the same
+#   class, mesh and placements. The first two are in the order of the ranks, like the updates of Muon. Adding them to
+#   ``p`` is correct. Converting or refusing them would break these optimizers.
+# - A mark on the results of ``distribute_tensor`` is lost in functions of ordinary DTensors, such as ``x > 0``. An
+#   error would also refuse optimizer states that start as zeros, which are correct in both orders.
+# - A mark on the mesh or the ``DTensorSpec`` is the same for ``from_local`` and ``distribute_tensor``, if both use
+#   ``p.device_mesh`` and ``p.placements``.
+# - A placement propagates through all functions. ``_StridedShard(0, split_factor=blocks)`` on tp describes blocks of
+#   one height. In torch 2.13 all of 19 functions were correct without FSDP2, and 18 with ``Shard(1)`` on dp, where
+#   ``view(-1)`` raises. After FSDP2 has sharded dim 0, ``full_tensor`` returns wrong rows. Blocks of different heights
+#   (QKV with fewer key groups) have no such placement.
 class BoxedDTensor(DTensor):
     """A DTensor with the positions of its shards in the original tensor."""
 
