@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import combinations, product
 
 import pytest
-from matrix.rotation import chosen, values_of
+from matrix.rotation import COVER_DAYS, chosen, values_of
 from test_harness_pytest import run_sample
 
 FACTORS = {
@@ -33,16 +33,19 @@ def things(case: dict, strength: int) -> set:
 @pytest.mark.parametrize("strength", [1, 2])
 @pytest.mark.parametrize("cases", [PRODUCT, ROWS], ids=["product", "rows"])
 def test_every_value_or_pair_that_occurs_is_covered(cases, strength):
-    for seed in range(5):
-        taken = chosen(cases, strength=strength, seed=seed)
-        assert taken == sorted(set(taken))
-        wanted = set().union(*(things(case, strength) for case in cases))
-        assert set().union(*(things(cases[place], strength) for place in taken)) == wanted
+    """The cases of ``COVER_DAYS`` seeds together have all."""
+    wanted = set().union(*(things(case, strength) for case in cases))
+    for first in range(0, 6, COVER_DAYS):
+        days = [chosen(cases, strength=strength, seed=first + day) for day in range(COVER_DAYS)]
+        assert all(taken == sorted(set(taken)) for taken in days)
+        places = set().union(*days)
+        assert set().union(*(things(cases[place], strength) for place in places)) == wanted
+        assert max(map(len, days)) <= len(places) / COVER_DAYS + 2
 
 
 def test_it_is_few_cases_and_a_stride_of_as_many_misses_pairs():
     """The smallest possible part has 4 x 3 cases: no pair of a mesh and a recipe shares one."""
-    taken = chosen(PRODUCT, seed=1)
+    taken = sorted({place for day in range(COVER_DAYS) for place in chosen(PRODUCT, seed=COVER_DAYS + day)})
     assert 12 <= len(taken) <= 18
     stride = PRODUCT[:: len(PRODUCT) // len(taken)]
     pairs = set().union(*(things(case, 2) for case in PRODUCT))

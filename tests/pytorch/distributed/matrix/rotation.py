@@ -15,6 +15,8 @@ from typing import Any
 from matrix.covering import cover
 
 PAIRS = 2
+#: Days over which the cases that cover all values, or pairs of them, are distributed.
+COVER_DAYS = 3
 
 
 def seed_of_today() -> int:
@@ -65,8 +67,9 @@ def chosen(
     """Places of the cases to run, in their order.
 
     They are: all that `always` names; the one whose turn it is, so that as many seeds in a row as there are cases reach
-    each of them; and of the others few that bring what is missing of all pairs of values of two factors (`strength` 2)
-    or of all values (1) that occur in `cases`, or none (0).
+    each of them; and a part of few others that bring what is missing of all pairs of values of two factors
+    (`strength` 2) or of all values (1) that occur in `cases`, or none (0). The parts of `COVER_DAYS` seeds in a row,
+    from a multiple of it, have them all.
 
     Args:
         cases: The parameters of each case.
@@ -90,10 +93,10 @@ def chosen(
         for case in factors
     ]
     places = list(range(len(cases)))
-    random.Random(seed).shuffle(places)  # of equals `cover` takes the first
-    first = named | {seed % len(cases)}
+    random.Random(seed // COVER_DAYS).shuffle(places)  # of equals `cover` takes the first
     taken = cover(
         [contents[place] for place in places],
-        chosen=[index for index, place in enumerate(places) if place in first],
+        chosen=[index for index, place in enumerate(places) if place in named],
     )
-    return sorted(places[index] for index in taken)
+    others = sorted({places[index] for index in taken} - named)
+    return sorted(named | {seed % len(cases)} | set(others[seed % COVER_DAYS :: COVER_DAYS]))
