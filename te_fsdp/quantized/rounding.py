@@ -86,11 +86,21 @@ def _quantized(part: torch.Tensor) -> RoundedValues:
     finally:
         for name, data in kept.items():
             setattr(part, name, data)
-    return _with_distances(value, scale, element)
+    # All other scales are computed from the values, which then exceed ``largest`` by less than half its spacing. The
+    # exceptions are subnormal block scales of NVFP4, 2^-15 of the largest one, which another rank may have.
+    saturates: torch.Tensor | bool = _te.has_delayed_scale(part)
+    if element.largest == 6.0 and scale.numel():
+        saturates = scale < scale.max() * 2.0**-8
+    return _with_distances(value, scale, element, saturates)
 
 
-def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element) -> RoundedValues:
-    """Return values that are ``scale`` times a number of an element type."""
+def _with_distances(
+    value: torch.Tensor, scale: torch.Tensor, element: _Element, saturates: torch.Tensor | bool = True
+) -> RoundedValues:
+    """Return values that are ``scale`` times a number of an element type.
+
+    ``saturates`` is true where much larger values round to the largest number of the type.
+    """
     number = (value / scale).abs().nan_to_num() * (1 + _FP32_ERROR)
     # Subnormal numbers have the spacing of the smallest normal one. The mantissa is at least 0.5.
     mantissa, exponent = torch.frexp(number.clamp(min=2.0**element.exponent))
@@ -101,6 +111,7 @@ def _with_distances(value: torch.Tensor, scale: torch.Tensor, element: _Element)
     inward = torch.where(is_power, half / 2, half)
     # Quantization multiplies by the scale, dequantization by its inverse: both round in fp32, relative to the value.
     error = value.abs().nan_to_num() * (_FP32_ERROR / 4 if element.one else 0.0)
-    # Larger values saturate. A scale that is zero itself rounds all values to zero.
-    outward = (half + error).masked_fill((number >= element.largest) | (scale == 0), math.inf)
+    # A scale that is zero itself rounds all values to zero.
+    is_open = ((number >= element.largest) & saturates) | (scale == 0)
+    outward = (half + error).masked_fill(is_open, math.inf)
     return RoundedValues(value, outward, inward + error)

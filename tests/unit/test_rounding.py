@@ -75,3 +75,24 @@ def test_saturated_values_are_kept(te):
     assert torch.equal(local.dequantize(dtype=torch.float32), torch.full_like(exact, 448.0))
     assert torch.equal(rounded_values(local).keep(exact), exact)
     assert torch.equal(rounded_values(local).keep(-exact), torch.full_like(exact, 448.0))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "factor"), [("current", 0.75), ("block", 0.75), ("mxfp8", 0.75), ("nvfp4", 0.5)]
+)
+def test_values_above_a_smaller_amax_are_replaced(te, recipe, factor):
+    """The kind: a smaller amax has a smaller scale, under which the largest old values would saturate.
+
+    They do not round to the written values. Keeping them dropped a lookahead or an average of the largest weights.
+    """
+    old = torch.randn(256, 256, generator=torch.Generator().manual_seed(1))
+    rounded = rounded_values(_quantize(te, recipe, factor * old))
+    large = old.abs() >= 3.0
+    assert torch.equal(rounded.keep(old)[large], rounded.value[large])
+
+
+def test_values_of_small_blocks_are_kept(te):
+    """NVFP4's scale of a block is a number of 8 bits. A subnormal one is rounded by more than FP4's spacing."""
+    exact = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
+    exact[:128] *= torch.exp2(-torch.arange(128.0) / 6)[:, None]
+    assert torch.equal(rounded_values(_quantize(te, "nvfp4", exact)).keep(exact), exact)
