@@ -126,7 +126,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
         "single_grouped: skipped, with TE's reason, where the device cannot train one parameter for all experts",
         "covering(always=[], strength=2, days=0): cases that guard a fault, and a part of the others that rotates from "
-        "day to day; three days hold every pair of values (strength 1: every value; 0: is one case; days n: every n-th); "
+        "day to day; three days have all pairs of values (strength 1: all values; 0: is one case; days n: every n-th); "
         "all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",

@@ -38,10 +38,10 @@ def differing_functions(kind: str, axes: dict[str, int], sharder: str) -> dict[s
     found: dict[str, Any] = {"copied": [], "as it is": []}
     for placements in (tuple(weight.placements), (Replicate(),) * mesh.ndim):
         for label, tensor in tensors.items():
-            original, other = whole(tensor), distribute_tensor(values, mesh, placements)
+            original, other = whole(tensor).to(values.device), distribute_tensor(values, mesh, placements)
             copied = torch.empty_like(tensor).copy_(other)
             for name, function in FUNCTIONS.items():
-                expected = function(original, values)
+                expected = function(original, values).cpu()
                 for way, one in (("copied", copied), ("as it is", other)):
                     if not torch.equal(whole(function(tensor, one)), expected):
                         found[way].append(f"{name}: {label}, {placements}")
