@@ -103,14 +103,20 @@ class ExpertDispatcher:
             route for :meth:`combine`.
 
         Raises:
-            InputError: The shapes do not fit.
+            InputError: The shapes do not fit, or ``chosen`` has no integers.
         """
-        if tokens.ndim != 2 or chosen.ndim != 2 or len(tokens) != len(chosen) or len(tokens) % self.groups:
+        if (
+            tokens.ndim != 2
+            or chosen.ndim != 2
+            or len(tokens) != len(chosen)
+            or len(tokens) % self.groups
+            or chosen.dtype not in (torch.int32, torch.int64)
+        ):
             raise InputError(
                 "ExpertDispatcher.dispatch: shapes of tokens and chosen experts",
-                expected=f"(tokens, hidden) and (tokens, top_k), tokens divisible by groups={self.groups}",
-                got=f"{tuple(tokens.shape)} and {tuple(chosen.shape)}",
-                fix="flatten the batch dims first",
+                expected=f"(tokens, hidden), int32 or int64 (tokens, top_k), tokens divisible by groups={self.groups}",
+                got=f"{tuple(tokens.shape)} and {chosen.dtype} {tuple(chosen.shape)}",
+                fix="flatten the batch dims first, and pass indices of experts, such as those of torch.topk",
             )
         count, top_k = chosen.shape
         buckets = self.num_experts * self.groups
@@ -149,8 +155,18 @@ class ExpertDispatcher:
 
         Returns:
             (tokens, hidden) in the dtype of the product of results and weights.
+
+        Raises:
+            InputError: The shapes do not fit.
         """
         ranks, mine, each = self._shape
+        if results.ndim != 2 or len(results) != sum(self.splits) or weights.shape != route.rows.shape:
+            raise InputError(
+                "ExpertDispatcher.combine: shapes of results and weights",
+                expected=f"({sum(self.splits)}, hidden) and {tuple(route.rows.shape)}",
+                got=f"{tuple(results.shape)} and {tuple(weights.shape)}",
+                fix="pass the experts' outputs for all rows of dispatch, and one weight for each chosen expert",
+            )
         if self.group is not None:
             back = results.reshape(mine, ranks, each, -1).transpose(0, 1).flatten(0, 2)
             results = _AllToAll.apply(back, self._receive, self._send, self.group)
