@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from te_fsdp.collectives.agreement import gather, raised_on_all_ranks
+from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.errors import InputError, require_number
 from te_fsdp.mesh import Meshes
 
@@ -66,6 +68,7 @@ class ExpertDispatcher:
         mine, ranks = len(meshes.experts(num_experts)), meshes.size("ep")
         self.num_experts, self.capacity, self.groups = int(num_experts), int(capacity), int(groups)
         self.group = None if meshes.ep is None else meshes.ep.get_group()
+        self._ep, self._is_checked = meshes.ep, False
         step, each = -(-num_experts // ranks), capacity * groups
         #: Rows for each of this rank's experts, to pass as ``m_splits``.
         self.splits: list[int] = [ranks * each] * mine
@@ -79,7 +82,7 @@ class ExpertDispatcher:
         """Return the capacity for a factor over an even load, rounded up to a multiple.
 
         Args:
-            tokens: Tokens of a rank.
+            tokens: Largest number of tokens of a rank. The capacity must be the same on all ranks.
             top_k: Experts of each token.
             num_experts: Number of experts.
             factor: Ratio of the capacity to an even load.
@@ -92,7 +95,8 @@ class ExpertDispatcher:
         """Send each token to its experts.
 
         First choices of all tokens of a group take precedence over second choices, and earlier tokens over later ones.
-        Collective over ``ep``: one ``all_to_all_single``, and one in backward.
+        Collective over ``ep``: one ``all_to_all_single``, and one in backward. The first call also compares the sizes
+        of all ranks, with two small collectives.
 
         Args:
             tokens: (tokens, hidden).
@@ -103,21 +107,13 @@ class ExpertDispatcher:
             route for :meth:`combine`.
 
         Raises:
-            InputError: The shapes do not fit, or ``chosen`` has no integers.
+            InputError: The shapes do not fit, or ``chosen`` has no integers. In the first call, on all ranks of ``ep``,
+                also for sizes that differ between ranks, and for indices on the CPU that are out of range.
         """
-        if (
-            tokens.ndim != 2
-            or chosen.ndim != 2
-            or len(tokens) != len(chosen)
-            or len(tokens) % self.groups
-            or chosen.dtype not in (torch.int32, torch.int64)
-        ):
-            raise InputError(
-                "ExpertDispatcher.dispatch: shapes of tokens and chosen experts",
-                expected=f"(tokens, hidden), int32 or int64 (tokens, top_k), tokens divisible by groups={self.groups}",
-                got=f"{tuple(tokens.shape)} and {chosen.dtype} {tuple(chosen.shape)}",
-                fix="flatten the batch dims first, and pass indices of experts, such as those of torch.topk",
-            )
+        if self._is_checked or is_capturing():
+            self._check_shapes(tokens, chosen)
+        else:
+            self._check_first(tokens, chosen)
         count, top_k = chosen.shape
         buckets = self.num_experts * self.groups
         groups = torch.arange(self.groups, device=chosen.device)[:, None, None]
@@ -144,6 +140,48 @@ class ExpertDispatcher:
             return buffer, route
         arrived = _AllToAll.apply(buffer, self._send, self._receive, self.group)
         return arrived.view(ranks, mine, each, -1).transpose(0, 1).flatten(0, 2), route
+
+    def _check_shapes(self, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Raise InputError for wrong shapes or dtypes. Local operation."""
+        if (
+            tokens.ndim != 2
+            or chosen.ndim != 2
+            or len(tokens) != len(chosen)
+            or len(tokens) % self.groups
+            or chosen.dtype not in (torch.int32, torch.int64)
+        ):
+            raise InputError(
+                "ExpertDispatcher.dispatch: shapes of tokens and chosen experts",
+                expected=f"(tokens, hidden), int32 or int64 (tokens, top_k), tokens divisible by groups={self.groups}",
+                got=f"{tuple(tokens.shape)} and {chosen.dtype} {tuple(chosen.shape)}",
+                fix="flatten the batch dims first, and pass indices of experts, such as those of torch.topk",
+            )
+
+    def _check_first(self, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
+        """Raise InputError on all ranks for wrong inputs, or sizes that differ. Collective over ``ep``."""
+        with raised_on_all_ranks(self._ep, "ExpertDispatcher.dispatch"):
+            self._check_shapes(tokens, chosen)
+            # Indices on a GPU are not read: the host would wait for the device.
+            if chosen.device.type == "cpu" and chosen.numel():
+                least, most = int(chosen.min()), int(chosen.max())
+                if least < 0 or most >= self.num_experts:
+                    raise InputError(
+                        "ExpertDispatcher.dispatch: chosen experts",
+                        expected=f"indices from 0 to {self.num_experts - 1}",
+                        got=f"indices from {least} to {most}",
+                        fix="choose among the num_experts of the dispatcher",
+                    )
+        mine = {"num_experts": self.num_experts, "capacity": self.capacity, "groups": self.groups}
+        mine |= {"hidden": tokens.shape[1], "dtype": str(tokens.dtype)}
+        seen = [mine] if self._ep is None else gather(mine, self._ep)
+        if wrong := [name for name in mine if any(one[name] != seen[0][name] for one in seen)]:
+            raise InputError(
+                f"ExpertDispatcher: {', '.join(wrong)}",
+                expected="the same on all ranks of ep",
+                got="; ".join(f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(seen)),
+                fix="compute the capacity from the largest number of tokens of all ranks",
+            )
+        self._is_checked = True
 
     def combine(self, results: torch.Tensor, route: ExpertRoute, weights: torch.Tensor) -> torch.Tensor:
         """Return the results of each token's experts, weighted and summed. Collective like :meth:`dispatch`.

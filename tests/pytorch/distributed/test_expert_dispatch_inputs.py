@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from experts import dispatching
 from test_expert_dispatch import meshes
 
 __all__ = ["meshes"]
@@ -23,3 +26,29 @@ def test_wrong_inputs_are_named(meshes):
     with pytest.raises(te_fsdp.InputError, match=r"\(3, 2\).*\(3, 1\)"):
         dispatcher.combine(rows, route, weights[:, :1])
     torch.testing.assert_close(dispatcher.combine(rows, route, weights), 2 * tokens)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (
+            "capacity",
+            r"ExpertDispatcher: capacity: .*ep rank 0: \[8\]; ep rank 1: \[9\].*largest number of tokens",
+        ),
+        ("hidden", r"ExpertDispatcher: hidden: .*ep rank 0: \[5\]; ep rank 1: \[6\]"),
+        ("shape", r"ExpertDispatcher.dispatch: shapes"),
+    ],
+)
+def test_one_ranks_mistake_is_named_on_all(pool, wrong, text):
+    """The kind: a rank alone has another size (a hang, an abort in gloo, or rows of other experts)."""
+    for error in pool.run_expect_error(dispatching.wrong_on_rank_1, 2, wrong=wrong):
+        assert error.type_name == "InputError" and re.search(text, error.message), error
+
+
+@pytest.mark.cpu
+@pytest.mark.ranks(2)
+def test_an_index_out_of_range_is_named_on_all(pool):
+    """On a GPU the host does not read indices."""
+    for error in pool.run_expect_error(dispatching.wrong_on_rank_1, 2, wrong="index"):
+        assert error.type_name == "InputError" and "indices from 0 to 3" in error.message, error

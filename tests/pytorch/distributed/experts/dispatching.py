@@ -6,6 +6,7 @@ from typing import Any
 
 import harness
 import torch
+import torch.distributed as dist
 from graphed.tapes import recording
 from torch import nn
 from torch.nn import functional as F
@@ -129,3 +130,17 @@ def _dense(model: Block, tokens: torch.Tensor) -> torch.Tensor:
     share = torch.zeros(len(tokens), EXPERTS).scatter_(1, chosen, weights)
     results = [F.gelu(tokens @ whole[f"up.weight{n}"].T) @ whole[f"down.weight{n}"].T for n in range(EXPERTS)]
     return (torch.stack(results, 1) * share[..., None]).sum(1)
+
+
+def wrong_on_rank_1(wrong: str) -> None:
+    """Dispatch once, with another size or a wrong input on rank 1."""
+    import te_fsdp
+
+    meshes = te_fsdp.Meshes.build(dp_shard=1, ep=2, device_type=harness.device_type())
+    is_wrong = {
+        name: name == wrong and dist.get_rank() == 1 for name in ("capacity", "hidden", "shape", "index")
+    }
+    dispatcher = te_fsdp.ExpertDispatcher(meshes, 4, 8 + is_wrong["capacity"])
+    tokens = torch.ones(3, 5 + is_wrong["hidden"], device=harness.device())
+    chosen = torch.arange(2, device=harness.device()).expand(3 + is_wrong["shape"], 2)
+    dispatcher.dispatch(tokens, chosen + 4 * is_wrong["index"])
