@@ -101,7 +101,7 @@ class Source:
         def read() -> None:
             share.provide(self.staged)
             self._read(share.own)
-            share.gather_pieces(self.staged)
+            share.join_parts(self.staged)
 
         # No rank sends before all have read and checked: damage must be found before anything is used.
         all_agree(read)

@@ -260,7 +260,7 @@ class ReadShare:
             values = torch.empty(place[2], dtype=dtype, device="cpu")
             staged.parts[place] = [((0,) * values.ndim, values)]
 
-    def gather_pieces(self, staged: Staged) -> None:
+    def join_parts(self, staged: Staged) -> None:
         """Make one tensor of each rectangle that is sent. Local operation; may fail, so all ranks must agree on it."""
         for place in self.parts[self.me]:
             staged.parts[place] = [((0,) * len(place[2]), staged.new(place, torch.device("cpu")))]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import gather, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing
-from te_fsdp.errors import InputError, require_number
+from te_fsdp.errors import InputError, require_number, shorten
 from te_fsdp.mesh import Meshes
 
 
@@ -96,7 +96,7 @@ class ExpertDispatcher:
 
         First choices of all tokens of a group take precedence over second choices, and earlier tokens over later ones.
         Collective over ``ep``: one ``all_to_all_single``, and one in backward. The first call also compares the sizes
-        of all ranks, with two small collectives.
+        of all ranks, by two small collectives for which the host waits.
 
         Args:
             tokens: (tokens, hidden).
@@ -178,8 +178,10 @@ class ExpertDispatcher:
             raise InputError(
                 f"ExpertDispatcher: {', '.join(wrong)}",
                 expected="the same on all ranks of ep",
-                got="; ".join(f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(seen)),
-                fix="compute the capacity from the largest number of tokens of all ranks",
+                got=shorten(
+                    [f"ep rank {n}: {[one[name] for name in wrong]}" for n, one in enumerate(seen)], 8
+                ),
+                fix="pass equal values; compute the capacity from the largest number of tokens of all ranks",
             )
         self._is_checked = True
 

@@ -86,11 +86,14 @@ def _quantized(part: torch.Tensor) -> RoundedValues:
     finally:
         for name, data in kept.items():
             setattr(part, name, data)
-    # All other scales are computed from the values, which then exceed ``largest`` by less than half its spacing. The
-    # exceptions are subnormal block scales of NVFP4, 2^-15 of the largest one, which another rank may have.
+    # Other scales come from the values, which then exceed ``largest`` by less than half its spacing.
     saturates: torch.Tensor | bool = _te.has_delayed_scale(part)
-    if element.largest == 6.0 and scale.numel():
-        saturates = scale < scale.max() * 2.0**-8
+    buffers = [b.attribute for b in row.buffers if b.name.startswith("amax_")] if row is not None else []
+    amaxes = [amax.max() for name in buffers if (amax := getattr(part, name, None)) is not None]
+    if amaxes:  # NVFP4, whose block scales are float8 numbers: subnormal ones are rounded by any factor
+        float8 = _ELEMENTS["kFloat8E4M3"]
+        unit = torch.stack(amaxes).max() / (element.largest * float8.largest)
+        saturates = scale < unit * 2.0**float8.exponent
     return _with_distances(value, scale, element, saturates)
 
 

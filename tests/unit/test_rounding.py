@@ -96,3 +96,11 @@ def test_values_of_small_blocks_are_kept(te):
     exact = torch.randn(256, 256, generator=torch.Generator().manual_seed(2))
     exact[:128] *= torch.exp2(-torch.arange(128.0) / 6)[:, None]
     assert torch.equal(rounded_values(_quantize(te, "nvfp4", exact)).keep(exact), exact)
+
+
+def test_values_above_a_smaller_amax_of_a_block_are_replaced(te):
+    """As above, for NVFP4 in blocks that are 2^-10 of the largest one: their scales are normal numbers of float8."""
+    old = torch.full((256, 256), 3.0)
+    old[:16] *= 2.0**-10
+    rounded = rounded_values(_quantize(te, "nvfp4", 0.5 * old))
+    assert torch.equal(rounded.keep(old), rounded.value)

@@ -34,9 +34,9 @@ def test_wrong_inputs_are_named(meshes):
     [
         (
             "capacity",
-            r"ExpertDispatcher: capacity: .*ep rank 0: \[8\]; ep rank 1: \[9\].*largest number of tokens",
+            r"ExpertDispatcher: capacity: .*ep rank 0: \[8\], ep rank 1: \[9\].*largest number of tokens",
         ),
-        ("hidden", r"ExpertDispatcher: hidden: .*ep rank 0: \[5\]; ep rank 1: \[6\]"),
+        ("hidden", r"ExpertDispatcher: hidden: .*ep rank 0: \[5\], ep rank 1: \[6\]"),
         ("shape", r"ExpertDispatcher.dispatch: shapes"),
     ],
 )
