@@ -91,7 +91,7 @@ def _settings() -> dict[str, Setting]:
         "ep8": Setting(ep=8),
     }
     found = dict(plain)
-    for name in ("zero3", "hsdp", "hfsdp", "tp", "tp4", "ep", "ep4", "ep8"):
+    for name in ("zero3", "optim_grads", "hsdp", "hfsdp", "tp", "tp4", "ep", "ep4", "ep8"):
         for words in ("copy_engine", "zero_copy", "copy_engine zero_copy"):
             transport: Literal["nccl", "copy_engine"] = "copy_engine" if "copy_engine" in words else "nccl"
             zero_copy = "zero_copy" in words

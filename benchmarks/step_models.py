@@ -128,9 +128,13 @@ def build_te_fsdp(variant: Variant, options: argparse.Namespace, device: torch.d
         te_fsdp.shard_optimizer(optimizer)
     if outer == "optim" and not asked.overlaps:
         return Trained(model, optimizer, lambda is_last: nullcontext(), graphed=graphed)
-    return Trained(
-        model, optimizer, lambda is_last: te_fsdp.microbatch(model, is_last=is_last), graphed=graphed
-    )
+
+    def microbatch(is_last: bool) -> Any:
+        if variant.library == "te_fsdp":  # as in the rows of FSDP2: reductions run on into the next forward
+            model.set_is_last_backward(is_last)
+        return te_fsdp.microbatch(model, is_last=is_last)
+
+    return Trained(model, optimizer, microbatch, graphed=graphed)
 
 
 def _cut(tp: dict[str, Any]) -> dict[str, Any]:
