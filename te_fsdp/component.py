@@ -24,6 +24,9 @@ class Component:
         """Return whether a rank has abandoned a reduction of this component since the previous call."""
         return False
 
+    def before_unit(self, name: str) -> None:
+        """Run before a unit's forward all-gathers it."""
+
     def after_forward(self, output: Any) -> None:
         """Run after a forward of the root with gradients."""
 
@@ -106,6 +109,7 @@ class Components:
 
     # Each phase is a tuple of bound methods of the components that override it, so that it costs one iteration.
     settle: tuple[Callable[[], bool], ...]
+    before_unit: tuple[Callable[[str], None], ...]
     after_forward: tuple[Callable[[Any], None], ...]
     before_recovery: tuple[Callable[[], None], ...]
     recover: tuple[Callable[[], bool], ...]

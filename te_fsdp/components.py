@@ -21,6 +21,7 @@ from te_fsdp.apply_fully_shard import (
 )
 from te_fsdp.component import Component
 from te_fsdp.features.conversions import follow_conversions
+from te_fsdp.features.forward_prefetch import ForwardPrefetch, prefetch_in_forward
 from te_fsdp.features.gradient_dtypes import GradientDtypes, attach_gradient_dtypes
 from te_fsdp.features.hfsdp.gradients import ShardedOptimizer, hide_unaveraged_grads
 from te_fsdp.features.host_pace import HostPace, measure_host_pace
@@ -70,6 +71,7 @@ SETUP: SetupFunctions = (
     unscale_over_all_meshes,
     fuse_wgrad,
     choose_communication,
+    prefetch_in_forward,
     measure_host_pace,
 )
 #: All components, in the order in which they are attached. The last one is attached by ``te_fsdp.report_nan``,
@@ -80,6 +82,7 @@ COMPONENTS: tuple[type[Component], ...] = (
     UnreducedGradients,
     ReplicatedGradients,
     UnitTransports,
+    ForwardPrefetch,
     HostPace,
     NanReport,
 )

@@ -112,6 +112,8 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
         _fsdp2.allow_recompute(unit)
         return
     started = state.unsharded.gathers.pop(name, None) is not None  # this forward waits for it
+    for prepare in state.components.before_unit:
+        prepare(name)
     for check in state.checks.unit:
         check(state, name, unit, started)
 

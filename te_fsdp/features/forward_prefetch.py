@@ -1,0 +1,107 @@
+"""``ForwardPrefetch``: start the all-gather of a forward's next unit before the current unit computes.
+
+FSDP2 starts a unit's all-gather when its forward is called. That hides the all-gather behind the computation of the
+unit before only if the host is ahead of the device. With quantized weights, tp and experts it is not:
+
+===============================  ======================================================================
+first forward with gradients     records the order of the units
+each later one                   a unit's all-gather starts when the one before it is unsharded
+===============================  ======================================================================
+
+As many units are unsharded at a time as before. A unit whose order has changed is released unused, and the next forward
+records again. Units that stay unsharded between microbatches, and evaluations, gather as FSDP2 does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from te_fsdp.component import Component
+from te_fsdp.upstream import fsdp2_prefetch as _fsdp2_prefetch, torch_dtensor as _torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from te_fsdp.apply_fully_shard import Setup
+
+
+class ForwardPrefetch(Component):
+    """The order of a model's units in forward, and the all-gathers that have started."""
+
+    def __init__(self, units: dict[str, nn.Module]) -> None:
+        self._units = units
+        self._order: list[str] = []
+        self._next: dict[str, str] | None = (
+            None  #: Unit -> the following one; ``None`` while the order is recorded
+        )
+        self._started: dict[str, list[int]] = {}  #: Started all-gathers: the versions of the unit's shards
+
+    def before_unit(self, name: str) -> None:
+        """Let FSDP2 gather a unit again if its shards were written since its all-gather started."""
+        versions = self._started.pop(name, None)
+        if versions is not None and versions != _fsdp2_prefetch.versions_of_shards(self._units[name]):
+            _fsdp2_prefetch.drop_gather(self._units[name])
+
+    def gather_next(self, name: str, unit: nn.Module, args: Any) -> None:
+        """Start the all-gather of the unit after ``name``, which FSDP2 has unsharded. Collective over ``dp_shard``."""
+        if not torch.is_grad_enabled() or not _fsdp2_prefetch.is_in_root_forward(unit):
+            return
+        if self._next is None:
+            self._order.append(name)
+            return
+        following = self._next.get(name)
+        if following is not None and _fsdp2_prefetch.start_gather(self._units[following]):
+            self._started[following] = _fsdp2_prefetch.versions_of_shards(self._units[following])
+
+    def after_forward(self, output: Any) -> None:
+        """Learn the order of the forward that ends; release units that it has not run."""
+        if self._next is None:
+            self._next = _successors(self._order)
+            if any(map(_fsdp2_prefetch.has_forward_prefetch, self._units.values())):
+                self._next = {}  # the user has chosen
+        elif self._started:
+            for name in self._started:
+                _fsdp2_prefetch.drop_gather(self._units[name])
+            self._next = None
+        self._order.clear()
+        self._started.clear()
+
+    def after_method(self, output: Any) -> None:
+        """Release units that a registered method has not run."""
+        for name in self._started:
+            _fsdp2_prefetch.drop_gather(self._units[name])
+        self._started.clear()
+
+    def recover(self) -> bool:
+        """Forget what has started before an exception, which FSDP2's reset has dropped."""
+        self._started.clear()
+        self._order.clear()
+        return False
+
+
+def _successors(order: list[str]) -> dict[str, str]:
+    """Return the unit that always follows a unit. Units with several successors in one forward have none."""
+    pairs = set(pairwise(order))
+    counts = Counter(name for name, _ in pairs)
+    return {name: following for name, following in pairs if counts[name] == 1 and name != following}
+
+
+def prefetch_in_forward(setup: Setup) -> None:
+    """Start all-gathers of a forward one unit ahead, in units that are gathered in each pass. Local operation."""
+    state = setup.state
+    units = {
+        name: unit for name, unit in state.modules.items() if state.units[name].gather == "pass" and name
+    }
+    if len(units) < 2:
+        return
+    prefetch = ForwardPrefetch(units)
+    state.components.attach(prefetch)
+    for name, unit in units.items():
+        # After FSDP2's own hook, which unshards the unit.
+        hook = _torch.disable_compile(functools.partial(prefetch.gather_next, name))
+        unit.register_forward_pre_hook(hook)
