@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial
 
 from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
     fsdp2_patches as _fsdp2_patches,
-    fsdp2_settled as _fsdp2_settled,
     torch_dtensor as _torch,
 )
 
@@ -32,9 +32,9 @@ def sum_at_once(group: Any) -> None:
 
 def _sum(group: Any) -> None:
     """Sum the partial gradients of a group. Collective over tp: one all-reduce per dtype."""
-    records = _fsdp2_settled.replicated_records(group)
+    records = _fsdp2_gradients.replicated_records(group)
     found: dict[tuple[int, torch.dtype], list[tuple[Any, DTensor]]] = {}
-    for managed, gradient in _fsdp2_settled.partial_gradients(records, _SUM) if records else ():
+    for managed, gradient in _fsdp2_gradients.partial_gradients(records, _SUM) if records else ():
         found.setdefault((id(_torch.spec_of(gradient).mesh), gradient.dtype), []).append((managed, gradient))
     for waiting in found.values():
         mesh = _torch.spec_of(waiting[0][1]).mesh
@@ -46,4 +46,4 @@ def _sum(group: Any) -> None:
         dist.all_reduce(flat, group=mesh.get_group())
         sums = flat.split([part.numel() for part in parts])
         for (managed, _), part, total in zip(waiting, parts, sums, strict=True):
-            _fsdp2_settled.set_unsharded_gradient(managed, total.view(part.shape))
+            _fsdp2_gradients.set_unsharded_gradient(managed, total.view(part.shape))

@@ -48,6 +48,7 @@ from te_fsdp.upstream import (
     fsdp2_units,
     te as _te,
     te_modules as _te_modules,
+    torch_autograd as _autograd,
     torch_dtensor as _torch,
 )
 
@@ -118,7 +119,10 @@ class _ToLocal(torch.autograd.Function):
                 elif gradient is not None:
                     found[place] = summed = gradient.contiguous()
                     dist.all_reduce(summed, group=binding.tp_mesh.get_group())
-        return None, None, None, *_torch.dtensors(found, specs)
+        made = _torch.dtensors(found, specs)
+        if binding.fsdp.is_managed and not torch.compiler.is_compiling():
+            made = _autograd.assign_to_leaves(ctx, made)
+        return None, None, None, *made
 
 
 def delayed_amax_over(group: dist.ProcessGroup) -> AbstractContextManager[object]:

@@ -34,9 +34,9 @@ import torch
 from te_fsdp.upstream.fsdp2_fixed_memory import FixedMemory
 from te_fsdp.upstream.fsdp2_hooks import profiler_range
 from te_fsdp.upstream.fsdp2_patches import has_all_gather_hooks, set_gather_methods
-from te_fsdp.upstream.fsdp2_settled import call_all_gather_hook, replayed_inputs, takes_all
+from te_fsdp.upstream.fsdp2_settled import sent_tensors
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups, owners_of
-from te_fsdp.upstream.torch_dtensor import copy_all_, local_of, local_of_dtensor
+from te_fsdp.upstream.torch_dtensor import copy_all_, local_of
 
 #: Alignment of each part in bytes, required by vectorized copies and kernels.
 ALIGNMENT = 256
@@ -97,7 +97,7 @@ class _Gather(NamedTuple):
     small: tuple[list[torch.Tensor], list[torch.Tensor]]
     joins: list[tuple[Any, list[torch.Tensor]]]  #: Records whose gathered tensors are concatenated from parts
 
-    def is_same(self, records: list[Any], sent: list[list[torch.Tensor]]) -> bool:
+    def is_same(self, records: list[Any], sent: list[Sequence[torch.Tensor]]) -> bool:
         """Return whether the plan applies to these tensors without staging. Every all-gather calls it."""
         if len(records) != len(self.seen):
             return False
@@ -225,8 +225,7 @@ class CopyEngineGathers:
             return
         if held is not None and phase == "PRE_BACKWARD" and self._has_backward_weights(group, held):
             with torch.no_grad():
-                for managed in group.fsdp_params:
-                    _inputs(group, managed)  # hooks must run before they receive the gathered tensors
+                sent_tensors(group)  # hooks must run before they receive the gathered tensors
             group._all_gather_result = _PendingCopy(None)
             return
         in_pass = phase in ("FORWARD", "PRE_BACKWARD")
@@ -326,14 +325,10 @@ class CopyEngineGathers:
     def _lay_out(self, group: Any) -> _Gather:
         """Plan the copies, and copy shards outside of shared memory into it."""
         records, gather = group.fsdp_params, self._gathers.get(id(group))
-        plain = torch.Tensor
-        sent = [
-            [m._sharded_param_data] if type(m.sharded_param._local_tensor) is plain else _inputs(group, m)
-            for m in records
-        ]
+        sent = sent_tensors(group)
         if gather is not None and gather.is_same(records, sent):
             for storage, size in gather.storages:
-                if storage.size() != size:
+                if storage.nbytes() != size:  # `size` would be a call of Python
                     storage.resize_(size)
             return gather
         needed, keys = 0, list[tuple[Any, ...]]()
@@ -440,7 +435,7 @@ class CopyEngineGathers:
     def _free(self) -> None:
         for held in self._held.values():
             for storage in held.storages:
-                if storage.size():
+                if storage.nbytes():
                     storage.resize_(0)
         self._held.clear()
 
@@ -458,19 +453,6 @@ def _wait(stream: Any, event: Any) -> None:
 def _current_stream(group: Any) -> Any:
     """Return the current stream of a group's device. Without an index torch searches the current device in Python."""
     return group.device_handle.current_stream(group.device.index)
-
-
-def _inputs(group: Any, managed: Any) -> list[torch.Tensor]:
-    """Return the sent tensors of a shard. ``FSDPParam.all_gather_inputs`` inspects hook signatures each time."""
-    replayed = replayed_inputs(group, managed)
-    if replayed is not None:
-        return replayed
-    local = local_of_dtensor(managed.sharded_param)
-    if not takes_all(type(local)):
-        return managed.all_gather_inputs if has_all_gather_hooks(local) else [managed._sharded_param_data]
-    if local.shape != managed.padded_sharded_param_size or managed.offload_to_cpu:
-        return managed.all_gather_inputs
-    return list(call_all_gather_hook(managed, local))
 
 
 def _join(managed: Any, parts: list[torch.Tensor]) -> None:

@@ -6,11 +6,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
+from te_fsdp.upstream.fsdp2_units import GROUP, fsdp_parameter_groups, record_of_group
+from te_fsdp.upstream.torch_dtensor import dtensor, spec_of, with_dtype
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def unreduced_gradients_of(managed: Any) -> list[torch.Tensor]:
@@ -138,3 +141,54 @@ def sharded_params(group: Any) -> list[torch.nn.Parameter]:
 def is_group_unsharded(group: Any) -> bool:
     """Return whether the parameters of a group are unsharded."""
     return group.is_unsharded
+
+
+# --- gradients of a group that are partial over tp
+
+
+def replicated_records(group: Any) -> list[Any]:
+    """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation."""
+    # The result changes only with the parameters, which the first all-gather creates.
+    record = group.__dict__.get(GROUP) or record_of_group(group)
+    known = record.replicated
+    if known is not None and known[0] is group.fsdp_params:
+        return known[1]
+    created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
+    found = [
+        managed
+        for managed, parameter in created
+        if isinstance(parameter, DTensor)
+        and len(spec_of(parameter).placements) == 1
+        and spec_of(parameter).placements[0].is_replicate()
+    ]
+    if all(parameter is not None for _, parameter in created):
+        record.replicated = group.fsdp_params, found
+    return found
+
+
+def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[tuple[Any, DTensor]]:
+    """Yield (record, unsharded gradient) of the gradients that await a reduction as ``placement`` over one axis.
+
+    Gradients accumulated over several backwards are included. ``records`` are :func:`replicated_records`.
+    """
+    for managed in records:
+        gradient: Any = managed._unsharded_param.grad
+        if managed.__dict__.get("unsharded_accumulated_grad") is not None:  # torch before 2.15
+            if gradient is not None:
+                managed.accumulate_unsharded_grad_if_needed()
+            gradient = managed.unsharded_accumulated_grad
+        if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not torch.Tensor:
+            continue
+        placements = gradient._spec.placements
+        if len(placements) == 1 and placements[0] == placement:
+            yield managed, gradient
+
+
+def set_unsharded_gradient(managed: Any, gradient: torch.Tensor) -> None:
+    """Replace a gradient of :func:`partial_gradients` by a local tensor with the unsharded parameter's placements."""
+    parameter = managed._unsharded_param
+    whole = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
+    if managed.__dict__.get("unsharded_accumulated_grad") is not None:
+        managed.unsharded_accumulated_grad = whole
+    else:
+        parameter.grad = whole

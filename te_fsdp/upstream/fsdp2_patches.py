@@ -19,7 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_gradients import sharded_params
-from te_fsdp.upstream.fsdp2_settled import shorten_gradients
+from te_fsdp.upstream.fsdp2_settled import shorten_gradient_reads, shorten_gradients
 from te_fsdp.upstream.fsdp2_units import (
     Listener,
     fsdp_parameter_groups,
@@ -61,18 +61,20 @@ def add_reduction_listener(
             reduces, listeners = group.reduce_grads, record.listeners
             assert listeners is not None
             before, after, ended = listeners if reduces else ((), (), listeners[2])
-            shortened = shorten_gradients(group) if reduces else ()
+            shortened = shorten_gradients(group) if reduces else []
             try:
                 # The last one added runs first, so that FSDP2 follows directly on the first one added.
                 for call in reversed(before):
                     call(group)
+                if reduces:  # with the gradients that the functions leave
+                    shortened += shorten_gradient_reads(group)
                 if record.flags is None or not reduces:
                     stock(*args)
                 else:
                     record.flags.reduce_with(group, stock, *args)
             finally:
-                for own in shortened:
-                    del own["to_sharded_dtensor"]
+                for own, name in shortened:
+                    del own[name]
             for call in (*after, *ended):
                 call(group)
 

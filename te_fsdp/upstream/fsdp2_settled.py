@@ -15,18 +15,16 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.upstream.fsdp2_units import GROUP, owners_of, record_of_group
-from te_fsdp.upstream.torch_dtensor import dtensor, new_dtensor, spec_of, with_dtype
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor.placement_types import Placement
+from te_fsdp.upstream.torch_dtensor import OWN_ATTRIBUTES, new_dtensor
 
 _SHARDED, _UNSHARDED = ShardedState.SHARDED, ShardedState.UNSHARDED
 
@@ -101,7 +99,8 @@ def _to_unsharded(
                 # An attribute that was added to the shard since must be copied, which the module does in
                 # `__setattr__`.
                 have, wanted = whole.__dict__, shard.__dict__
-                if wanted.keys() <= have.keys() and have.get(record) is wanted.get(record):
+                added = () if wanted.keys() <= have.keys() else wanted.keys() - have.keys() - OWN_ATTRIBUTES
+                if not added and have.get(record) is wanted.get(record):
                     own[name] = whole
                 else:
                     setattr(owner, name, whole)
@@ -184,7 +183,7 @@ def _unshard(group: Any, stock: Callable[[bool], None], async_op: bool = False) 
         if managed.sharded_state is not _SHARDED or managed.offload_to_cpu:
             continue
         local = managed.sharded_param._local_tensor
-        if type(local) is not torch.Tensor:  # as replayed_inputs, without its call
+        if type(local) is not torch.Tensor:
             mesh, module = managed.shard_mesh_from_root, managed._module_info.module
             found = replay(local, mesh, managed._orig_size, module, now)
             if found is not None:
@@ -291,50 +290,76 @@ def _wait_alone(group: Any, stock: Callable[[], None]) -> None:
         group._wait_all_gather_streams_on_event(event)
 
 
-def replayed_inputs(group: Any, managed: Any) -> list[torch.Tensor] | None:
-    """Return the all-gather inputs of a quantized shard without a call of its hook, or ``None``. Local operation."""
-    record = group.__dict__.get(GROUP)
-    replay = None if record is None else record.replay
-    if replay is None:
-        return None
-    found = replay(
-        managed.sharded_param._local_tensor,
-        managed.shard_mesh_from_root,
-        managed._orig_size,
-        managed._module_info.module,
-        pass_of(group),
-    )
-    if found is None:
-        return None
-    tensors, managed._extensions_data.all_gather_metadata = found
-    managed._extensions_data.all_gather_input_sizes = list(map(_shape, tensors))
-    return list(map(_flat, tensors))
+def sent_tensors(group: Any) -> list[Sequence[torch.Tensor]]:
+    """Return the tensors that each shard of a group sends, quantized ones not flattened. Local operation.
+
+    The metadata of quantized shards is stored for FSDP2. Their hooks run only if they cannot be replayed.
+    """
+    record, now = group.__dict__.get(GROUP), pass_of(group)
+    replay, mesh = None if record is None else record.replay, None
+    found = list[Sequence[torch.Tensor]]()
+    for managed in group.fsdp_params:
+        local = managed.sharded_param._local_tensor
+        if type(local) is torch.Tensor:
+            found.append((managed._sharded_param_data,))
+            continue
+        if replay is not None:
+            mesh = mesh or managed.shard_mesh_from_root  # that of the group
+            replayed = replay(local, mesh, managed._orig_size, managed._module_info.module, now)
+            if replayed is not None:
+                extensions = managed._extensions_data
+                tensors, extensions.all_gather_metadata = replayed
+                extensions.all_gather_input_sizes = list(map(_shape, tensors))
+                found.append(tensors)
+                continue
+        # ``FSDPParam.all_gather_inputs`` inspects the signature of a hook in each all-gather.
+        if not hasattr(local, "fsdp_pre_all_gather"):
+            found.append((managed._sharded_param_data,))
+        elif (
+            not takes_all(type(local))
+            or local.shape != managed.padded_sharded_param_size
+            or managed.offload_to_cpu
+        ):
+            found.append(managed.all_gather_inputs)
+        else:
+            found.append(call_all_gather_hook(managed, local))
+    return found
 
 
 #: A plain gradient without a Python call. FSDP2 reads it if there is one.
 _plain_gradient: Callable[[Any], Any] = operator.attrgetter("_unsharded_param.grad")
 
 
+class _AllGatherInputs:
+    """FSDP2's property ``all_gather_inputs``, which an instance attribute overrides."""
+
+    def __init__(self, stock: Callable[[Any], list[torch.Tensor]]) -> None:
+        self.stock = stock
+
+    def __get__(self, managed: Any, _: Any) -> list[torch.Tensor]:
+        local = managed.sharded_param._local_tensor
+        if (
+            type(local) is torch.Tensor
+            or managed.sharded_state is not _SHARDED
+            or managed.offload_to_cpu
+            or local.shape != managed.padded_sharded_param_size
+            or not takes_all(type(local))
+        ):
+            return self.stock(managed)
+        return list(map(_flat, call_all_gather_hook(managed, local)))
+
+
+class _UnshardedParam:
+    """FSDP2's property ``unsharded_param``, which an instance attribute overrides while gradients are reduced."""
+
+    def __get__(self, managed: Any, _: Any) -> Any:
+        return managed._unsharded_param
+
+
 @functools.cache
 def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
     """Return a subclass of the record class ``kind`` with shortcuts for parameters without cast, move or padding."""
-    stock_inputs, stock_gradient = kind.all_gather_inputs.fget, kind.unsharded_grad_data.fget
-    stock_init = kind.init_unsharded_param
-
-    class AllGatherInputs:
-        """A property that an instance attribute of the same name overrides."""
-
-        def __get__(self, managed: Any, _: Any) -> list[torch.Tensor]:
-            local = managed.sharded_param._local_tensor
-            if (
-                type(local) is torch.Tensor
-                or managed.sharded_state is not _SHARDED
-                or managed.offload_to_cpu
-                or local.shape != managed.padded_sharded_param_size
-                or not takes_all(type(local))
-            ):
-                return stock_inputs(managed)
-            return list(map(_flat, call_all_gather_hook(managed, local)))
+    stock_init, stock_gradient = kind.init_unsharded_param, kind.unsharded_grad_data.fget
 
     def init_unsharded_param(self: Any) -> None:
         # Uses the views that the previous all-gather made of its outputs.
@@ -343,20 +368,23 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
             stock_init(self)
             return
         for tensor in self._unsharded_inner_tensors:
-            storage, size = tensor.untyped_storage(), tensor.nbytes
-            if storage.nbytes() != size:
-                storage.resize_(size)
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor.untyped_storage().resize_(tensor.nbytes)
         extensions, outputs = self._extensions_data, self.all_gather_outputs
         sizes, known = tuple(extensions.all_gather_input_sizes), self.gathered_views
         if known is None or known[0] is not outputs or known[1] != sizes:
             known = self.gathered_views = outputs, sizes, self._unflatten_all_gather_outputs()
         metadata, dtype = extensions.all_gather_metadata, self.param_dtype or self.orig_dtype
         local.fsdp_post_all_gather(known[2], metadata, dtype, out=parameter)
-        extensions.clear()
+        # As `clear`, without a call.
+        extensions.all_gather_metadata, extensions.all_gather_input_sizes = None, ()
 
     def unsharded_grad_data(self: Any) -> torch.Tensor:
+        substitute = self.__dict__.get("unsharded_param")
         with torch._C.DisableTorchFunctionSubclass():
             gradient = self._unsharded_param.grad
+            if substitute is not None:  # FSDP2 clears its gradient
+                self._unsharded_param.grad, substitute.grad = None, gradient
         # With equal placements FSDP2 would redistribute nothing, but call DTensor for it.
         if type(gradient) is DTensor and gradient._spec.placements == self._unsharded_param._spec.placements:
             return gradient._local_tensor
@@ -371,18 +399,19 @@ def _with_shortcuts(kind: Any, is_dtensor: bool) -> Any:
     answers = {
         "gathered_views": None,  # the all-gather outputs, the shapes of the inputs, and the outputs in these shapes
         "init_unsharded_param": init_unsharded_param,
-        "all_gather_inputs": AllGatherInputs(),
+        "all_gather_inputs": _AllGatherInputs(kind.all_gather_inputs.fget),
+        "unsharded_param": _UnshardedParam(),
         "unsharded_grad_data": property(unsharded_grad_data if is_dtensor else _plain_gradient),
         "to_sharded_dtensor": to_sharded_dtensor,
     }
     return type(kind.__name__, (kind,), answers)
 
 
-def shorten_gradients(group: Any) -> list[dict[str, Any]]:
+def shorten_gradients(group: Any) -> list[tuple[dict[str, Any], str]]:
     """Let a reduction make the DTensor of each gradient without a call of te_fsdp. Local operation.
 
     FSDP2 calls ``FSDPParam.to_sharded_dtensor`` with views of the parameters' shapes. Records with a function of their
-    own are not changed. Return the attributes of the changed records, to delete ``to_sharded_dtensor`` after it.
+    own are not changed. Return the attributes to delete after the reduction, with the objects that have them.
     """
     changed = []
     for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
@@ -392,7 +421,29 @@ def shorten_gradients(group: Any) -> list[dict[str, Any]]:
             own["to_sharded_dtensor"] = functools.partial(
                 new_dtensor, DTensor, spec=spec, requires_grad=False
             )
-            changed.append(own)
+            changed.append((own, "to_sharded_dtensor"))
+    return changed
+
+
+def shorten_gradient_reads(group: Any) -> list[tuple[dict[str, Any], str]]:
+    """Let FSDP2 read and clear each gradient of a reduction that follows without a call. Local operation.
+
+    Return the attributes to delete after the reduction, with the objects that have them.
+    """
+    # FSDP2 reads ``unsharded_param.grad`` several times. Each is a property, and runs ``__torch_function__`` of
+    # DTensor's subclasses. A substitute says that there is a gradient, which ``unsharded_grad_data`` then takes.
+    changed = []
+    with torch._C.DisableTorchFunctionSubclass():
+        for managed in group.fsdp_params if record_of_group(group).replay is not None else ():
+            own = managed.__dict__
+            parameter = own.get("_unsharded_param")
+            if parameter is None or own.get("unsharded_accumulated_grad") is not None:
+                continue
+            own["accumulate_unsharded_grad_if_needed"] = _nothing
+            changed.append((own, "accumulate_unsharded_grad_if_needed"))
+            if parameter.grad is not None:
+                own["unsharded_param"] = SimpleNamespace(grad=True) if managed.is_dtensor else parameter
+                changed.append((own, "unsharded_param"))
     return changed
 
 
@@ -423,54 +474,3 @@ def takes_all(cls: Any) -> bool:
     """Return whether a class has an all-gather hook with more arguments than the mesh."""
     hook = getattr(cls, "fsdp_pre_all_gather", None)
     return hook is not None and len(inspect.signature(hook).parameters) > 2
-
-
-# ------------------------------------------------------------------------------------------- gradients of a whole unit
-
-
-def replicated_records(group: Any) -> list[Any]:
-    """Return a group's records whose unsharded parameter is replicated over its only mesh axis. Local operation."""
-    # The result changes only with the parameters, which the first all-gather creates.
-    record = group.__dict__.get(GROUP) or record_of_group(group)
-    known = record.replicated
-    if known is not None and known[0] is group.fsdp_params:
-        return known[1]
-    created = [(m, m.__dict__.get("_unsharded_param")) for m in group.fsdp_params]
-    found = [
-        managed
-        for managed, parameter in created
-        if isinstance(parameter, DTensor)
-        and len(spec_of(parameter).placements) == 1
-        and spec_of(parameter).placements[0].is_replicate()
-    ]
-    if all(parameter is not None for _, parameter in created):
-        record.replicated = group.fsdp_params, found
-    return found
-
-
-def partial_gradients(records: Iterable[Any], placement: Placement) -> Iterator[tuple[Any, DTensor]]:
-    """Yield (record, unsharded gradient) of the gradients that await a reduction as ``placement`` over one axis.
-
-    Gradients accumulated over several backwards are included. ``records`` are :func:`replicated_records`.
-    """
-    for managed in records:
-        gradient: Any = managed._unsharded_param.grad
-        if managed.__dict__.get("unsharded_accumulated_grad") is not None:  # torch before 2.15
-            if gradient is not None:
-                managed.accumulate_unsharded_grad_if_needed()
-            gradient = managed.unsharded_accumulated_grad
-        if not isinstance(gradient, DTensor) or type(gradient._local_tensor) is not torch.Tensor:
-            continue
-        placements = gradient._spec.placements
-        if len(placements) == 1 and placements[0] == placement:
-            yield managed, gradient
-
-
-def set_unsharded_gradient(managed: Any, gradient: torch.Tensor) -> None:
-    """Replace a gradient of :func:`partial_gradients` by a local tensor with the unsharded parameter's placements."""
-    parameter = managed._unsharded_param
-    whole = dtensor(gradient, with_dtype(spec_of(parameter), gradient.dtype))
-    if managed.__dict__.get("unsharded_accumulated_grad") is not None:
-        managed.unsharded_accumulated_grad = whole
-    else:
-        parameter.grad = whole

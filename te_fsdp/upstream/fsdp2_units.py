@@ -34,7 +34,7 @@ class GroupRecord:
     sends_without_copy: bool = False  #: Whether gradients are sent without a copy (``symmetric_memory.py``)
     #: The trained records, and the parts of the gradients computed from them
     parts: tuple[Any, Any] | None = None
-    #: The group's list of records, and those with a replicated unsharded parameter (``fsdp2_settled.py``).
+    #: The group's list of records, and those with a replicated unsharded parameter (``fsdp2_gradients.py``).
     replicated: tuple[list[Any], list[Any]] | None = None
 
 

@@ -166,8 +166,9 @@ FSDP2 = (
     ),
     Patch(
         "`FSDPParam`",
-        "all_gather_inputs, init_unsharded_param, unsharded_grad_data, to_sharded_dtensor",
-        "one call if nothing is cast, moved or padded",
+        "all_gather_inputs, init_unsharded_param, to_sharded_dtensor, unsharded_param, unsharded_grad_data, "
+        "accumulate_unsharded_grad_if_needed",
+        "one call or none if nothing is cast, moved, padded or accumulated",
         "test_all_calls.py::test_budget",
         versions="torch 2.11 to 2.14",
     ),

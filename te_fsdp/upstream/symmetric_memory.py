@@ -135,11 +135,16 @@ class ReduceScatterParts(NamedTuple):
 
     ranks: int
     parts: tuple[ReduceScatterPart, ...]
+    numel: int  #: Number of elements of all parts, including padding
+    count: int  #: Number of gradients
+    avoids_copies: bool  #: Whether a large gradient is sent from its own memory
 
-    @property
-    def numel(self) -> int:
-        """Return the number of elements of all parts, including padding."""
-        return sum(part.numel for part in self.parts)
+    @classmethod
+    def of(cls, ranks: int, parts: Sequence[ReduceScatterPart]) -> ReduceScatterParts:
+        """Return parts with their sums, which each reduction reads."""
+        numel, count = sum(part.numel for part in parts), sum(part.count for part in parts)
+        large = any(part.is_alone and part.numel >= LARGE for part in parts)
+        return cls(ranks, tuple(parts), numel, count, large)
 
 
 # [Note: input of a reduce-scatter without a copy] FSDP2 requests the memory of the input from a custom
@@ -185,7 +190,7 @@ class ZeroCopyInput(torch.Tensor):
         """Fill the parts from gradients in FSDP2's order."""
         left = [gradient for gradient in gradients if gradient.numel()]
         # FSDP2 passes the gradients of all trained parameters, see reduce_unused.
-        assert len(left) == sum(part.count for part in self.how.parts)
+        assert len(left) == self.how.count
         for part in self.how.parts:
             mine, left = left[: part.count], left[part.count :]
             if part.is_alone:
@@ -232,9 +237,9 @@ def zero_copy_input_of(
                 parts[-1] = ReduceScatterPart(parts[-1].numel + size, parts[-1].count + 1, is_alone=False)
             else:
                 parts.append(ReduceScatterPart(size, 1, is_alone=False))
-        known = record.parts = key, ReduceScatterParts(ranks, tuple(parts))
+        known = record.parts = key, ReduceScatterParts.of(ranks, parts)
     how = known[1]
-    if how.numel != numel or not any(part.is_alone and part.numel >= LARGE for part in how.parts):
+    if how.numel != numel or not how.avoids_copies:
         return None
     return ZeroCopyInput.make(how, dtype, group.device)
 

@@ -81,13 +81,15 @@ def _fused_adam(model: nn.Module) -> Any:
     return FusedAdam(model.parameters(), lr=1e-4, master_weights=True)
 
 
-def _by_te_fsdp(case: str) -> tuple[nn.Module, Any]:
+def _by_te_fsdp(case: str, **options: Any) -> tuple[nn.Module, Any]:
+    """``options`` are arguments of ``te_fsdp.fully_shard``."""
     axes, is_fp8, outer = CASES[case]
     sizes = {name: size for name, size in axes.items() if name != "dp_shard" or "ep" not in axes}
     meshes = te_fsdp.Meshes.build(**sizes)
     tp = meshes.te_kwargs() if axes.get("tp", 1) > 1 else {}
     model = _model(is_fp8, EXPERTS // axes["ep"] if "ep" in axes else 0, tp, "meta")
-    te_fsdp.fully_shard(model, meshes, units=[str(n) for n in range(LAYERS)], outer_strategy=outer)
+    units = [str(n) for n in range(LAYERS)]
+    te_fsdp.fully_shard(model, meshes, units=units, outer_strategy=outer, **options)
     te_fsdp.materialize(model, seed=0)
     optimizer = _fused_adam(model)
     te_fsdp.main_weights(model, optimizer)
@@ -131,22 +133,25 @@ def _by_none(case: str) -> tuple[nn.Module, Any]:
     return model, _fused_adam(model)
 
 
-BUILDERS: dict[str, Callable[[str], tuple[nn.Module, Any]]] = {
+BUILDERS: dict[str, Callable[..., tuple[nn.Module, Any]]] = {
     "te_fsdp": _by_te_fsdp,
     "FSDP2": _by_fsdp2,
     "neither": _by_none,
 }
 
 
-def counted(case: str) -> dict[str, int]:
-    """Calls of Python functions in the fourth step of a training, those of the emulation left out, by library."""
+def counted(case: str, **options: Any) -> dict[str, int]:
+    """Calls of Python functions in the fourth step of a training, those of the emulation left out, by library.
+
+    ``options`` are arguments of ``te_fsdp.fully_shard``.
+    """
     import transformer_engine.pytorch as te
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     emulation = os.path.join(os.path.dirname(te_fsdp.__file__), "emulation") + os.sep
     found = {}
     for library, build in BUILDERS.items():
-        model, optimizer = build(case)
+        model, optimizer = build(case, **options) if library == "te_fsdp" else build(case)
         calls: Counter[bool] = Counter()
 
         def count(frame: FrameType, event: str, _: Any, calls: Counter[bool] = calls) -> None:

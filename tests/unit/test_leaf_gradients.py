@@ -1,0 +1,95 @@
+"""Gradients that a node assigns to leaves are those of autograd, for every use of a leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from te_fsdp.upstream.torch_autograd import assign_to_leaves
+
+
+class _Twice(torch.autograd.Function):
+    """Multiply each tensor by 2."""
+
+    assigns = True
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor * 2 for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        found = [gradient * 2 for gradient in gradients]
+        return tuple(assign_to_leaves(ctx, found) if _Twice.assigns else found)
+
+
+def _plain(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    sum(_Twice.apply(one, two)).sum().backward()
+    return []
+
+
+def _again(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    """Another backward adds to the gradients, and one node gets a leaf twice."""
+    _plain(one, two)
+    sum(_Twice.apply(one, one)).sum().backward()
+    return []
+
+
+def _hooks(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    seen = list[Any]()
+    one.register_hook(lambda gradient: gradient * 3)
+    two.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+    _plain(one, two)
+    return seen
+
+
+def _returned(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    return list(torch.autograd.grad(sum(_Twice.apply(one, two)).sum(), [two]))
+
+
+def _some(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    sum(_Twice.apply(one, two)).sum().backward(inputs=[two])
+    return []
+
+
+def _frozen(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    two.requires_grad_(False)
+    return _plain(one, two)
+
+
+def _derived(one: torch.Tensor, two: torch.Tensor) -> list[Any]:
+    """A tensor that is not a leaf, and a graph of the gradients."""
+    sum(_Twice.apply(one * 3, two)).sum().backward(create_graph=True)
+    return [one.grad.requires_grad if one.grad is not None else None]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+@pytest.mark.parametrize("use", [_plain, _again, _hooks, _returned, _some, _frozen, _derived])
+def test_as_autograd(monkeypatch: pytest.MonkeyPatch, use: Callable[..., list[Any]]) -> None:
+    found = []
+    for assigns in (True, False):
+        monkeypatch.setattr(_Twice, "assigns", assigns)
+        leaves = [torch.full((2, 3), float(number), requires_grad=True) for number in (1, 2)]
+        results = use(*leaves)
+        found.append([*results, *[leaf.grad for leaf in leaves]])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is theirs
+
+
+def test_nothing_is_left_to_autograd() -> None:
+    """The control: without hooks or earlier gradients autograd gets no gradient."""
+    left = list[Any]()
+
+    class Seen(_Twice):
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+            left.extend(assign_to_leaves(ctx, [gradient * 2 for gradient in gradients]))
+            return tuple(left)
+
+    one, two = (torch.ones(2, requires_grad=True) for _ in range(2))
+    sum(Seen.apply(one, two)).sum().backward()
+    assert left == [None, None]
+    assert one.grad is not None and one.grad.tolist() == [2.0, 2.0]
