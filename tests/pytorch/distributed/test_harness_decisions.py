@@ -1,4 +1,4 @@
-"""What `harness.decisions` keeps about results of operations and layouts of meshes is what torch computes."""
+"""Compare what `harness.decisions` keeps about results of operations and layouts of meshes with torch."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class Metas:
 
 
 def _values(value: Any) -> Any:
-    """What decides about the results of an operation: metadata of tensors; types and values of all else."""
+    """Return metadata of tensors, and types and values of all else: they determine the results of an operation."""
     if isinstance(value, DTensorSpec):
         return value.tensor_meta
     if isinstance(value, list | tuple):
