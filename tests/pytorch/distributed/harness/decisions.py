@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -108,6 +109,8 @@ class Metas:
             if key in self.known:
                 return copy.copy(self.known[key])
         except TypeError:  # an argument without a hash
+            return self.compute(schema)
+        if detect_fake_mode() is not None:  # that of a trace
             return self.compute(schema)
         with self._lock, self._mode:  # torch takes the mode that is active
             found = self.compute(schema)
