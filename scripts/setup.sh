@@ -160,11 +160,19 @@ print(*[name for name in sys.argv[1:] if find_spec(name) is None])' $needed)
   *) fail "SETUP=$setup: expected auto, cpu, gpu or none." ;;
 esac
 
-# One stamp for each set of extras; it holds a digest of everything that decides what gets installed.
+# One stamp for each set of extras; it holds a digest of everything that decides what gets installed. The stamp of a
+# larger set is valid for each of its subsets.
 digest=$(cat pyproject.toml "constraints/$setup.txt" constraints/tools.txt scripts/setup.sh | sha256sum | cut -c1-16)
 stamp="$venv/.te_fsdp/$setup-${extras// /+}"
-if [ -x "$venv/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$digest" ]; then
-  exit 0
+if [ -x "$venv/bin/python" ]; then
+  for made in "$venv/.te_fsdp/$setup-"*; do
+    [ "$(cat "$made" 2>/dev/null)" = "$digest" ] || continue
+    missing=
+    for extra in $extras; do
+      [[ +${made##*/"$setup-"}+ == *"+$extra+"* ]] || missing=$extra
+    done
+    [ -n "$missing" ] || exit 0
+  done
 fi
 
 make_venv

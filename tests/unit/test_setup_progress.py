@@ -35,8 +35,14 @@ def test_each_step_is_a_line_with_seconds(tmp_path: Path, fails: str) -> None:
     python.write_text(PYTHON)
     python.chmod(0o755)
     environment = {**os.environ, "VENV": str(tmp_path / "venv"), "SETUP": "cpu", "FAILS": fails}
-    command = [str(ROOT / "scripts" / "setup.sh"), "test"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+    def set_up(*extras: str) -> subprocess.CompletedProcess[str]:
+        command = [str(ROOT / "scripts" / "setup.sh"), *extras]
+        return subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    ran = set_up("test", "lint")
     lines = [re.sub(r"^set-up: +\d+ s: ", "", line) for line in ran.stdout.splitlines()]
     assert all(re.match(r"set-up: +\d+ s: ", line) for line in ran.stdout.splitlines()), ran.stdout
     shown = [
@@ -49,7 +55,8 @@ def test_each_step_is_a_line_with_seconds(tmp_path: Path, fails: str) -> None:
     assert ("No matching distribution" in ran.stderr) == bool(fails)
     if not fails:
         assert lines[-2] == "compiling the packages' Python files" and lines[-1].startswith("done in")
-        again = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert again.returncode == 0 and again.stdout == "", "nothing is left to do"
+        for extras in (("test", "lint"), ("lint",), ("test",), ()):
+            again = set_up(*extras)
+            assert again.returncode == 0 and again.stdout == "", f"nothing is left to do for {extras}"
+        for extras in (("docs", "lint"), ("te",)):
+            assert "done in" in set_up(*extras).stdout, f"{extras} is not part of what was set up"

@@ -23,7 +23,7 @@ def _load():
 
 support_table = _load()
 
-from matrix import covering, definitions  # noqa: E402  (support_table puts its folder on the path)
+from matrix import covering, definitions, rotation  # noqa: E402  (support_table puts its folder on the path)
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +84,23 @@ def test_the_subset_has_every_format_on_every_mesh():
 def test_another_seed_covers_the_same_with_other_cases(default):
     names = tuple(definitions.FACTORS)
     other = definitions.default(seed=740_000)
-    assert other == definitions.default(seed=740_000) and set(other) != set(default)
+    assert other == definitions.default.__wrapped__(seed=740_000) and set(other) != set(default)
     pairs = [
         {pair for case in cases for pair in covering.pairs_of(vars(case), names)}
         for cases in (default, other)
     ]
     assert pairs[0] == pairs[1]
     assert len(other) < 1.2 * len(default), "as quick as the first"
+
+
+def test_three_days_run_a_covering():
+    """Each case of a covering once in `COVER_DAYS` seeds; the covering is the same for these, another one later."""
+    first = 740_000 - 740_000 % rotation.COVER_DAYS
+    days = range(first, first + rotation.COVER_DAYS)
+    whole = definitions.default(first)
+    assert all(definitions.default.__wrapped__(seed) == whole for seed in days)
+    assert set(definitions.default(first + rotation.COVER_DAYS)) != set(whole)
+    parameters = [{"case": case} for case in whole]
+    parts = [rotation.chosen(parameters, days=rotation.COVER_DAYS, seed=seed) for seed in days]
+    assert sorted(place for part in parts for place in part) == list(range(len(whole)))
+    assert max(map(len, parts)) <= len(whole) / rotation.COVER_DAYS + 1

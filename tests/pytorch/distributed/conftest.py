@@ -29,6 +29,8 @@ __all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
 
 CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
+#: Tests whose cases are a covering of `matrix.definitions`. On the CPU it is spread over days, like those of the mark.
+COVERINGS = ("test_matrix.py::test_blackwell", "test_matrix.py::test_hopper")
 _POOLS = pytest.StashKey["Pools"]()
 
 
@@ -92,8 +94,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--matrix",
         choices=["covering", "formats", "full", "subset"],
         default="covering",
-        help="how much of test_matrix.py: every pair of values, all formats in all modules, all, or what 4 GPUs run; "
-        "full: all cases of tests with the mark `covering` too",
+        help="how much of test_matrix.py: every pair of values (CPU: in three days), all formats in all modules, all, "
+        "or what 4 GPUs run; full: all cases of tests with the mark `covering` too",
     )
     group.addoption(
         "--matrix-seed",
@@ -203,6 +205,12 @@ def _covered(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
 
 def _is_asked_for(config: pytest.Config, item: pytest.Item) -> bool:
     return any("[" in asked and item.nodeid.endswith(asked.lstrip("./")) for asked in config.args)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    is_spread = devices.device_type() == "cpu" and item.config.getoption("--matrix", "covering") == "covering"
+    if is_spread and item.nodeid.split("[")[0].endswith(COVERINGS):
+        item.add_marker(pytest.mark.covering(days=rotation.COVER_DAYS))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

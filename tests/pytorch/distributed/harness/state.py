@@ -53,6 +53,8 @@ def preload(te: bool, arch: str = "10.0") -> None:
         importlib.import_module("pytest")  # test modules import it; here it is paid for once
     if devices.device_type() == "cpu":
         decisions.install()
+        decisions.remember_layouts()
+        _seed_no_absent_devices()
     if not te:
         return
     if devices.device_type() == "cpu":
@@ -77,6 +79,16 @@ def pretend(arch: str) -> None:
     emulation = sys.modules.get("te_fsdp.emulation")
     if emulation is not None and emulation.active():
         emulation.switch_arch(arch)
+
+
+def _seed_no_absent_devices() -> None:
+    """Let `torch.manual_seed` seed the CPU alone.
+
+    For each kind of GPU torch notes a call for the time when one is initialized, with a stack trace: 2 ms a seed.
+    """
+    for module in (torch.cuda, torch.xpu, torch.mtia):
+        if not module.is_available():
+            module.manual_seed_all = lambda seed: None
 
 
 def _foreach_as_on_gpus() -> None:

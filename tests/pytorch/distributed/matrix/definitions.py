@@ -5,11 +5,13 @@ The tests run these definitions, and `scripts/support_table.py` writes `docs/sup
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from matrix.covering import all_cases, covering
+from matrix.rotation import COVER_DAYS
 
 #: TE's recipes; "hybrid" is a custom recipe: 8-bit blocks forward, high precision backward.
 RECIPES = ("none", "delayed", "current", "block", "mxfp8", "nvfp4", "hybrid")
@@ -177,10 +179,17 @@ def full() -> Iterator[Case]:
     return (Case(**values) for values in all_cases(FACTORS, lambda values: supported(Case(**values))))
 
 
+@functools.cache  # once for each of two tests
 def default(seed: int = 0) -> list[Case]:
-    """Pairwise covering: every pair of values of two factors occurs, unless it never can. Other seeds, other cases."""
+    """Pairwise covering: every pair of values of two factors occurs, unless it never can.
+
+    `COVER_DAYS` seeds in a row, from a multiple of it, have the same cases; others have other cases.
+    """
     chosen = covering(
-        FACTORS, lambda values: supported(Case(**values)), lambda values: MESHES[values["mesh"]].ranks, seed
+        FACTORS,
+        lambda values: supported(Case(**values)),
+        lambda values: MESHES[values["mesh"]].ranks,
+        seed // COVER_DAYS,
     )
     return [Case(**values) for values in chosen]
 
@@ -231,6 +240,7 @@ def subset() -> list[Case]:
     return cases
 
 
+@functools.cache
 def refused() -> list[tuple[Case, Refusal]]:
     """Return one case of every error for each format that can have it, the simplest one."""
     found: dict[tuple[Any, ...], Case] = {}
