@@ -6,6 +6,7 @@
     {"te_fsdp.tensor": {"key": "extra/order", "shape": [8], "dtype": "torch.int64"}}
     {"te_fsdp.per_rank": [value of rank 0, value of rank 1]}
     {"te_fsdp.value": ["Counter", [[2, 1], [5, 1]]]}    dicts with keys of any kind, bytes, sets, numbers of NumPy
+    {"te_fsdp.value": ["torch.save", {"te_fsdp.tensor": ...}]}    the bytes of a file: sparse tensors and others
 
 A DTensor is stored in shards, each element once, and is loaded as a whole tensor on the CPU, because the mesh of the
 load may be another one.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import collections
+import io
 import random
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -30,14 +32,15 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank", "te_fsdp.value"
+_FILE = "torch.save"  # of values: the bytes of a file
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
 #: For the error that names what is refused.
 _KNOWN = (
-    "None, bool, int, float, complex, str, bytes, a number of NumPy, a dtype, a device, a tensor or DTensor in high "
-    "precision, or a dict, Counter, list, tuple or set of these"
+    "what torch.load(weights_only=True) reads, a number of NumPy, a tensor or DTensor in high precision, or a dict, "
+    "Counter, list, tuple or set of these"
 )
 _SETS = {"set": set, "frozenset": frozenset}
-_MAPS = {"dict": dict, "Counter": collections.Counter}
+_MAPS = {"dict": dict, "Counter": collections.Counter, "OrderedDict": collections.OrderedDict}
 
 
 @dataclass(frozen=True)
@@ -100,13 +103,14 @@ def encode(
             isinstance(value, torch.Tensor)
             and not (isinstance(value, DTensor) or value.is_meta or _te.is_quantized(value))
             and value.layout == torch.strided
+            and not value.is_quantized  # torch's own quantization
         ):
             entry = whole_entry(value.resolve_conj().resolve_neg())
         if entry is not None:
             entries[where] = entry
             return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
         # A Counter is a dict, too. It is written with its class name.
-        is_plain_dict = isinstance(value, dict) and type(value) is not collections.Counter
+        is_plain_dict = isinstance(value, dict) and _class_name(value) == "dict"
         # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
         if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
             # Escaped as in a JSON pointer, so that different paths have different keys.
@@ -118,6 +122,24 @@ def encode(
         return _encode_other(value, walk, where)
 
     return walk(value, where), entries
+
+
+def encode_numbers(value: Any, where: str) -> Any:
+    """Return the JSON form of a value, with tensors of one element as numbers; CheckpointError for larger ones."""
+    encoded, entries = encode(value, where)
+
+    def number(described: dict[str, Any], _: str) -> Any:
+        tensor = entries[described["key"]].pieces[0].tensor
+        if tensor.numel() != 1:
+            raise CheckpointError(
+                f"{described['key']}: a tensor of shape {described['shape']}",
+                expected="a plain value, or a tensor of one element",
+                why="Its place in the parameters is not known",
+                fix="keep it out of the optimizer, or save it in extra",
+            )
+        return tensor.item()
+
+    return _replaced(encoded, {_TENSOR: number})
 
 
 def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> Any:
@@ -135,13 +157,12 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
     elif kind in (set, frozenset):
         content = sorted(each(value), key=repr)  # the same on all ranks
     elif isinstance(value, dict):
-        name = "Counter" if kind is collections.Counter else "dict"
         for key in value:
             if isinstance(key, torch.Tensor):
                 raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
         items = enumerate(value.items())
         pairs = [[walk(k, f"{where}/{at}/key"), walk(v, f"{where}/{at}")] for at, (k, v) in items]
-        return {_VALUE: [name, pairs]}
+        return {_VALUE: [_class_name(value), pairs]}
     elif kind is complex:
         content = [value.real, value.imag]
     elif kind in (torch.dtype, torch.device):
@@ -151,13 +172,29 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
     elif isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {_VALUE: ["numpy", [value.dtype.name, value.item()]]}
     else:
-        raise CheckpointError(
-            f"{where}: cannot be stored",
-            expected=_KNOWN,
-            got=f"{kind.__name__} {' '.join(repr(value).split()):.80}",
-            fix="convert it, for example number.item() or str(path)",
-        )
+        try:
+            # Refused before: a tensor on meta has no values, and these classes lose their place or their scales.
+            if isinstance(value, DTensor) or (kind is torch.Tensor and value.is_meta) or _te.is_quantized(value):
+                raise TypeError
+            file = io.BytesIO()
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True, map_location="cpu")
+        except Exception as error:  # of any class: pickling runs methods of the value
+            raise CheckpointError(
+                f"{where}: cannot be stored",
+                expected=_KNOWN,
+                got=f"{kind.__name__} {' '.join(repr(value).split()):.80}",
+                fix="convert it, for example number.item() or str(path)",
+            ) from error
+        content = walk(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8), where)
+        return {_VALUE: [_FILE, content]}
     return {_VALUE: [kind.__name__, content]}
+
+
+def _class_name(value: Mapping[Any, Any]) -> str:
+    """Return the class by which a dict is loaded; other subclasses load as dicts."""
+    return type(value).__name__ if type(value) in _MAPS.values() else "dict"
 
 
 def _sharded_entry(value: DTensor, where: str) -> Entry:
@@ -281,6 +318,8 @@ def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
         return torch.device(content)
     if kind == "Size":
         return torch.Size(content)
+    if kind == _FILE:
+        return torch.load(io.BytesIO(inner(content).numpy().tobytes()), weights_only=True, map_location="cpu")
     if kind == "numpy" and np.dtype(content[0]).kind in "biuf":
         return np.dtype(content[0]).type(content[1])
     raise CheckpointError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.extra import encode
+from te_fsdp.checkpoint.extra import encode_numbers
 from te_fsdp.checkpoint.lazy_tensors import (
     InMemory,
     Lazy,
@@ -316,10 +316,10 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
                     states.setdefault(name, {})[key] = described
                     tensors[f"optimizer.state.{name}.{key}"] = value
                 elif value is not None:
-                    states.setdefault(name, {})[key] = {"value": encode(value, f"{key} of {name}")[0]}
+                    states.setdefault(name, {})[key] = {"value": encode_numbers(value, f"{key} of {name}")}
         own = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         described_groups = [
-            {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
+            {"parameters": [names[n] for n in group["params"]], "options": encode_numbers(options, "options")}
             for group, options in zip(groups, own, strict=True)
         ]
         # The state dict of torch does not record the class of its optimizer.
