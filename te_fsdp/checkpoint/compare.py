@@ -30,7 +30,7 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
     tied_names,
 )
-from te_fsdp.checkpoint.reader import cut_by_tp
+from te_fsdp.checkpoint.reader import cut_by_tp, has_original_order
 from te_fsdp.checkpoint.tensor_entries import GROUPED
 from te_fsdp.collectives.agreement import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.errors import CheckpointError, shorten
@@ -257,7 +257,7 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
             found.tensors["whose rows tensor parallelism has put in another order", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:
             unconfirmed.append(name)
-    if unconfirmed:
+    if unconfirmed and not has_original_order(source.tensors):
         source.notes.append(
             f"{len(unconfirmed)} fused or gated weight(s) taken with the rows of the unsharded module "
             f"({shorten(unconfirmed, 3)}), "

@@ -312,14 +312,17 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
 # ------------------------------------------------------------- pieces of a plain directory, as sharded by a mesh
 
 
+def has_original_order(tensors: Mapping[str, Lazy]) -> bool:
+    """Return whether a plain directory records that rows are in the original order, as those of te_fsdp's models do."""
+    return any(isinstance(tensor, Chunked) and tensor.in_original_order for tensor in tensors.values())
+
+
 def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
     """Return the keys of tensors with sharded rows, in a directory of tensor parallelism; else none.
 
-    Directories of te_fsdp's models record that their rows are in the original order. Otherwise, tensor parallelism
-    shows by sharded columns of row-parallel weights. FSDP shards columns only on request.
+    Tensor parallelism shows by sharded columns of row-parallel weights. FSDP shards columns only on request.
     """
-    chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
-    if any(tensor.in_original_order for tensor in chunked):
+    if has_original_order(tensors):
         return set()
     cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
     if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):
