@@ -18,7 +18,7 @@ import base64
 import collections
 import io
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +32,28 @@ from te_fsdp.errors import CheckpointError
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 
 _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp.per_rank", "te_fsdp.value"
-_FILE = "torch.save"  # of values: the bytes of a file
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
 #: For the error that names what is refused.
 _KNOWN = (
     "what torch.load(weights_only=True) reads, a number of NumPy, a tensor or DTensor in high precision, or a dict, "
     "Counter, list, tuple or set of these"
 )
-_SETS = {"set": set, "frozenset": frozenset}
-_MAPS = {"dict": dict, "Counter": collections.Counter, "OrderedDict": collections.OrderedDict}
+#: Types that JSON lacks -> their content, which is encoded like any value, and the inverse.
+_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    bytearray: (
+        lambda value: base64.b64encode(value).decode(),
+        lambda text: bytearray(base64.b64decode(text)),
+    ),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    torch.dtype: (lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
+    torch.device: (str, torch.device),
+    torch.Size: (list, torch.Size),
+}
+_NAMED = (collections.Counter, collections.OrderedDict)
+_MAPS = {kind.__name__: kind for kind in (dict, *_NAMED)}
 
 
 @dataclass(frozen=True)
@@ -109,8 +122,8 @@ def encode(
         if entry is not None:
             entries[where] = entry
             return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
-        # A Counter is a dict, too. It is written with its class name.
-        is_plain_dict = isinstance(value, dict) and _class_name(value) == "dict"
+        # A Counter is a dict, too. It is written with its class name. Other subclasses load as dicts.
+        is_plain_dict = isinstance(value, dict) and type(value) not in _NAMED
         # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
         if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
             # Escaped as in a JSON pointer, so that different paths have different keys.
@@ -134,7 +147,6 @@ def encode_numbers(value: Any, where: str) -> Any:
             raise CheckpointError(
                 f"{described['key']}: a tensor of shape {described['shape']}",
                 expected="a plain value, or a tensor of one element",
-                why="Its place in the parameters is not known",
                 fix="keep it out of the optimizer, or save it in extra",
             )
         return tensor.item()
@@ -147,54 +159,37 @@ def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> An
 
     ``walk`` encodes what is inside, given a value and its place.
     """
-
-    def each(items: Iterable[Any]) -> list[Any]:
-        return [walk(item, f"{where}/{index}") for index, item in enumerate(items)]
-
     kind = type(value)
-    if kind in (bytes, bytearray):
-        content: Any = base64.b64encode(value).decode()
-    elif kind in (set, frozenset):
-        content = sorted(each(value), key=repr)  # the same on all ranks
-    elif isinstance(value, dict):
-        for key in value:
-            if isinstance(key, torch.Tensor):
-                raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
+    if isinstance(value, dict):
+        if any(isinstance(key, torch.Tensor) for key in value):
+            raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
         items = enumerate(value.items())
         pairs = [[walk(k, f"{where}/{at}/key"), walk(v, f"{where}/{at}")] for at, (k, v) in items]
-        return {_VALUE: [_class_name(value), pairs]}
-    elif kind is complex:
-        content = [value.real, value.imag]
-    elif kind in (torch.dtype, torch.device):
-        return {_VALUE: [kind.__name__, str(value).removeprefix("torch.")]}
-    elif kind is torch.Size:
-        content = [*value]
-    elif isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return {_VALUE: [kind.__name__ if kind in _NAMED else "dict", pairs]}
+    if kind in _FORMS:
+        content = walk(_FORMS[kind][0](value), where)
+        # Sets are sorted: the same on all ranks.
+        return {_VALUE: [kind.__name__, sorted(content, key=repr) if kind in (set, frozenset) else content]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {_VALUE: ["numpy", [value.dtype.name, value.item()]]}
-    else:
-        try:
-            # Refused before: a tensor on meta has no values, and these classes lose their place or their scales.
-            if isinstance(value, DTensor) or (kind is torch.Tensor and value.is_meta) or _te.is_quantized(value):
-                raise TypeError
-            file = io.BytesIO()
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True, map_location="cpu")
-        except Exception as error:  # of any class: pickling runs methods of the value
-            raise CheckpointError(
-                f"{where}: cannot be stored",
-                expected=_KNOWN,
-                got=f"{kind.__name__} {' '.join(repr(value).split()):.80}",
-                fix="convert it, for example number.item() or str(path)",
-            ) from error
-        content = walk(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8), where)
-        return {_VALUE: [_FILE, content]}
-    return {_VALUE: [kind.__name__, content]}
-
-
-def _class_name(value: Mapping[Any, Any]) -> str:
-    """Return the class by which a dict is loaded; other subclasses load as dicts."""
-    return type(value).__name__ if type(value) in _MAPS.values() else "dict"
+    try:
+        # Refused before: a tensor on meta has no values, and these classes lose their place or their scales.
+        if isinstance(value, DTensor) or (kind is torch.Tensor and value.is_meta) or _te.is_quantized(value):
+            raise TypeError
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:  # of any class: pickling runs methods of the value
+        raise CheckpointError(
+            f"{where}: cannot be stored",
+            expected=_KNOWN,
+            got=f"{kind.__name__} {' '.join(repr(value).split()):.80}",
+            fix="convert it, for example number.item() or str(path)",
+        ) from error
+    return {
+        _VALUE: ["torch.save", walk(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8), where)]
+    }
 
 
 def _sharded_entry(value: DTensor, where: str) -> Entry:
@@ -301,27 +296,18 @@ def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
 
 def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
     """Return the value of a JSON form; ``inner`` decodes what is inside. CheckpointError for an unknown kind."""
-    kind, content = node
-    if kind in ("bytes", "bytearray"):
-        data = base64.b64decode(content)
-        return data if kind == "bytes" else bytearray(data)
-    if kind in _SETS:
-        return _SETS[kind](map(inner, content))
+    kind, content = node[0], inner(node[1])
     if kind in _MAPS:
-        return _MAPS[kind]({inner(key): inner(item) for key, item in content})
-    if kind == "complex":
-        return complex(*content)
-    # The text comes from a file: only dtypes are taken from torch, not its functions.
-    if kind == "dtype" and isinstance(getattr(torch, content, None), torch.dtype):
-        return getattr(torch, content)
-    if kind == "device":
-        return torch.device(content)
-    if kind == "Size":
-        return torch.Size(content)
-    if kind == _FILE:
-        return torch.load(io.BytesIO(inner(content).numpy().tobytes()), weights_only=True, map_location="cpu")
+        return _MAPS[kind](dict(content))
+    if kind == "torch.save":
+        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True, map_location="cpu")
     if kind == "numpy" and np.dtype(content[0]).kind in "biuf":
         return np.dtype(content[0]).type(content[1])
+    # The text comes from a file: only dtypes are taken from torch, not its functions.
+    is_name = kind != "dtype" or isinstance(getattr(torch, content, None), torch.dtype)
+    for form, (_, value_of) in _FORMS.items():
+        if form.__name__ == kind and is_name:
+            return value_of(content)
     raise CheckpointError(
         f"extra: a value of the kind {kind!r}",
         expected="a kind that this te_fsdp knows",

@@ -160,10 +160,8 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
         dim, low, high = rows
         shape, boxes = (*shape[:dim], high - low, *shape[dim + 1 :]), cut_boxes(boxes, dim, low, high)
     if tuple(local.shape) != shape:
-        got = tuple(local.shape)
-        raise CheckpointError(
-            f"{key}: local shape", expected=shape, got=got, fix="shard the state like its parameter"
-        )
+        got, fix = tuple(local.shape), "shard the state like its parameter"
+        raise CheckpointError(f"{key}: local shape", expected=shape, got=got, fix=fix)
     described["shape"] = list(info.original_shape)
     return described, cut_entry(local, info.original_shape, boxes)
 

@@ -119,9 +119,8 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
 class Choices:
     """Options of a reader for properties that files do not record."""
 
-    key: str | None = (
-        None  #: Key of the model's state dict, with dots for nested keys; ``None``: by usual names
-    )
+    #: Key of the model's state dict, with dots for nested keys; ``None``: by usual names
+    key: str | None = None
     extra_state: str = "read"  #: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it
     optimizer_class: str | None = None  #: Class of the optimizer if its options do not determine it
 
@@ -171,8 +170,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     keys = {
         name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
-        # torch.save and safetensors write a tied tensor under each of its names. A checkpoint has the first one
-        # only.
+        # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
         if name.partition(":")[0] not in manifest.tied
     }
     absent = []
@@ -259,8 +257,7 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
             continue
         module, members = stacked.rpartition(".")[0], [by_index[n] for n in range(len(by_index))]
         kinds: list[dict[str, Any]] = [{**parameters[name], "layout": None} for name in members]
-        # Only TE's modules have an extra state, so a user's own weights with numbers in their names are left
-        # alone.
+        # Only TE's modules have an extra state. A user's own weights with numbers in their names are left.
         is_te = module in extras or parameters[members[0]].get("layout") == GROUPED
         is_layer = is_te if wanted is None else stacked in wanted
         dims = 2 if stacked.endswith("weight") else 1
