@@ -199,7 +199,13 @@ def test_extra_takes_tensors_that_are_not_strided(tmp_path: Path) -> None:
     """Sparse ones of every layout, and those of torch's own quantization, within a dict and per rank."""
     eye = torch.eye(4)
     uncoalesced = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3), check_invariants=True)
-    values = [uncoalesced, eye.to_sparse(), eye.to_sparse_csr(), eye.to_sparse_csc(), eye.to_sparse_bsr((2, 2))]
+    values = [
+        uncoalesced,
+        eye.to_sparse(),
+        eye.to_sparse_csr(),
+        eye.to_sparse_csc(),
+        eye.to_sparse_bsr((2, 2)),
+    ]
     values += [eye.to_sparse_bsc((2, 2)), torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8)]
     extra = {"all": values, "own": checkpoint.PerRank({1: uncoalesced})}
     checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra=extra)

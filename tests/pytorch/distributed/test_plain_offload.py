@@ -8,7 +8,9 @@ from plain import offloaded
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("sharder", ["torch", "te_fsdp"])
-@pytest.mark.parametrize(("kind", "axes"), [("gated MLP", {"dp_shard": 1, "tp": 2}), ("Linear", {"dp_shard": 2})])
+@pytest.mark.parametrize(
+    ("kind", "axes"), [("gated MLP", {"dp_shard": 1, "tp": 2}), ("Linear", {"dp_shard": 2})]
+)
 @pytest.mark.parametrize("recipe", ["current", "delayed", "nvfp4"])
 def test_offloaded_values_are_quantized(pool, recipe, kind, axes, sharder):
     """torch replaces the entries that wait for their scale by copies in high precision (kind: old bytes in use)."""

@@ -21,9 +21,7 @@ def broadcast(kind: str, recipe: str, axes: dict[str, int], sharder: str) -> dic
     first.step(0)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(first.model, options=options)
-    states = get_optimizer_state_dict(
-        first.model, first.optimizer, options=options
-    )
+    states = get_optimizer_state_dict(first.model, first.optimizer, options=options)
     outputs, values = [], []
     for offload in (False, True):
         job = round_trip.Job(kind, recipe, axes, sharder, True, seed=4)
