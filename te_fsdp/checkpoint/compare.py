@@ -30,7 +30,7 @@ from te_fsdp.checkpoint.model_state import (
     stage_of,
     tied_names,
 )
-from te_fsdp.checkpoint.reader import cut_by_tp
+from te_fsdp.checkpoint.reader import cut_by_tp, has_original_order
 from te_fsdp.checkpoint.tensor_entries import GROUPED
 from te_fsdp.collectives.agreement import all_agree, gather, gather_if_any, rank, world_size
 from te_fsdp.errors import CheckpointError, shorten
@@ -185,9 +185,8 @@ def compare(source: Source, model: nn.Module, state: ModelState) -> Differences:
         )
         for key in ("num_gemms", "fp8_format"):
             if saved[key] != live_recipe[key]:
-                found.tensors["with another recipe", name] = (
-                    f"{key}: saved {saved[key]}, model has {live_recipe[key]}"
-                )
+                shown = _saved_and_here(saved[key], live_recipe[key])
+                found.tensors["with another recipe", name] = f"{key}: {shown}"
     return found
 
 
@@ -227,11 +226,8 @@ def compare_model(manifest: Manifest, state: ModelState) -> Differences:
                 continue
             why = ""
             if formats[0] is not None and formats[0] == formats[1]:
-                why = (
-                    f" ({', '.join(sorted(lacks))} not saved)"
-                    if lacks
-                    else " (this mesh cuts through blocks)"
-                )
+                cause = f"{', '.join(sorted(lacks))} not saved" if lacks else "this mesh cuts through blocks"
+                why = f" ({cause})"
             found.converted[name] = f"{kinds[0]} -> {kinds[1]}{why}"
     return found
 
@@ -251,13 +247,12 @@ def compare_stacked(found: Differences, source: Source, described: dict[str, dic
     for name, now in described.items():
         if not str(now["layout"]).startswith("stacked") or f"model.{name}" not in source.tensors:
             continue
-        # Without te_fsdp's manifest only TE's extra state, or pieces of columns, show in which order the rows
-        # are.
+        # Without te_fsdp's manifest only TE's extra state, or pieces of columns, show the order of the rows.
         if f"model.{name}" in cut:
             found.tensors["whose rows tensor parallelism has put in another order", name] = ""
         elif name.rpartition(".")[0] not in source.manifest.extra_states:
             unconfirmed.append(name)
-    if unconfirmed:
+    if unconfirmed and not has_original_order(source.tensors):
         source.notes.append(
             f"{len(unconfirmed)} fused or gated weight(s) taken with the rows of the unsharded module "
             f"({shorten(unconfirmed, 3)}), "

@@ -6,6 +6,7 @@
     {"te_fsdp.tensor": {"key": "extra/order", "shape": [8], "dtype": "torch.int64"}}
     {"te_fsdp.per_rank": [value of rank 0, value of rank 1]}
     {"te_fsdp.value": ["Counter", [[2, 1], [5, 1]]]}    dicts with keys of any kind, bytes, sets, numbers of NumPy
+    {"te_fsdp.value": ["torch.save", {"te_fsdp.tensor": ...}]}    the bytes of a file: sparse tensors and others
 
 A DTensor is stored in shards, each element once, and is loaded as a whole tensor on the CPU, because the mesh of the
 load may be another one.
@@ -15,8 +16,9 @@ from __future__ import annotations
 
 import base64
 import collections
+import io
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +35,25 @@ _TUPLE, _TENSOR, _PER_RANK, _VALUE = "te_fsdp.tuple", "te_fsdp.tensor", "te_fsdp
 _MARKS = (_TUPLE, _TENSOR, _PER_RANK, _VALUE)
 #: For the error that names what is refused.
 _KNOWN = (
-    "None, bool, int, float, complex, str, bytes, a number of NumPy, a dtype, a device, a tensor or DTensor in high "
-    "precision, or a dict, Counter, list, tuple or set of these"
+    "what torch.load(weights_only=True) reads, a number of NumPy, a tensor or DTensor in high precision, or a dict, "
+    "Counter, list, tuple or set of these"
 )
-_SETS = {"set": set, "frozenset": frozenset}
-_MAPS = {"dict": dict, "Counter": collections.Counter}
+#: Types that JSON lacks -> their content, which is encoded like any value, and the inverse.
+_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    bytes: (lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    bytearray: (
+        lambda value: base64.b64encode(value).decode(),
+        lambda text: bytearray(base64.b64decode(text)),
+    ),
+    set: (list, set),
+    frozenset: (list, frozenset),
+    complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    torch.dtype: (lambda value: str(value).removeprefix("torch."), lambda name: getattr(torch, name)),
+    torch.device: (str, torch.device),
+    torch.Size: (list, torch.Size),
+}
+_NAMED = (collections.Counter, collections.OrderedDict)
+_MAPS = {kind.__name__: kind for kind in (dict, *_NAMED)}
 
 
 @dataclass(frozen=True)
@@ -100,13 +116,14 @@ def encode(
             isinstance(value, torch.Tensor)
             and not (isinstance(value, DTensor) or value.is_meta or _te.is_quantized(value))
             and value.layout == torch.strided
+            and not value.is_quantized  # torch's own quantization
         ):
             entry = whole_entry(value.resolve_conj().resolve_neg())
         if entry is not None:
             entries[where] = entry
             return {_TENSOR: {"key": where, "shape": list(entry.shape), "dtype": str(entry.dtype)}}
-        # A Counter is a dict, too. It is written with its class name.
-        is_plain_dict = isinstance(value, dict) and type(value) is not collections.Counter
+        # A Counter is a dict, too. It is written with its class name. Other subclasses load as dicts.
+        is_plain_dict = isinstance(value, dict) and type(value) not in _NAMED
         # A key that is one of the marks would be read as a mark, so such a dict is written as pairs.
         if is_plain_dict and all(type(k) is str and k not in _MARKS for k in value):
             # Escaped as in a JSON pointer, so that different paths have different keys.
@@ -120,44 +137,59 @@ def encode(
     return walk(value, where), entries
 
 
+def encode_numbers(value: Any, where: str) -> Any:
+    """Return the JSON form of a value, with tensors of one element as numbers; CheckpointError for larger ones."""
+    encoded, entries = encode(value, where)
+
+    def number(described: dict[str, Any], _: str) -> Any:
+        tensor = entries[described["key"]].pieces[0].tensor
+        if tensor.numel() != 1:
+            raise CheckpointError(
+                f"{described['key']}: a tensor of shape {described['shape']}",
+                expected="a plain value, or a tensor of one element",
+                fix="keep it out of the optimizer, or save it in extra",
+            )
+        return tensor.item()
+
+    return _replaced(encoded, {_TENSOR: number})
+
+
 def _encode_other(value: Any, walk: Callable[[Any, str], Any], where: str) -> Any:
     """Return the JSON form of a value of a type that JSON lacks; CheckpointError for any other.
 
     ``walk`` encodes what is inside, given a value and its place.
     """
-
-    def each(items: Iterable[Any]) -> list[Any]:
-        return [walk(item, f"{where}/{index}") for index, item in enumerate(items)]
-
     kind = type(value)
-    if kind in (bytes, bytearray):
-        content: Any = base64.b64encode(value).decode()
-    elif kind in (set, frozenset):
-        content = sorted(each(value), key=repr)  # the same on all ranks
-    elif isinstance(value, dict):
-        name = "Counter" if kind is collections.Counter else "dict"
-        for key in value:
-            if isinstance(key, torch.Tensor):
-                raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
+    if isinstance(value, dict):
+        if any(isinstance(key, torch.Tensor) for key in value):
+            raise CheckpointError(f"{where}: a tensor as a key", fix="use its name as the key")
         items = enumerate(value.items())
         pairs = [[walk(k, f"{where}/{at}/key"), walk(v, f"{where}/{at}")] for at, (k, v) in items]
-        return {_VALUE: [name, pairs]}
-    elif kind is complex:
-        content = [value.real, value.imag]
-    elif kind in (torch.dtype, torch.device):
-        return {_VALUE: [kind.__name__, str(value).removeprefix("torch.")]}
-    elif kind is torch.Size:
-        content = [*value]
-    elif isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+        return {_VALUE: [kind.__name__ if kind in _NAMED else "dict", pairs]}
+    if kind in _FORMS:
+        content = walk(_FORMS[kind][0](value), where)
+        # Sets are sorted: the same on all ranks.
+        return {_VALUE: [kind.__name__, sorted(content, key=repr) if kind in (set, frozenset) else content]}
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
         return {_VALUE: ["numpy", [value.dtype.name, value.item()]]}
-    else:
+    try:
+        # Refused before: a tensor on meta has no values, and these classes lose their place or their scales.
+        if isinstance(value, DTensor) or (kind is torch.Tensor and value.is_meta) or _te.is_quantized(value):
+            raise TypeError
+        file = io.BytesIO()
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:  # of any class: pickling runs methods of the value
         raise CheckpointError(
             f"{where}: cannot be stored",
             expected=_KNOWN,
             got=f"{kind.__name__} {' '.join(repr(value).split()):.80}",
             fix="convert it, for example number.item() or str(path)",
-        )
-    return {_VALUE: [kind.__name__, content]}
+        ) from error
+    return {
+        _VALUE: ["torch.save", walk(torch.frombuffer(bytearray(file.getbuffer()), dtype=torch.uint8), where)]
+    }
 
 
 def _sharded_entry(value: DTensor, where: str) -> Entry:
@@ -264,25 +296,18 @@ def decode(encoded: Any, slots: dict[str, Entry]) -> Any:
 
 def _decode_other(node: list[Any], inner: Callable[[Any], Any]) -> Any:
     """Return the value of a JSON form; ``inner`` decodes what is inside. CheckpointError for an unknown kind."""
-    kind, content = node
-    if kind in ("bytes", "bytearray"):
-        data = base64.b64decode(content)
-        return data if kind == "bytes" else bytearray(data)
-    if kind in _SETS:
-        return _SETS[kind](map(inner, content))
+    kind, content = node[0], inner(node[1])
     if kind in _MAPS:
-        return _MAPS[kind]({inner(key): inner(item) for key, item in content})
-    if kind == "complex":
-        return complex(*content)
-    # The text comes from a file: only dtypes are taken from torch, not its functions.
-    if kind == "dtype" and isinstance(getattr(torch, content, None), torch.dtype):
-        return getattr(torch, content)
-    if kind == "device":
-        return torch.device(content)
-    if kind == "Size":
-        return torch.Size(content)
+        return _MAPS[kind](dict(content))
+    if kind == "torch.save":
+        return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True, map_location="cpu")
     if kind == "numpy" and np.dtype(content[0]).kind in "biuf":
         return np.dtype(content[0]).type(content[1])
+    # The text comes from a file: only dtypes are taken from torch, not its functions.
+    is_name = kind != "dtype" or isinstance(getattr(torch, content, None), torch.dtype)
+    for form, (_, value_of) in _FORMS.items():
+        if form.__name__ == kind and is_name:
+            return value_of(content)
     raise CheckpointError(
         f"extra: a value of the kind {kind!r}",
         expected="a kind that this te_fsdp knows",

@@ -38,8 +38,7 @@ def changes_for(manifest: Manifest, model: nn.Module) -> list[Change]:
             grouped.add(stacked_name(name))
             ties[stacked_name(name)] = stacked_name(first)
     experts = [name for name in sorted(grouped) if name not in have and f"{name}0" in have]
-    have = have | set(experts)
-    tied = [Change(name, first) for name, first in ties.items() if name in have]
+    tied = [Change(name, first) for name, first in ties.items() if name in have | {*experts}]
     return [*(Change(name, None) for name in experts), *tied]
 
 

@@ -231,8 +231,7 @@ class Filling:
         delayed, delayed_slots = self._delayed()
         slots = {**tensor_slots(extra), **delayed_slots}
         states = [one.state for one in self.optimizers.values()]
-        # A failed read must leave the optimizer as it was. Reads go to the host, so no tensor is written
-        # before.
+        # A failed read must leave the optimizer as it was. Reads go to the host, so no tensor is written.
         before = [{parameter: dict(state) for parameter, state in own.items()} for own in states]
         try:
             # A rank may lack the memory for optimizer state.
@@ -381,8 +380,7 @@ class Filling:
         """Reset delayed-scaling state that was not loaded to that of a new module, with the loaded weights' scales."""
         keep, restarted = loaded.keys() | self.found.names(), []
         for name, (_, states) in delayed_modules(self.model).items():
-            # Includes modules of another format, whose saved state has no meaning for the scales of this
-            # one.
+            # Includes modules of another format, whose saved state has no meaning for these scales.
             if name not in keep:
                 restarted.append(name)
                 for state in states.values():

@@ -80,8 +80,7 @@ def _check(value: Any, rule: Any, where: str, depth: int = 0) -> None:
         known: set[str] = set()
         for name, item in value.items():
             _check(name, names, f"a name in {where}")
-            # Most tensors of a model have equal descriptions, which are checked once. Of JSON values, equal texts are
-            # equal values.
+            # Most tensors have equal descriptions, which are checked once. Equal texts are equal values in JSON.
             text = repr(item)
             if text not in known:
                 _check(item, rule[names], f"{where}.{name}", depth + 1)

@@ -193,8 +193,7 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
             # A tied parameter is stored once, under its first name.
             if tensor is None or id(tensor) in found:
                 continue
-            # Wrappers of torch.compile and activation checkpointing insert parts into names. Files do not
-            # have them.
+            # Files do not have the parts that torch.compile and activation checkpointing insert into names.
             fqn = _torch.without_wrappers(f"{prefix}.{name}")
             if kind == "_parameters":
                 found[id(tensor)] = OwnedTensor(fqn, module, name, tensor, _place_of(module, name))
@@ -354,8 +353,7 @@ def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
     for part in owned.parts():
         for component in components_of(local if part.index is None else local.experts[part.index], owned.fqn):
             entry = whole_entry(component.tensor)
-            # Without a block a component belongs to the full weight, as a scale per tensor, and every shard
-            # has it.
+            # Without a block a component belongs to the full weight (a scale per tensor). Every shard has it.
             if component.block is not None:
                 rectangles = component.boxes(part.boxes, owned.fqn, part.original)
                 entry = cut_entry(component.tensor, component.shape(part.original), rectangles)

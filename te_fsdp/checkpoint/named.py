@@ -44,9 +44,8 @@ def joined_model(given: Any) -> nn.Module:
         _check_names(given, "model")
     parts = []
     for name, model in given.items() if is_named else [("", given)]:
-        stages = (
-            [model] if isinstance(model, nn.Module) else list(model) if isinstance(model, Iterable) else []
-        )
+        stages = [model] if isinstance(model, nn.Module) else model
+        stages = list(stages) if isinstance(stages, Iterable) else []
         if not stages or not all(isinstance(stage, nn.Module) for stage in stages):
             raise CheckpointError(
                 "checkpoint: model",
@@ -120,12 +119,11 @@ def joined_state(model: nn.Module, parts: Parts, owned: dict[int, OwnedTensor]) 
 
 def joined_groups(parts: Parts, names: dict[int, str]) -> list[dict[str, Any]]:
     """Return the groups of all optimizers, each with the name of its optimizer where that has one. Local operation."""
-    groups = []
-    for name, one in parts.items():
-        groups += [
-            {**group, **({"optimizer": name} if name else {})} for group in describe_groups(one, names)
-        ]
-    return groups
+    return [
+        {**group, **({"optimizer": name} if name else {})}
+        for name, one in parts.items()
+        for group in describe_groups(one, names)
+    ]
 
 
 def split(saved: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -173,13 +171,13 @@ def compare_optimizers(
             found.optimizer |= {(f"{name}: {text}" if name else text, of): None for text, of in own.optimizer}
             found.converted |= own.converted
             continue
-        where = "only in the checkpoint" if name in there else "not in the checkpoint"
         if name in there:
-            keys = {key for group in there[name]["groups"] for key in group["parameters"]}
+            where, keys = "only", {key for group in there[name]["groups"] for key in group["parameters"]}
         else:
-            keys = {owned[id(p)].key for group in parts[name].param_groups for p in group["params"]}
+            groups = parts[name].param_groups
+            where, keys = "not", {owned[id(p)].key for group in groups for p in group["params"]}
         for key in sorted(keys):
-            found.optimizer[f"optimizer {name!r} is {where}", key] = None
+            found.optimizer[f"optimizer {name!r} is {where} in the checkpoint", key] = None
 
 
 def each_with_manifest(parts: Parts, manifest: Any) -> Iterator[tuple[Optimizer, Any]]:

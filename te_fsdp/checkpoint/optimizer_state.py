@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from te_fsdp.checkpoint.compare import GROUPS, WHOLE_OPTIMIZER, Differences
-from te_fsdp.checkpoint.extra import decode, encode
+from te_fsdp.checkpoint.extra import decode, encode_numbers
 from te_fsdp.checkpoint.manifest import Manifest, dtype_name
 from te_fsdp.checkpoint.model_state import OwnedTensor
 from te_fsdp.checkpoint.tensor_entries import (
@@ -118,10 +118,7 @@ def describe_groups(optimizer: Optimizer, names: dict[int, str]) -> list[dict[st
     where: dict[str, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-        for key, value in options.items():
-            if isinstance(value, torch.Tensor) and value.numel() == 1:  # lr of capturable optimizers
-                options[key] = value.item()
-        encoded, _ = encode(options, f"optimizer.param_groups[{index}]")
+        encoded = encode_numbers(options, f"optimizer.param_groups[{index}]")  # lr and betas may be tensors
         own = list(dict.fromkeys(names[id(p)] for p in group["params"]))
         torn = [name for name in own if where.setdefault(name, index) != index]
         if torn:
@@ -142,7 +139,7 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
     value without a known place in the original parameter.
     """
     if not isinstance(value, torch.Tensor):
-        return {"value": encode(value, key)[0]}, None
+        return {"value": encode_numbers(value, key)}, None
     local, whole = _torch.local_of(value), owned.parameter.shape
     described: dict[str, Any] = {"shape": list(value.shape), "dtype": dtype_name(value.dtype)}
     # The step count. A parameter with one element has state of that shape, too, which is its own.
@@ -163,10 +160,8 @@ def describe_state(key: str, value: Any, owned: OwnedTensor) -> tuple[dict[str, 
         dim, low, high = rows
         shape, boxes = (*shape[:dim], high - low, *shape[dim + 1 :]), cut_boxes(boxes, dim, low, high)
     if tuple(local.shape) != shape:
-        got = tuple(local.shape)
-        raise CheckpointError(
-            f"{key}: local shape", expected=shape, got=got, fix="shard the state like its parameter"
-        )
+        got, fix = tuple(local.shape), "shard the state like its parameter"
+        raise CheckpointError(f"{key}: local shape", expected=shape, got=got, fix=fix)
     described["shape"] = list(info.original_shape)
     return described, cut_entry(local, info.original_shape, boxes)
 
@@ -346,6 +341,15 @@ def _slot(
     return _torch.placed_like(local, parameter)
 
 
+def _restored(present: Any, saved: Any) -> Any:
+    """Return a saved option, with its numbers in the present tensors: captured graphs refer to these."""
+    if isinstance(present, torch.Tensor):
+        return present.fill_(saved)
+    if type(present) is type(saved) and type(saved) in (tuple, list) and len(present) == len(saved):
+        return type(saved)(map(_restored, present, saved))
+    return saved
+
+
 def restore_groups(
     optimizer: Optimizer, saved: dict[str, Any], owned: dict[int, OwnedTensor], loaded: set[str]
 ) -> list[int]:
@@ -368,10 +372,7 @@ def restore_groups(
             for key in set(group) - set(options) - set(optimizer.defaults) - {"params", "param_names"}:
                 del group[key]
             for key, value in options.items():
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)  # captured graphs refer to this tensor
-                else:
-                    group[key] = value
+                group[key] = _restored(group.get(key), value)
         else:
             left.append(index)
         # These options, which may be from the checkpoint, need "step" on the device: torch's rule. Other kernels accept

@@ -162,8 +162,7 @@ def plan_entries(ranks: RankMessenger, path: Path, entries: dict[str, Entry], si
     """
 
     def mine() -> Held:
-        # Also on ranks that do not share rank 0's disk: the end of the save names the files that rank 0
-        # does not see.
+        # Also on ranks that do not share rank 0's disk: the end of the save names the files that rank 0 does not see.
         if not is_remote(path):
             path.mkdir(parents=True, exist_ok=True)
         return pieces_held_by_rank(entries)

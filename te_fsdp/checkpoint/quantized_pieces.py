@@ -91,9 +91,8 @@ def quantized_or_plain(key: str, tensor: Lazy, *, scrambled: bool) -> Any:
             fix="load it on the mesh that saved it, and save it with te_fsdp.checkpoint.save",
         )
     try:
-        return (
-            _join(key, tensor, tensor.shape, parts) if len(tensor.shape) == 2 else _stack(key, tensor, parts)
-        )
+        is_stacked = len(tensor.shape) != 2
+        return _stack(key, tensor, parts) if is_stacked else _join(key, tensor, tensor.shape, parts)
     except PlacementError as error:
         raise CheckpointError(str(error)) from error
 

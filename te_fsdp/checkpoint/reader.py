@@ -119,9 +119,8 @@ def with_remainders(upper: Lazy, lower: Lazy) -> Lazy:
 class Choices:
     """Options of a reader for properties that files do not record."""
 
-    key: str | None = (
-        None  #: Key of the model's state dict, with dots for nested keys; ``None``: by usual names
-    )
+    #: Key of the model's state dict, with dots for nested keys; ``None``: by usual names
+    key: str | None = None
     extra_state: str = "read"  #: ``"read"`` TE's delayed-scaling state, or ``"drop"`` it
     optimizer_class: str | None = None  #: Class of the optimizer if its options do not determine it
 
@@ -171,8 +170,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
     keys = {
         name.removeprefix(OTHER) if name.startswith(OTHER) else f"model.{name}": tensor
         for name, tensor in tensors.items()
-        # torch.save and safetensors write a tied tensor under each of its names. A checkpoint has the first one
-        # only.
+        # torch.save and safetensors write a tied tensor under each of its names, a checkpoint under the first.
         if name.partition(":")[0] not in manifest.tied
     }
     absent = []
@@ -259,8 +257,7 @@ def _layers(manifest: Manifest, wanted: Collection[str] | None) -> dict[str, lis
             continue
         module, members = stacked.rpartition(".")[0], [by_index[n] for n in range(len(by_index))]
         kinds: list[dict[str, Any]] = [{**parameters[name], "layout": None} for name in members]
-        # Only TE's modules have an extra state, so a user's own weights with numbers in their names are left
-        # alone.
+        # Only TE's modules have an extra state. A user's own weights with numbers in their names are left.
         is_te = module in extras or parameters[members[0]].get("layout") == GROUPED
         is_layer = is_te if wanted is None else stacked in wanted
         dims = 2 if stacked.endswith("weight") else 1
@@ -312,14 +309,17 @@ def with_other_experts(manifest: Manifest, groups: list[Any], states: Mapping[An
 # ------------------------------------------------------------- pieces of a plain directory, as sharded by a mesh
 
 
+def has_original_order(tensors: Mapping[str, Lazy]) -> bool:
+    """Return whether a plain directory records that rows are in the original order, as those of te_fsdp's models do."""
+    return any(isinstance(tensor, Chunked) and tensor.in_original_order for tensor in tensors.values())
+
+
 def cut_by_tp(tensors: Mapping[str, Lazy]) -> set[str]:
     """Return the keys of tensors with sharded rows, in a directory of tensor parallelism; else none.
 
-    Directories of te_fsdp's models record that their rows are in the original order. Otherwise, tensor parallelism
-    shows by sharded columns of row-parallel weights. FSDP shards columns only on request.
+    Tensor parallelism shows by sharded columns of row-parallel weights. FSDP shards columns only on request.
     """
-    chunked = [tensor for tensor in tensors.values() if isinstance(tensor, Chunked)]
-    if any(tensor.in_original_order for tensor in chunked):
+    if has_original_order(tensors):
         return set()
     cut = {key: tensor.chunks for key, tensor in tensors.items() if isinstance(tensor, Chunked)}
     if not any(any(offsets[1:]) for chunks in cut.values() for offsets, _ in chunks):

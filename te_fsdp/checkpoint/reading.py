@@ -115,12 +115,10 @@ def read_stored(path: Path, manifest: Manifest, index: Index, wanted: list[Recta
                         for read in reads:
                             read.result()
                     finally:
-                        # A read that has begun still writes into its buffer, also after another one has
-                        # failed.
+                        # A read that has begun still writes into its buffer after another one has failed.
                         wait(read for read in reads if not read.cancel())
             except (OSError, DamagedFileError) as error:
-                # An error of the file has the offset of the damaged piece, by which the message names its
-                # tensor.
+                # An error of the file has the damaged piece's offset, by which the message names its tensor.
                 begin = getattr(error, "begin", None)
                 keys = [f", of {piece.key}" for piece, _ in pieces if piece.offset == begin]
                 damaged(path, [f"{name}: {error}{''.join(keys)}"])
@@ -327,9 +325,8 @@ class Conversion:
     owned: OwnedTensor
     source: str  #: Origin of the values, as text
     key: str  #: File key of the values, or the prefix of the components' keys
-    needed: dict[
-        str, Block
-    ]  #: Components that determine the values, with their blocks; "": the values themselves
+    #: Components that determine the values, with their blocks; "": the values themselves
+    needed: dict[str, Block]
     format: str = ""  #: Of the components
 
     @classmethod

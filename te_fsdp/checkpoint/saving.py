@@ -146,9 +146,8 @@ class _SaveCache:
     """Description of a model and its optimizer, without tensors, that the next save reuses."""
 
     fields: dict[str, Any]  #: Of the manifest, except the optimizer's groups
-    names: dict[
-        int, str
-    ]  #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
+    #: Names of the files' tensors, by ``id`` of the parameters in the optimizer's groups
+    names: dict[int, str]
     digests: dict[str, bytes]  #: Of values that must be identical on all ranks
     #: From :func:`_fingerprint`; ``None``: unknown, so that the next save describes everything again
     look: list[Any] | None
@@ -173,8 +172,7 @@ class _Collected:
         self.extra, self.own, extra_entries = encode_extra(extra, rank())
         self.delayed, self.delayed_entries = delayed_state(model)
         self.others = _stored({**self.delayed_entries, **extra_entries})
-        # Includes the tensors of ``extra`` and of delayed scaling, because their pieces are in the plan,
-        # too.
+        # Includes the tensors of ``extra`` and of delayed scaling: their pieces are in the plan.
         look, self.leaves = _fingerprint(model, optimizers, self.others) or (None, [])
         self.is_known = before is not None and look is not None and before.look == look
         if before is not None and self.is_known:
@@ -425,8 +423,7 @@ def _complete(
     finally:
         if ranks.rank == 0:
             directories.discard(writing.path)
-    # Removing takes long on network file systems. The checkpoints are hidden already, so no rank waits for
-    # it.
+    # Removing takes long on network file systems. The checkpoints are already hidden, so no rank waits.
     for path in hidden:
         directories.remove(path)
     _log.info("saved %s in %.2f s", target, time.perf_counter() - began)

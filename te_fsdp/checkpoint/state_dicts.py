@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from te_fsdp.checkpoint.extra import encode
+from te_fsdp.checkpoint.extra import encode_numbers
 from te_fsdp.checkpoint.lazy_tensors import (
     InMemory,
     Lazy,
@@ -65,8 +65,7 @@ def open_torch_contents(path: Path, choices: Choices) -> Contents:
 def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
     """Open safetensors files: te_fsdp's with everything, or a state dict; as :func:`from_portable`. Local operation."""
     tensors, metadata = open_safetensors(path)
-    # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of such a
-    # file.
+    # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of one.
     if MANIFEST_KEY in metadata:
         return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
     if others := [name for name in tensors if name.startswith(OTHER)]:
@@ -173,8 +172,7 @@ def _add_model(contents: Contents, state: Mapping[str, Any], choices: Choices) -
     manifest, unread = contents.manifest, []
     extras = {name.rpartition(".")[0]: value for name, value in state.items() if _is_extra(name)}
     manifest.extra_states = sorted(extras)
-    # Before the weights: the format of a float8 weight depends on whether its module has delayed-scaling
-    # state.
+    # Before the weights: the format of a float8 weight depends on the delayed-scaling state of its module.
     for name, value in extras.items():
         _add_extra_state(contents, name, value, choices)
     # Files of torch.save have tied weights twice. One process shares their memory, which shows the tie.
@@ -316,10 +314,10 @@ def _add_optimizer(contents: Contents, state: Any, choices: Choices) -> bool:
                     states.setdefault(name, {})[key] = described
                     tensors[f"optimizer.state.{name}.{key}"] = value
                 elif value is not None:
-                    states.setdefault(name, {})[key] = {"value": encode(value, f"{key} of {name}")[0]}
+                    states.setdefault(name, {})[key] = {"value": encode_numbers(value, f"{key} of {name}")}
         own = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
         described_groups = [
-            {"parameters": [names[n] for n in group["params"]], "options": encode(options, "options")[0]}
+            {"parameters": [names[n] for n in group["params"]], "options": encode_numbers(options, "options")}
             for group, options in zip(groups, own, strict=True)
         ]
         # The state dict of torch does not record the class of its optimizer.

@@ -153,8 +153,7 @@ def join_experts(states: dict[str, dict[str, Any]], more: dict[str, dict[str, An
     """
     for key, described in more.items():
         both = states.setdefault(key, described), described
-        # Everything except the list of experts must be equal, because the files have one description for all
-        # experts.
+        # Everything except the list of experts must be equal: the files have one description for all.
         (experts, kind), (others, other) = ((one["experts"], {**one, "experts": None}) for one in both)
         if kind != other:
             kinds = (", ".join(f"{k} {v}" for k, v in one.items() if k != "experts") for one in both)

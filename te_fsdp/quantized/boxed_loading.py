@@ -41,11 +41,16 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
             value = state_dict.get(key)
             # The state dict may contain fewer entries than the model (a partial load), or copies instead of
             # the model's tensors.
-            held = _torch.local_of(value) if isinstance(value, torch.Tensor) else None
-            if parameter is None or held is None or not _te.is_quantized(held):
+            if parameter is None or not isinstance(value, torch.Tensor):
+                continue
+            held, local = _torch.local_of(value), _torch.local_of(parameter)
+            if not _te.is_quantized(held):
+                if _te.is_quantized(local):
+                    # The load overwrites them. `copy_` would change what waits, and leave the bytes.
+                    waiting_values(local, take=True)
                 continue
             # A parameter in high precision or another format gets the values that wait by `copy_`.
-            if _te.format_of(_torch.local_of(parameter)) is not _te.format_of(held):
+            if _te.format_of(local) is not _te.format_of(held):
                 continue
             values = waiting_values(held, take=True)
             # Delayed scaling, too, takes the scale of these values: that of the previous ones would clip larger ones.

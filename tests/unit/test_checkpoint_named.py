@@ -170,6 +170,8 @@ EXTRA: dict[str, Any] = {
     "device": torch.device("cpu"),
     "size": torch.Size([2, 3]),
     "te_fsdp.value": "a reserved name",
+    "ordered": collections.OrderedDict(b=1, a=2),
+    "layout": torch.sparse_csr,
     "nested": ({"x": {4: (b"", {5})}},),
 }
 
@@ -193,6 +195,52 @@ def test_extra_takes_what_weights_only_files_take(tmp_path: Path) -> None:
     assert schedule.milestones == collections.Counter([2, 5])
 
 
+def test_extra_takes_tensors_that_are_not_strided(tmp_path: Path) -> None:
+    """Sparse ones of every layout, and those of torch's own quantization, within a dict and per rank."""
+    eye = torch.eye(4)
+    uncoalesced = torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (2, 3), check_invariants=True)
+    values = [
+        uncoalesced,
+        eye.to_sparse(),
+        eye.to_sparse_csr(),
+        eye.to_sparse_csc(),
+        eye.to_sparse_bsr((2, 2)),
+    ]
+    values += [eye.to_sparse_bsc((2, 2)), torch.quantize_per_tensor(eye, 0.1, 0, torch.qint8)]
+    extra = {"all": values, "own": checkpoint.PerRank({1: uncoalesced})}
+    checkpoint.save(tmp_path / "a", nn.Linear(2, 2), extra=extra)
+    loaded = checkpoint.load(tmp_path / "a", nn.Linear(2, 2))
+    for one, other in zip([*values, uncoalesced], [*loaded["all"], loaded["own"][1]], strict=True):
+        assert one.layout == other.layout and one.dtype == other.dtype
+        if one.is_sparse:
+            assert one.is_coalesced() == other.is_coalesced()
+        equal = (t.dequantize() if t.is_quantized else t.to_dense() for t in (one, other))
+        assert torch.equal(*equal)
+
+
+def test_options_of_optimizers_may_be_tensors(tmp_path: Path) -> None:
+    """Loaded into the same tensors, which captured graphs refer to; a larger one is refused by name."""
+
+    def job() -> tuple[nn.Linear, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        betas = torch.tensor(0.5), torch.tensor(0.75)
+        return model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), betas=betas)
+
+    (model, optimizer), (other, fresh) = job(), job()
+    for beta in (*optimizer.param_groups[0]["betas"], optimizer.param_groups[0]["lr"]):
+        beta.mul_(0.5)
+    checkpoint.save(tmp_path / "a", model, optimizer)
+    group = fresh.param_groups[0]
+    before = [*group["betas"], group["lr"]]
+    checkpoint.load(tmp_path / "a", other, fresh)
+    assert all(one is two for one, two in zip(before, [*group["betas"], group["lr"]], strict=True))
+    assert [float(one) for one in before] == [0.25, 0.375, pytest.approx(0.05)]
+    optimizer.param_groups[0]["mask"] = [torch.ones(3)]
+    with pytest.raises(CheckpointError, match=r"param_groups\[0\]/mask/0: a tensor of shape \[3\]"):
+        checkpoint.save(tmp_path / "b", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
 @pytest.mark.parametrize(
     ("value", "name"),
     [
@@ -200,7 +248,7 @@ def test_extra_takes_what_weights_only_files_take(tmp_path: Path) -> None:
         (np.arange(3), "ndarray"),
         (np.longdouble(1), "longdouble"),
         (lambda: None, "function"),
-        (torch.eye(2).to_sparse(), "Tensor"),
+        (slice(1), "slice"),
         (Path("a"), "PosixPath"),
         (nn.Linear(1, 1), "Linear"),
     ],

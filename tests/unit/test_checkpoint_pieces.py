@@ -88,6 +88,16 @@ def test_stacked_weights_of_plain_directories(
     assert [("were they saved with tensor parallelism?" in note) for note in source.notes] == [True] * asked
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_recorded_order_confirms_the_rows(tmp_path: Path, recorded: bool) -> None:
+    """Of a directory that dcp.save wrote from a te_fsdp model whose state dict drops ``_extra_state``."""
+    tensors = layer(2, 2)
+    tensors["model.mlp.fc1_weight"].in_original_order = recorded  # type: ignore[missing-attribute]
+    source, found = Source(tmp_path, contents_of(tmp_path, tensors, []).manifest, tensors), Differences()
+    compare_stacked(found, source, {name: {"layout": "stacked(1, 1)"} for name in STACKED})
+    assert source.notes == [] and bool(found) is not recorded
+
+
 def test_without_a_model_pieces_of_tensor_parallelism_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"in pieces of tensor parallelism: mlp.fc1_bias, mlp.fc1_weight"

@@ -128,8 +128,7 @@ def open_any(path: Path, choices: Choices | None = None) -> Contents:
         contents = open_torch_contents(where, choices)
     else:
         contents = open_dcp_contents(where, open_dcp(where), choices)
-        # A plain DCP directory does not record in which order tensor parallelism has stored the rows of fused
-        # weights.
+        # A plain DCP directory does not record how tensor parallelism has ordered the rows of fused weights.
         refuse_scrambled(contents)
     stack_experts(contents)
     return contents

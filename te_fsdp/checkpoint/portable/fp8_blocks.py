@@ -34,9 +34,8 @@ def quantize_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for first in range(0, rows, height):
         strip = weight[first : first + height]
         pad = (0, -columns % BLOCK, 0, -len(strip) % BLOCK)
-        blocks = (
-            torch.nn.functional.pad(strip.float(), pad).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
-        )
+        padded = torch.nn.functional.pad(strip.float(), pad)
+        blocks = padded.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
         amax = blocks.abs().amax(dim=(1, 3))
         # On a GPU torch multiplies by the reciprocal of a number, which rounds twice.
         scale = torch.where(amax > 0, amax / torch.full_like(amax, _LARGEST), 1.0)

@@ -139,10 +139,8 @@ class _Family(NamedTuple):
 
     defaults: Mapping[str, Any] = {}  #: Defaults of keys that ``config.json`` lacks
     always: Mapping[str, Any] = {}  #: Fields of :class:`Architecture` that all its models share
-    activations: tuple[str, ...] = (
-        "silu",
-        "swish",
-    )  #: With which TransformerEngine's activation is the model's
+    #: With which TransformerEngine's activation is the model's
+    activations: tuple[str, ...] = ("silu", "swish")
     names: Names = Names()
     #: Keys of the number of experts and of their width, and of the shared expert's
     experts: tuple[str, ...] = ()

@@ -282,9 +282,8 @@ class WeightMap:
 
     architecture: Architecture
     groups: tuple[Group, ...]
-    ignored_te: str = (
-        _IGNORED_TE  #: Pattern of names in the TransformerEngine model's state dict that are not weights
-    )
+    #: Pattern of names in the TransformerEngine model's state dict that are not weights
+    ignored_te: str = _IGNORED_TE
     #: Differences between the functions of the model's layers and Hugging Face's, as texts
     differences: tuple[str, ...] = ()
 
