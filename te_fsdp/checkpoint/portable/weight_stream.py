@@ -87,28 +87,13 @@ def iter_weights(
             before the last bucket (on all ranks, at the next one).
     """
     with collective_call("huggingface.iter_weights"):
-        options = {
-            "format": format,
-            "receiver": receiver,
-            "bucket_bytes": bucket_bytes,
-            "since": since is not None,
-        }
         stream = all_agree(
             lambda: WeightStream(
                 model, optimizer, config, names, blocks, format, receiver, bucket_bytes, since
             )
         )
-        seen = gather(options)
-        if wrong := [name for name in options if any(one[name] != seen[0][name] for one in seen)]:
-            # Each rank would send other buckets, or wait for messages that no rank sends.
-            raise CheckpointError(
-                f"iter_weights: {', '.join(wrong)}",
-                expected="the same on all ranks",
-                got=shorten(
-                    [f"rank {n}: {[one[name] for name in wrong]!r:.60}" for n, one in enumerate(seen)]
-                ),
-                fix="pass equal arguments; with receiver=0 the other ranks iterate, too, and get None",
-            )
+        options = (format, receiver, bucket_bytes, since is not None)
+        _compare_options(dict(zip(("format", "receiver", "bucket_bytes", "since"), options, strict=True)))
         stream.start()
     return stream
 
@@ -349,4 +334,17 @@ def _check_options(
             got=got,
             why="The earlier stream records which weights the receivers have",
             fix="keep the iterator: stream = iter_weights(...); for name, tensor in stream: ...",
+        )
+
+
+def _compare_options(options: dict[str, object]) -> None:
+    """Raise CheckpointError on all ranks if an option differs between ranks. Collective over the world."""
+    seen = gather(options)
+    if wrong := [name for name in options if any(one[name] != seen[0][name] for one in seen)]:
+        # Each rank would send other buckets, or wait for messages that no rank sends.
+        raise CheckpointError(
+            f"iter_weights: {', '.join(wrong)}",
+            expected="the same on all ranks",
+            got=shorten([f"rank {n}: {[one[name] for name in wrong]!r:.60}" for n, one in enumerate(seen)]),
+            fix="pass equal arguments; with receiver=0 the other ranks iterate, too, and get None",
         )
