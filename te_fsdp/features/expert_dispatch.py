@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import gather, raised_on_all_ranks
 from te_fsdp.collectives.rendezvous import is_capturing
-from te_fsdp.errors import InputError, require_number, shorten
+from te_fsdp.errors import InputError, require_integer, require_kind, require_number, shorten
 from te_fsdp.mesh import Meshes
 
 
@@ -63,8 +63,10 @@ class ExpertDispatcher:
 
     def __init__(self, meshes: Meshes, num_experts: int, capacity: int, *, groups: int = 1) -> None:
         """Compute the constant sizes. Local operation."""
+        require_kind("te_fsdp.ExpertDispatcher", "meshes", meshes, Meshes, expected="te_fsdp.Meshes")
         for name, value in (("num_experts", num_experts), ("capacity", capacity), ("groups", groups)):
             require_number("te_fsdp.ExpertDispatcher", name, value, least=1, fix="pass a positive integer")
+            require_integer("te_fsdp.ExpertDispatcher", name, value, least=1)
         mine, ranks = len(meshes.experts(num_experts)), meshes.size("ep")
         self.num_experts, self.capacity, self.groups = int(num_experts), int(capacity), int(groups)
         self.group = None if meshes.ep is None else meshes.ep.get_group()
@@ -87,7 +89,19 @@ class ExpertDispatcher:
             num_experts: Number of experts.
             factor: Ratio of the capacity to an even load.
             multiple: Number of rows that the recipe's blocks require: 16 for float8, 32 for MXFP8, 128 for NVFP4.
+
+        Raises:
+            PlacementError: An argument is out of range, or not a number.
         """
+        given = (
+            ("tokens", tokens, 0),
+            ("top_k", top_k, 1),
+            ("num_experts", num_experts, 1),
+            ("multiple", multiple, 1),
+        )
+        for name, value, least in given:
+            require_integer("ExpertDispatcher.capacity_for", name, value, least=least)
+        require_number("ExpertDispatcher.capacity_for", "factor", factor, least=0, fix="factor=1.25")
         rows = max(1, math.ceil(tokens * top_k * factor / num_experts))
         return -(-rows // multiple) * multiple
 
@@ -107,8 +121,8 @@ class ExpertDispatcher:
             route for :meth:`combine`.
 
         Raises:
-            InputError: The shapes do not fit, or ``chosen`` has no integers. In the first call, on all ranks of ``ep``,
-                also for sizes that differ between ranks, and for indices on the CPU that are out of range.
+            InputError: The shapes do not fit, ``chosen`` has no integers, or indices on the CPU are out of range. In
+                the first call on all ranks of ``ep``, also for sizes that differ between ranks.
         """
         if self._is_checked or is_capturing():
             self._check_shapes(tokens, chosen)
@@ -142,7 +156,7 @@ class ExpertDispatcher:
         return arrived.view(ranks, mine, each, -1).transpose(0, 1).flatten(0, 2), route
 
     def _check_shapes(self, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
-        """Raise InputError for wrong shapes or dtypes. Local operation."""
+        """Raise InputError for wrong shapes, dtypes or indices. Local operation."""
         if (
             tokens.ndim != 2
             or chosen.ndim != 2
@@ -156,21 +170,21 @@ class ExpertDispatcher:
                 got=f"{tuple(tokens.shape)} and {chosen.dtype} {tuple(chosen.shape)}",
                 fix="flatten the batch dims first, and pass indices of experts, such as those of torch.topk",
             )
+        # Indices on a GPU are not read: the host would wait for the device.
+        if chosen.device.type == "cpu" and chosen.numel():
+            least, most = int(chosen.min()), int(chosen.max())
+            if least < 0 or most >= self.num_experts:
+                raise InputError(
+                    "ExpertDispatcher.dispatch: chosen experts",
+                    expected=f"indices from 0 to {self.num_experts - 1}",
+                    got=f"indices from {least} to {most}",
+                    fix="choose among the num_experts of the dispatcher",
+                )
 
     def _check_first(self, tokens: torch.Tensor, chosen: torch.Tensor) -> None:
         """Raise InputError on all ranks for wrong inputs, or sizes that differ. Collective over ``ep``."""
         with raised_on_all_ranks(self._ep, "ExpertDispatcher.dispatch"):
             self._check_shapes(tokens, chosen)
-            # Indices on a GPU are not read: the host would wait for the device.
-            if chosen.device.type == "cpu" and chosen.numel():
-                least, most = int(chosen.min()), int(chosen.max())
-                if least < 0 or most >= self.num_experts:
-                    raise InputError(
-                        "ExpertDispatcher.dispatch: chosen experts",
-                        expected=f"indices from 0 to {self.num_experts - 1}",
-                        got=f"indices from {least} to {most}",
-                        fix="choose among the num_experts of the dispatcher",
-                    )
         mine = {"num_experts": self.num_experts, "capacity": self.capacity, "groups": self.groups}
         mine |= {"hidden": tokens.shape[1], "dtype": str(tokens.dtype)}
         seen = [mine] if self._ep is None else gather(mine, self._ep)

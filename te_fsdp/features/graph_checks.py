@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import InputError
@@ -109,6 +110,35 @@ class Snapshot:
         return [self._state.sync.mode, wire, id(report), None if report is None else report.action, hooks]
 
 
+class Buffers:
+    """Buffers in a module before a capture; with ``attributes`` also tensors that are attributes of modules."""
+
+    def __init__(self, module: nn.Module, *, attributes: bool = False) -> None:
+        self._buffers, self._attributes = list[tuple[Any, ...]](), list[tuple[Any, ...]]()
+        for part in module.modules():
+            for held, owner in ((self._buffers, part._buffers), (self._attributes, vars(part))):
+                if owner is part._buffers or attributes:
+                    held += [
+                        (owner, name, tensor, tensor.detach(), _addresses(tensor))
+                        for name, tensor in owner.items()
+                        if isinstance(tensor, torch.Tensor)
+                    ]
+
+    def replaced(self) -> str:
+        """Return the name of the first buffer that is a different tensor or has other memory; else empty."""
+        for owner, name, tensor, _, addresses in self._buffers:
+            if owner.get(name) is not tensor or _addresses(tensor) != addresses:
+                return name
+        return ""
+
+    def restore(self) -> None:
+        """Set all tensors again, because a failed capture computed no values."""
+        for owner, name, tensor, alias, addresses in self._buffers + self._attributes:
+            owner[name] = tensor
+            if _addresses(tensor) != addresses:
+                tensor.data = alias
+
+
 # -------------------------------------------------------------------------------------------------------- microbatches
 
 
@@ -172,6 +202,7 @@ class LearningRates:
             rate, known = self._rates[place]
             if isinstance(value, torch.Tensor):
                 rate.copy_(value.detach().reshape(()), non_blocking=True)  # it may be changed in place
+                self._rates[place] = rate, None
             elif value != known:
                 rate.fill_(value)
                 self._rates[place] = rate, value
@@ -326,17 +357,19 @@ class Signature(NamedTuple):
     """Properties of a call's arguments on which a recording depends: everything except tensor values."""
 
     structure: Any  #: Structure of tuples, lists and dicts
-    #: Shape, dtype and requires_grad of tensors; other values themselves.
+    #: Shape, dtype and requires_grad of tensors; other values themselves, objects with their attributes.
     leaves: list[Any]
 
     @classmethod
-    def of(cls, leaves: list[Any], structure: Any) -> Signature:
-        """Return the signature of flattened arguments."""
+    def of(cls, leaves: list[Any], structure: Any, context: tuple[Any, ...] = ()) -> Signature:
+        """Return the signature of flattened arguments, and of values that a forward reads in addition."""
         looks = [
-            ("tensor", leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
+            ("tensor", leaf.shape, leaf.dtype, leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else _with_contents(leaf)
             for leaf in leaves
         ]
-        return cls(structure, looks)
+        return cls(structure, [*looks, *context])
 
     def fits(self, other: Signature) -> bool:
         """Return whether a recording for one signature is valid for the other."""
@@ -347,10 +380,32 @@ class Signature(NamedTuple):
         )
 
 
+class _Object(NamedTuple):
+    """An argument whose code may change it in place, with what it contains."""
+
+    value: Any
+    contents: Signature
+
+
+def _with_contents(value: Any, depth: int = 3) -> Any:
+    """Return an object with its attributes and entries; other values themselves.
+
+    A recording reads the tensors that an object had in the capture. Tensors in it are therefore compared by identity.
+    """
+    attributes = getattr(value, "__dict__", None)
+    if not depth or not isinstance(attributes, dict) or isinstance(value, (type, nn.Module)):
+        return value
+    entries = dict(value) if isinstance(value, Mapping) else list(value) if isinstance(value, list) else None
+    leaves, structure = _torch.flatten((attributes, entries))
+    return _Object(value, Signature(structure, [_with_contents(leaf, depth - 1) for leaf in leaves]))
+
+
 def _same(mine: Any, other: Any) -> bool:
     """Return whether two values are equal. Objects without a comparison count as different."""
-    if mine is other:
-        return True
+    if isinstance(mine, _Object) and isinstance(other, _Object):
+        return _same(mine.value, other.value) and mine.contents.fits(other.contents)
+    if mine is other or isinstance(mine, torch.Tensor):
+        return mine is other
     try:
         return type(mine) is type(other) and bool(mine == other)
     except (RuntimeError, ValueError, TypeError):  # arrays, and dataclasses with tensors

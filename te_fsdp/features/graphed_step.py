@@ -30,6 +30,7 @@ from te_fsdp.collectives.rendezvous import collective_call
 from te_fsdp.errors import require_integer, require_kind, require_number
 from te_fsdp.features.clip_grad_norm import clip_grad_norm_
 from te_fsdp.features.graph_checks import (
+    Buffers,
     Inputs,
     LearningRates,
     Signature,
@@ -376,12 +377,14 @@ class GraphedStep:
         zero_grad(self._model)
         self._clear_events()
         report = self._state.components.get(NanReport)
-        parts, norm = list[_Part](), None
+        parts, norm, buffers = list[_Part](), None, Buffers(self._model, attributes=True)
 
         def run(number: int) -> StepOutput:
             """Run the part of a step that one graph contains ([Note: graphs of microbatches])."""
             before = addresses_between_microbatches(self._state) if 0 < number < self._last else None
             output = self._run(number, *inputs.arguments())
+            if name := buffers.replaced():
+                raise RuntimeError(f"forward replaces the buffer {name}, which must be updated in place")
             if number == self._last:
                 return StepOutput(output, self._complete())
             wait_for_reductions(self._state)
@@ -401,6 +404,7 @@ class GraphedStep:
             if report is not None:
                 report.earlier = None
             if isinstance(made, str):
+                buffers.restore()
                 self._clear_events()
                 self._run_eagerly(made)
                 return None

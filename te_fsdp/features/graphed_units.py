@@ -261,7 +261,7 @@ class _Unit:
         # A forward also reads these values, which are not among its arguments.
         device = "cuda" if torch.cuda.is_available() else "cpu"
         casts = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        signature = Signature.of([*leaves, _te.active_recipe(), casts], structure)
+        signature = Signature.of(leaves, structure, (_te.active_recipe(), casts))
         recording, is_new = self._find(signature, leaves, structure)
         if recording is None:
             return self.forward(*args, **kwargs)

@@ -18,6 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.errors import OrderError
+from te_fsdp.features.graph_checks import Buffers
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch, unit_graphs as _graphs
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class UnitRecording:
         ]
         self.weights = weights_of(unit)
         self._modes = [(module, module.training) for module in unit.modules()]
-        self._tensors = [(m._buffers, name, b) for m in unit.modules() for name, b in m._buffers.items()]
+        self._unit_buffers = Buffers(unit)
         self._fixed = fixed | {address for w in self.weights for address in w.addresses}
         self._stand_ins: list[torch.Tensor] = []
         self._edges: list[Any] = []
@@ -154,10 +155,8 @@ class UnitRecording:
         for module, training in self._modes:
             if module.training is not training:
                 return "the training mode of a module"
-        for own, name, buffer in self._tensors:
-            if own.get(name) is not buffer:
-                return f"{name} is a different buffer"
-        return ""
+        name = self._unit_buffers.replaced()
+        return name and f"{name} is a different buffer"
 
     # ---------------------------------------------------------------------------------------------------------- forward
 
@@ -165,7 +164,14 @@ class UnitRecording:
         """Record the forward, without running it. Raise the unit's error, or NotRecordableError."""
         static = [leaf for leaf in self._inputs if isinstance(leaf, torch.Tensor)]
         versions = [_torch.version_of(leaf) for leaf in static]
-        self._forward_graph, results = self._recorder.record(self._forward)
+        before = Buffers(self._unit, attributes=True)
+        try:
+            self._forward_graph, results = self._recorder.record(self._forward)
+            if name := before.replaced():
+                raise NotRecordableError(f"it replaces the buffer {name}, which must be updated in place")
+        except Exception:
+            before.restore()
+            raise
         if versions != [_torch.version_of(leaf) for leaf in static]:
             raise NotRecordableError("it changes an input in place")
         self._outputs = [_graphs.without_ownership(result) for result in results]

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
+from torch import nn
 
 from te_fsdp.checkpoint.async_save import batches
 from te_fsdp.checkpoint.lazy_tensors import Lazy
@@ -34,11 +35,10 @@ from te_fsdp.checkpoint.portable.weight_transfer import (
 )
 from te_fsdp.collectives.agreement import all_agree, gather, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, OrderError, shorten
+from te_fsdp.errors import CheckpointError, OrderError, require_kind, shorten
 from te_fsdp.upstream.torch_dtensor import versions_of
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
@@ -81,8 +81,8 @@ def iter_weights(
         since: A stream of the same model and format that has ended: yield only weights that changed after it.
 
     Raises:
-        CheckpointError: An option that is not supported, a model that ``config`` does not describe, ranks that do not
-            store every element. The same on all ranks, before the first tensor.
+        CheckpointError: An option that is not supported or differs between ranks, a model that ``config`` does not
+            describe, ranks that do not store every element. The same on all ranks, before the first tensor.
         OrderError: ``optimizer`` holds parameters of another model, ``since`` has not ended, or weights are written to
             before the last bucket (on all ranks, at the next one).
     """
@@ -92,6 +92,8 @@ def iter_weights(
                 model, optimizer, config, names, blocks, format, receiver, bucket_bytes, since
             )
         )
+        options = (format, receiver, bucket_bytes, since is not None)
+        _compare_options(dict(zip(("format", "receiver", "bucket_bytes", "since"), options, strict=True)))
         stream.start()
     return stream
 
@@ -118,6 +120,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
 
         ``dtype`` is that of the tensors in the format ``"native"``. Only ``comparable`` streams work as ``since``.
         """
+        require_kind("iter_weights", "model", model, nn.Module, expected="a model", error=CheckpointError)
         _check_options(format, receiver, bucket_bytes, since)
         self._dtype, self._comparable = dtype if format == "native" else torch.bfloat16, comparable
         self.format, self.bucket_bytes, self.since = format, bucket_bytes, since
@@ -331,4 +334,17 @@ def _check_options(
             got=got,
             why="The earlier stream records which weights the receivers have",
             fix="keep the iterator: stream = iter_weights(...); for name, tensor in stream: ...",
+        )
+
+
+def _compare_options(options: dict[str, object]) -> None:
+    """Raise CheckpointError on all ranks if an option differs between ranks. Collective over the world."""
+    seen = gather(options)
+    if wrong := [name for name in options if any(one[name] != seen[0][name] for one in seen)]:
+        # Each rank would send other buckets, or wait for messages that no rank sends.
+        raise CheckpointError(
+            f"iter_weights: {', '.join(wrong)}",
+            expected="the same on all ranks",
+            got=shorten([f"rank {n}: {[one[name] for name in wrong]!r:.60}" for n, one in enumerate(seen)]),
+            fix="pass equal arguments; with receiver=0 the other ranks iterate, too, and get None",
         )

@@ -1,0 +1,42 @@
+"""State that a recording does not see: it is checked, or the step runs eagerly.
+
+Kind: values that a forward reads from somewhere else than its tensor arguments, and that change between steps.
+"""
+
+from __future__ import annotations
+
+import pytest
+from graphed import state_bodies
+
+pytestmark = pytest.mark.cpu
+
+#: Captured operations do not include those that go through memory of the test's own collectives.
+GLOO = {"TE_FSDP_TEST_GLOO": "1"}
+REPLACED = "replaces the buffer mean, which must be updated in place"
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["step", "units"])
+@pytest.mark.parametrize("kind", ["copied", "assigned", "data", "moved"])
+def test_buffers(pool, kind, units):
+    for why, recordings in pool.run(state_bodies.buffers, 2, env=GLOO, kind=kind, units=units, timeout=240):
+        if kind in ("assigned", "data"):
+            assert why.rstrip(")").endswith(REPLACED) and recordings == 0
+        else:
+            assert (why, recordings) == ("", (2 if units else 1) * (1 + (kind == "moved")))
+
+
+def test_a_failed_capture_leaves_buffers(pool):
+    for why, recordings in pool.run(
+        state_bodies.buffers, 2, env=GLOO, kind="assigned", units=False, reads=True
+    ):
+        assert "operation not permitted when stream is capturing" in why and recordings == 0
+
+
+@pytest.mark.parametrize("units", [False, True], ids=["step", "units"])
+def test_objects_among_the_arguments(pool, units):
+    for (recordings,) in pool.run(state_bodies.objects, 2, env=GLOO, units=units, timeout=240):
+        assert recordings <= 4
+
+
+def test_rates_that_are_sometimes_tensors(pool):
+    assert pool.run(state_bodies.rates, 2, env=GLOO) == [[1, 5]] * 2
