@@ -7,7 +7,7 @@ from harness import assert_same_bits
 from strategies import prefetched
 
 AHEAD = ["layers.1", "layers.2", "layers.3"]
-#: What happens before or in the fourth of five steps: the all-gathers that start ahead in each step.
+#: All-gathers that start ahead in each of five steps, by what happens before or in the fourth.
 KINDS = {
     "plain": [[], AHEAD, AHEAD, AHEAD, AHEAD],
     "skip": [
