@@ -149,7 +149,9 @@ class QuantizedParameter(QuantizedDTensor):
     __torch_function__ = _torch.plain_results  # type: ignore[bad-override]
 
     def _copied(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        found = getattr(torch.Tensor, name)(self, *args, **kwargs)
+        # Copies are of the newest values. A detached parameter shares those that wait.
+        newest = self if name == "detach" else _newest(self)
+        found = getattr(torch.Tensor, name)(newest, *args, **kwargs)
         if type(found) is DTensor:
             kind = _DetachedParameter if name == "detach" else QuantizedDTensor
             found.__class__, found.__dict__[_torch.BOXES] = kind, self.__dict__[_torch.BOXES]

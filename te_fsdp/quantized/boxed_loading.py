@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from te_fsdp.boxed_dtensor import wrap_reading
 from te_fsdp.quantized.boxed import (
@@ -48,6 +49,8 @@ def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
                 if _te.is_quantized(local):
                     # The load overwrites them. `copy_` would change what waits, and leave the bytes.
                     waiting_values(local, take=True)
+                    if held.device != local.device and isinstance(value, DTensor):
+                        state_dict[key] = _torch.with_local(held.to(local.device), value, requires_grad=False)
                 continue
             # A parameter in high precision or another format gets the values that wait by `copy_`.
             if _te.format_of(local) is not _te.format_of(held):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from unittest import mock
+
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
@@ -27,7 +30,11 @@ def broadcast(kind: str, recipe: str, axes: dict[str, int], sharder: str) -> dic
         job = round_trip.Job(kind, recipe, axes, sharder, True, seed=4)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload)
         here = dist.get_rank() == 0
-        set_model_state_dict(job.model, dict(weights) if here else {}, options=options)
+        # ``cpu`` copies, as it does on a GPU.
+        with mock.patch.object(
+            torch.Tensor, "cpu", functools.partialmethod(torch.Tensor.to, "cpu", copy=True)
+        ):
+            set_model_state_dict(job.model, dict(weights) if here else {}, options=options)
         set_optimizer_state_dict(job.model, job.optimizer, states if here else {}, options=options)
         outputs.append(job.output())
         job.step(1)
