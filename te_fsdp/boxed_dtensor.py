@@ -390,6 +390,34 @@ def wrapper(cls: Any, sizes: Sequence[int], like: torch.Tensor) -> Any:
     return torch.Tensor._make_wrapper_subclass(cls, tuple(sizes), dtype=like.dtype, device=like.device)
 
 
+class LoadTarget(torch.Tensor):
+    """An entry of a load plan in the shape of the checkpoint's tensor. Its pieces are filled, by their offsets."""
+
+    pieces: dict[tuple[int, ...], torch.Tensor]
+
+    @staticmethod
+    def __new__(cls: Any, shape: Any, like: torch.Tensor) -> LoadTarget:
+        """Make the entry, without pieces."""
+        made = wrapper(cls, shape, like)
+        made.pieces = {}
+        return made
+
+    def __init__(self, *unused: Any) -> None:
+        """Do nothing: :meth:`__new__` has set everything."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
+        """Refuse all functions. Load plans use the pieces."""
+        return NotImplemented
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(at), torch.Size(t.shape)) for at, t in self.pieces.items()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        assert index.offset is not None
+        return self.pieces[tuple(index.offset)]
+
+
 def byte_item(fqn: str) -> list[WriteItem]:
     """Return the plan to write an object as bytes, which loads into an object of any size."""
     return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]

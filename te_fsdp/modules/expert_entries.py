@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, state_dict as _state_dict
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from te_fsdp.boxed_dtensor import wrapper
+from te_fsdp.boxed_dtensor import LoadTarget
 from te_fsdp.errors import CheckpointError
 from te_fsdp.layout import expert_index
 from te_fsdp.modules.extra_state import ExpertEntry, plain_entry
@@ -193,34 +193,6 @@ def _holder(planner: Any, key: str) -> tuple[Any, Any]:
     return holder, last
 
 
-class ExpertTarget(torch.Tensor):
-    """An entry of a load plan: a tensor in the form of the checkpoint, whose pieces are views of a module's tensors."""
-
-    pieces: dict[tuple[int, ...], torch.Tensor]
-
-    @staticmethod
-    def __new__(cls: Any, shape: Any, like: torch.Tensor) -> ExpertTarget:
-        """Make the entry, without pieces."""
-        made = wrapper(cls, shape, like)
-        made.pieces = {}
-        return made
-
-    def __init__(self, *unused: Any) -> None:
-        """Do nothing: :meth:`__new__` has set everything."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[bad-override]
-        """Refuse all functions. Load plans use the pieces."""
-        return NotImplemented
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(at), torch.Size(t.shape)) for at, t in self.pieces.items()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        assert index.offset is not None
-        return self.pieces[tuple(index.offset)]
-
-
 @dataclass
 class _Fit:
     """The entries of one load whose experts the checkpoint stores in the different form."""
@@ -280,18 +252,18 @@ class _Fit:
                 # The model has one tensor per expert, the checkpoint one for all. Below it is the reverse.
                 if mark.index is not None:
                     shape = (mark.total, *value.shape)
-                    target = found.setdefault(keys[0], ExpertTarget(shape, value))
+                    target = found.setdefault(keys[0], LoadTarget(shape, value))
                     target.pieces[(mark.index, *at)] = (
                         piece.stacked() if isinstance(piece, QuantizedSlice) else piece.unsqueeze(0)
                     )
                     continue
                 for index in range(piece.shape[0]):
-                    target = found.setdefault(keys[at[0] + index], ExpertTarget(value.shape[1:], value))
+                    target = found.setdefault(keys[at[0] + index], LoadTarget(value.shape[1:], value))
                     target.pieces[at[1:]] = (
                         piece.flat() if isinstance(piece, QuantizedSlice) else piece[index]
                     )
             for one in keys if mark.index is None else ():
-                found.setdefault(one, ExpertTarget(value.shape[1:], value))
+                found.setdefault(one, LoadTarget(value.shape[1:], value))
         for key, keys in self.others.items():
             for one in keys:
                 value = own[key]

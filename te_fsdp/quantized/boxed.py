@@ -256,8 +256,9 @@ def values_of(local: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.
 #
 # - data and scales, if all rectangles consist of blocks of the same format: every bit is preserved;
 # - otherwise the values, quantized once. Formats with one scale per weight need the amax of all ranks, which is not
-#   available during the read. ``dcp.load`` quantizes these values after all ranks have read. Values read by one rank
-#   only (``no_dist=True``) or from an unsharded tensor are kept until ``load_state_dict``.
+#   available during the read. ``dcp.load`` quantizes these values after all ranks have read. A rank that loads alone
+#   (``no_dist=True``) reads the unsharded weight for its scale. Values in copies of a model's tensors, and those of an
+#   unsharded tensor, are kept until ``load_state_dict``.
 class QuantizedSlice(torch.Tensor):
     """A rectangle of one of TE's quantized tensors, read or written by ``copy_``."""
 
@@ -337,14 +338,9 @@ class QuantizedSlice(torch.Tensor):
         rectangles = self.component_boxes()
         if rectangles is None:
             return values_of(self.base, self.dtype)[slices(*self.box)].contiguous()
-        quantizer = _te.quantizer_of(self.base).copy()
-        own = components_of(self.base, "weight")
-        columnwise = [component.name.startswith("columnwise") for component in own]
-        # Only directions that the weight itself has can be copied.
-        quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
-        made = quantizer.make_empty(self.box[1], dtype=self.dtype, device=self.base.device)
+        made = empty_like(self.base, self.box[1])
         targets = {component.name: component.tensor for component in components_of(made, "weight")}
-        for component in own:
+        for component in components_of(self.base, "weight"):
             targets[component.name].copy_(component.tensor[rectangles[component.name]])
         # It was derived from the empty tensor, before the bytes were copied.
         drop_derived_state(made)
@@ -388,7 +384,7 @@ class QuantizedSlice(torch.Tensor):
             return
         record.arrived = []
         record.pending = None  # of an earlier load
-        if _write_bytes(base, arrived):
+        if write_bytes(base, arrived):
             return
         values = torch.empty(base.shape, dtype=torch.float32, device=base.device)
         for target, part in arrived:
@@ -401,7 +397,16 @@ class QuantizedSlice(torch.Tensor):
         record.is_loaded = True
 
 
-def _write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:
+def empty_like(base: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a quantized tensor of this shape with the components that ``base`` has, and undefined data."""
+    quantizer = _te.quantizer_of(base).copy()
+    columnwise = [one.name.startswith("columnwise") for one in components_of(base, "weight")]
+    # Only directions that the weight itself has can be copied.
+    quantizer.set_usage(rowwise=not all(columnwise), columnwise=any(columnwise))
+    return quantizer.make_empty(shape, dtype=base.dtype, device=base.device)
+
+
+def write_bytes(base: torch.Tensor, arrived: list[tuple[QuantizedSlice, torch.Tensor]]) -> bool:
     """Copy the components of all sources if they have the target's format. Return whether they do."""
     kind = _kind_of(base)
     if not all(isinstance(source, QuantizedSlice) and _kind_of(source.base) == kind for _, source in arrived):

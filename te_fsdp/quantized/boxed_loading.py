@@ -6,29 +6,35 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from te_fsdp.boxed_dtensor import wrap_reading
+from te_fsdp.boxed_dtensor import LoadTarget, wrap_reading
+from te_fsdp.errors import CheckpointError
 from te_fsdp.quantized.boxed import (
     QuantizedDTensor,
     QuantizedSlice,
     drop_derived,
+    empty_like,
     take_written,
     values_of,
     waiting_values,
     weights_of,
+    write_bytes,
 )
 from te_fsdp.quantized.components import components_of, drop_derived_state
+from te_fsdp.quantized.quantizer_record import change_quantizer_record
 from te_fsdp.quantized.shards import quantize_with_shared_scale
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def quantize_pending(module: nn.Module, state_dict: Any, prefix: str) -> None:
@@ -98,15 +104,20 @@ def _finish(
 
 
 @torch.no_grad()
-def finish_load(state_dict: Any) -> None:
-    """Quantize the values that ``dcp.load`` has read into a state dict. Collective over ranks that shard a weight."""
+def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]], None]) -> None:
+    """Quantize the values that ``dcp.load`` has read into a state dict.
+
+    Collective over the ranks that shard a weight, if all of them are among ``ranks``, the global ranks that load
+    together. Otherwise this rank reads the unsharded weight by ``read``, which fills further entries.
+    """
     # Scripts may omit ``load_state_dict``, because DCP writes into the model's own tensors. If one rank has values for
     # a weight, all of them quantize, because they share the scale.
     found = [
-        (container, key, value)
-        for container, key, value in _entries(state_dict)
+        (container, path, value)
+        for container, path, value in _entries(state_dict)
         if isinstance(value, QuantizedDTensor) and _te.is_quantized(_torch.local_of(value))
     ]
+    alone: list[_Unscaled] = []
     # One all-reduce per mesh and dim, not one per weight.
     for mesh in dict.fromkeys(value.device_mesh for _, _, value in found):
         group = [one for one in found if one[2].device_mesh == mesh]
@@ -115,56 +126,145 @@ def finish_load(state_dict: Any) -> None:
             dtype=torch.int32,
             device=mesh.device_type,
         )
-        for dim in range(mesh.ndim):  # replicas may load alone
-            cut = any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
-            if cut and mesh.size(dim) > 1:
+        cuts = [
+            dim
+            for dim in range(mesh.ndim)
+            if any(_torch.shard_dim_of(value.placements[dim]) is not None for _, _, value in group)
+        ]
+        together = ranks.issuperset(_ranks_along(mesh, cuts))
+        for dim in cuts if together else ():
+            if mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
-        for (container, key, value), waiting in zip(group, waits.tolist(), strict=True):
-            held = _torch.local_of(value)
-            owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
-            module = owner()
-            parameter = None if module is None else module._parameters.get(name)
-            local = None if parameter is None else _torch.local_of(parameter)
-            if module is None or local is None or not _te.is_quantized(local):
+        for (container, path, value), waiting in zip(group, waits.tolist(), strict=True):
+            held, place = _torch.local_of(value), _place_of(value)
+            if place is None:
                 continue
-            memory, own = (
-                {
-                    (c.name, c.tensor.data_ptr())
-                    for one in weights_of(t)[:1]
-                    for c in components_of(one, "weight")
-                }
-                for t in (held, local)
-            )
-            # An entry with other memory is a copy, which load_state_dict takes.
-            if memory.isdisjoint(own):
-                continue
+            local = _torch.local_of(place[0]._parameters[place[1]])
             values = waiting_values(held, take=True) if waiting else None
+            # A shard without rows may have the only old scale.
+            has_one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
+            if not together and has_one_scale and (values is not None or not held.numel()):
+                alone.append(_Unscaled(path, value, *place))
+                continue
             values = values_of(held) if waiting and values is None else values
-            _finish((container, key), held, (module, name), values)
+            _finish((container, path[-1]), held, place, values)
+    if alone:
+        _finish_alone(alone, read)
 
 
-def _entries(state_dict: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield container, key and value of the leaves of nested dicts and lists."""
-    pairs = state_dict.items() if isinstance(state_dict, dict) else enumerate(state_dict)
+def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
+    """Return the global ranks with this rank's coordinates in all other dims of a mesh."""
+    at = mesh.get_coordinate() or [0] * mesh.ndim
+    index = tuple([slice(None) if dim in dims else at[dim] for dim in range(mesh.ndim)])
+    return mesh.mesh[index].flatten().tolist()
+
+
+def _place_of(value: QuantizedDTensor) -> tuple[nn.Module, str] | None:
+    """Return module and name of the quantized parameter whose memory an entry has; ``None`` if it is a copy."""
+    owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
+    module = owner()
+    parameter = None if module is None else module._parameters.get(name)
+    local = None if parameter is None else _torch.local_of(parameter)
+    if module is None or local is None or not _te.is_quantized(local):
+        return None
+    memory, own = (
+        {(c.name, c.tensor.data_ptr()) for one in weights_of(t)[:1] for c in components_of(one, "weight")}
+        for t in (_torch.local_of(value), local)
+    )
+    # load_state_dict takes the values of copies.
+    return None if memory.isdisjoint(own) else (module, name)
+
+
+class _Unscaled(NamedTuple):
+    """A weight of which this rank has read its own values only, so that it does not have the common scale."""
+
+    path: tuple[Any, ...]  #: In the state dict
+    value: QuantizedDTensor
+    module: nn.Module
+    name: str  #: Of the parameter in the module
+
+
+def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], None]) -> None:
+    """Read unsharded weights, quantize them, and copy this rank's bytes. Local operation."""
+    state_dict: dict[str, Any] = {}
+    unsharded: list[dict[tuple[int, ...], torch.Tensor]] = []  # by the offsets in the entry, of each expert
+    for path, value, module, name in weights:
+        boxes, local = value._boxes(), _torch.local_of(module._parameters[name])
+        stack = value.ndim - 2
+        entry = LoadTarget(value.shape, value)
+        entry.__dict__.update(value.__dict__)  # such as the mark of experts
+        made = {}
+        for offsets in {(*box.original[:stack], 0, 0) for box in boxes} or {(0,) * value.ndim}:
+            whole = made[offsets] = empty_like(weights_of(local)[0], tuple(value.shape[stack:]))
+            # All ranks have these values, so that no amax is reduced.
+            quantizer = _te.quantizer_of(whole)
+            change_quantizer_record(quantizer, amax_group=None)
+            _te.set_quantizer_amax_group(quantizer, None)
+            target = QuantizedSlice(whole, (0, 0), tuple(whole.shape), bool(stack))
+            target.waits = True
+            entry.pieces[offsets] = target
+        unsharded.append(made)
+        # The same keys as DCP makes of the path.
+        holder = state_dict
+        for step in path[:-1]:
+            holder = holder.setdefault(step, {})
+        holder[path[-1]] = entry
+    read(state_dict)
+    for (path, value, module, name), made in zip(weights, unsharded, strict=True):
+        held, local = _torch.local_of(value), _torch.local_of(module._parameters[name])
+        for whole in made.values():
+            values = waiting_values(whole, take=True)
+            if values is None and not take_written(whole):
+                raise CheckpointError(
+                    f"{'.'.join(map(str, path))}: dcp.load on some of the ranks that shard the weight",
+                    expected="all values of the weight in the checkpoint, from which its scale is computed",
+                    got="a part of them",
+                    fix="call dcp.load on all of these ranks, without no_dist",
+                )
+            if values is not None:
+                if _te.has_delayed_scale(local):
+                    _te_modules.set_delayed_scale(module, name, local, values.abs().amax().reshape(1))
+                whole.quantize_(values)  # type: ignore[operator]
+        for box in value._boxes():
+            base, stack = (held, 0) if value.ndim == 2 else (weights_of(held)[box.local[0]], 1)
+            whole = made[(*box.original[:stack], 0, 0)]
+            source = QuantizedSlice(whole, box.original[stack:], box.sizes[stack:])
+            copied = write_bytes(base, [(QuantizedSlice(base, box.local[stack:], box.sizes[stack:]), source)])
+            assert copied, "both are of the same format, and shards consist of whole blocks"
+        _finish(({}, ""), held, (module, name), None)
+
+
+def _entries(state_dict: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...], Any]]:
+    """Yield container, path and value of the leaves of nested mappings and lists."""
+    pairs = state_dict.items() if isinstance(state_dict, Mapping) else enumerate(state_dict)
     for key, value in list(pairs):
-        if isinstance(value, (dict, list)):
-            yield from _entries(value)
+        if isinstance(value, (Mapping, list)):
+            yield from _entries(value, (*path, key))
         else:
-            yield state_dict, key, value
+            yield state_dict, (*path, key), value
 
 
 def patch_loading() -> None:
     """Let ``dcp.load`` read into slices of TE's quantized tensors; later calls do nothing."""
 
     def wrap_load(stock: Any) -> Any:
+        signature = inspect.signature(stock)
+
         @functools.wraps(stock)
         def load_state_dict(state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
             stock(state_dict, *args, **kwargs)
-            # With `no_dist`, each rank loads for itself and others may not load at all, so a collective would
-            # hang.
-            no_dist = kwargs.get("no_dist", args[3] if len(args) > 3 else False)
-            if not no_dist or not dist.is_initialized() or dist.get_world_size() == 1:
-                finish_load(state_dict)
+            given = signature.bind(state_dict, *args, **kwargs).arguments
+
+            def read(more: dict[str, Any]) -> None:
+                stock(**{**given, "state_dict": more, "process_group": None, "no_dist": True})
+
+            # With `no_dist`, or in a group of some ranks, others may not load at all, so a collective would hang.
+            ranks = {0}
+            if dist.is_initialized():
+                no_dist = given.get("no_dist", False)
+                group = given.get("process_group") or dist.group.WORLD
+                ranks = {dist.get_rank()} if no_dist else set(dist.get_process_group_ranks(group))
+            finish_load(state_dict, ranks, read)
 
         return load_state_dict
 
