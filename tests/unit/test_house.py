@@ -26,7 +26,7 @@ MAX_FUNCTION_LINES = 60
 NAMES_TORCH_DOORS = (
     "patches torch_dtensor torch_autograd torch_amp torch_mixed_lists torch_optim symmetric_memory fsdp2_state "
     "fsdp2_copy_engine fsdp2_outputs fsdp2_settled fsdp2_gradients fsdp2_patches fsdp2_units fsdp2_unused "
-    "fsdp2_hooks fsdp2_prefetch graphed_callables torch_cuda fsdp2_fixed_memory unit_graphs"
+    "fsdp2_hooks fsdp2_prefetch graphed_callables fsdp2_fixed_memory unit_graphs"
 )
 TORCH_DOORS = (
     *(f"te_fsdp/upstream/{name}.py" for name in NAMES_TORCH_DOORS.split(" ")),
