@@ -262,7 +262,8 @@ def _changes(manifest: Manifest, model: nn.Module) -> list[Change]:
 def _fit(contents: Contents, changes: list[Change]) -> None:
     """Change names and stack experts; rank 0 compares the values of ties. Collective."""
     if changes:
-        all_agree(lambda: stack(contents, changes))
+        if experts := {change.name for change in changes if change.first is None}:
+            all_agree(lambda: stack_experts(contents, experts))
         tie(contents, from_rank_0(lambda: equal_ties(contents, changes)))
 
 
@@ -290,12 +291,6 @@ def changes_for(manifest: Manifest, model: nn.Module) -> list[Change]:
     experts = [name for name in sorted(grouped) if name not in have and f"{name}0" in have]
     tied = [Change(name, first) for name, first in ties.items() if name in have | {*experts}]
     return [*(Change(name, None) for name in experts), *tied]
-
-
-def stack(contents: Contents, changes: Iterable[Change]) -> None:
-    """Put the weights of the experts in ``changes`` together; changes ``contents``. Local operation."""
-    if experts := {change.name for change in changes if change.first is None}:
-        stack_experts(contents, experts)
 
 
 def equal_ties(contents: Contents, changes: Iterable[Change]) -> list[tuple[Change, bool]]:

@@ -35,8 +35,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
-from te_fsdp.upstream.graphed_callables import before_graphed_callables
-from te_fsdp.upstream.torch_reparametrization import before_reparametrization
+from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 
 if TYPE_CHECKING:
     from torch import nn
