@@ -27,7 +27,10 @@ if TYPE_CHECKING:
         TeFsdpError as TeFsdpError,
     )
     from te_fsdp.features.broadcast_params import broadcast_params as broadcast_params
-    from te_fsdp.features.clip_grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from te_fsdp.features.clip_grad_norm import (
+        clip_grad_norm_ as clip_grad_norm_,
+        scale_gradients as scale_gradients,
+    )
     from te_fsdp.features.expert_dispatch import ExpertDispatcher as ExpertDispatcher
     from te_fsdp.features.forward_methods import register_forward_method as register_forward_method
     from te_fsdp.features.gradient_dtypes import grad_comm as grad_comm
@@ -46,7 +49,6 @@ if TYPE_CHECKING:
         start_param_gather as start_param_gather,
     )
     from te_fsdp.features.reporting import report as report
-    from te_fsdp.features.scale_gradients import scale_gradients as scale_gradients
     from te_fsdp.gradient_sync import (
         finish_grad_reduce as finish_grad_reduce,
         microbatch as microbatch,
@@ -104,7 +106,7 @@ _HOMES = {
     "set_auto_sync": "te_fsdp.gradient_sync",
     "start_grad_reduce": "te_fsdp.gradient_sync",
     "finish_grad_reduce": "te_fsdp.gradient_sync",
-    "scale_gradients": "te_fsdp.features.scale_gradients",
+    "scale_gradients": "te_fsdp.features.clip_grad_norm",
     "zero_grad": "te_fsdp.gradient_sync",
     "start_param_gather": "te_fsdp.features.param_gather",
     "finish_param_gather": "te_fsdp.features.param_gather",

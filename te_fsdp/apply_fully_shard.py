@@ -38,7 +38,7 @@ from te_fsdp.upstream import (
     fsdp2_settled as _fsdp2_settled,
     fsdp2_state as _fsdp2,
     fsdp2_units,
-    torch_amp as _torch_amp,
+    torch_functions as _torch_functions,
 )
 from te_fsdp.upstream.torch_mixed_lists import support_foreach_copy
 
@@ -278,4 +278,4 @@ def hook_forward(setup: Setup) -> None:
 
 def unscale_over_all_meshes(setup: Setup) -> None:
     """Let ``torch.amp.GradScaler`` find infinite gradients over all meshes of the model. Local operation."""
-    _torch_amp.unscale_over_all_meshes()
+    _torch_functions.unscale_over_all_meshes()

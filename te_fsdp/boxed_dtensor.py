@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement
 from te_fsdp.errors import PlacementError, message
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
 from te_fsdp.upstream import torch_dtensor as _torch
-from te_fsdp.upstream.torch_optim import support_foreach
+from te_fsdp.upstream.torch_functions import support_foreach
 
 #: Key in a tensor's ``__dict__``.
 _KEY = _torch.BOXES

@@ -12,7 +12,7 @@ from te_fsdp.modules.grouped import Selection, find_experts
 from te_fsdp.modules.own_dtensors import place_own
 from te_fsdp.modules.plan import own_dtensors
 from te_fsdp.records import iter_param_owners
-from te_fsdp.unshardable_params import MOST
+from te_fsdp.unshardable_models import MOST
 
 if TYPE_CHECKING:
     from torch import nn

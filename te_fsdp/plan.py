@@ -19,8 +19,15 @@ from te_fsdp.own_units import dense_beside_own, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
-from te_fsdp.unshardable_models import check_accepted, check_order, is_container, refuse_hooks
-from te_fsdp.unshardable_params import find_odd, refuse_quantized_ops, refuse_sparse_gradients
+from te_fsdp.unshardable_models import (
+    check_accepted,
+    check_order,
+    find_odd,
+    is_container,
+    refuse_hooks,
+    refuse_quantized_ops,
+    refuse_sparse_gradients,
+)
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:

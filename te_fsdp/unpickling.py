@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 import pickletools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from types import FunctionType
 from typing import Any
 
 import torch
-
-
-class UnknownNameError(pickle.UnpicklingError):
-    """A pickle that wants something of no known name; the text is the name."""
 
 
 def check_numbers(data: bytes) -> None:
@@ -29,30 +24,6 @@ def check_numbers(data: bytes) -> None:
 # [Note: enums in pickles] Python 3.11.0 to 3.11.4 pickle the member of an enum by name, as ``getattr(class, "NAME")``.
 # All other releases of 3.10 to 3.12 pickle it by value, as ``class(value)``. Torch pickles DCP's metadata with these
 # defaults. Readers here accept both forms for the enums in their tables, and refuse ``getattr`` of anything else.
-class EnumNames:
-    """Stand for an enum in a table of names. See [Note: enums in pickles]."""
-
-    def __init__(self, by_value: Callable[[Any], Any], members: Mapping[str, Any]) -> None:
-        self._by_value, self._members = by_value, members
-
-    def __call__(self, value: Any) -> Any:
-        """Return the member of this value."""
-        return self._by_value(value)
-
-    def member(self, name: Any) -> Any:
-        """Return the member of this name; raise UnpicklingError if the enum has none."""
-        if not isinstance(name, str) or name not in self._members:
-            raise pickle.UnpicklingError(f"getattr of {name!r}, which is not a member of an enum")
-        return self._members[name]
-
-
-def get_enum_member(enum: Any, name: Any) -> Any:
-    """Replace ``builtins.getattr`` in pickles: return the member of a known enum, and nothing else."""
-    if not isinstance(enum, EnumNames):
-        raise pickle.UnpicklingError("getattr of an object that is not an enum")
-    return enum.member(name)
-
-
 def get_member_of_class(enum: Any, name: Any) -> Enum:
     """Replace ``builtins.getattr`` in pickles that name enums themselves: return a member, and nothing else."""
     known = isinstance(enum, type) and issubclass(enum, Enum) and isinstance(name, str)
@@ -62,28 +33,47 @@ def get_member_of_class(enum: Any, name: Any) -> Enum:
 
 
 class TableUnpickler(pickle.Unpickler):
-    """Unpickle with the names of a table. UnpicklingError: see :func:`check_numbers`."""
+    """Unpickle with the objects of a table by their full names, and dtypes; ``what`` names the pickle in errors.
 
-    def __init__(self, data: bytes, known: Mapping[str, Any]) -> None:
+    ``None`` in the table is the object that has the name. Damaged data may raise any exception. UnpicklingError for
+    other names, for attributes that the pickle sets of classes, and from :func:`check_numbers`.
+    """
+
+    def __init__(self, data: bytes, known: Mapping[str, Any], what: str) -> None:
         check_numbers(data)
         super().__init__(io.BytesIO(data))
-        self.known = known
+        self.known, self.what = known, what
+        self.named: dict[type, dict[str, Any]] = {}  #: Attributes of the named classes
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the table's object for a name; raise UnknownNameError if the table has none."""
+        """Return the table's object for a name; raise UnpicklingError if the table has none."""
         full = f"{module}.{name}".replace("__builtin__.", "builtins.")
         if full == "builtins.getattr":
-            return partial(get_enum_member)
+            return partial(get_member_of_class)
         if full in self.known:
             found = self.known[full]
-            # A pickle may set attributes of what it names: of a new object each time, not of one of ours.
-            if isinstance(found, type) and found.__module__.startswith("te_fsdp."):
-                return type(name, (found,), {})
-            if isinstance(found, EnumNames):
-                return copy.copy(found)
-            return partial(found) if isinstance(found, FunctionType | partial) else found
-        if module in ("torch", "torch.storage"):
-            value = getattr(torch, name, None)
-            if isinstance(value, torch.dtype):
-                return value
-        raise UnknownNameError(full)
+            found = super().find_class(module, name) if found is None else found
+        elif module != "torch" or not isinstance(found := getattr(torch, name, None), torch.dtype):
+            raise pickle.UnpicklingError(f"{full} has no place in {self.what}")
+        if isinstance(found, type):
+            self.named.setdefault(found, dict(vars(found)))
+        elif isinstance(found, FunctionType):
+            found = partial(found)  # attributes are set on this one, then
+        return found
+
+    def load(self) -> Any:
+        """Return the object of the pickle."""
+        changed, nothing = [], object()
+        try:
+            found = super().load()
+        finally:  # a pickle may set attributes of the classes that it names: that is undone
+            for one, before in self.named.items():
+                for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
+                    changed.append(f"{one.__name__}.{name}")
+                    if name in before:
+                        setattr(one, name, before[name])
+                    else:
+                        delattr(one, name)
+        if changed:
+            raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which {self.what} never does")
+        return found

@@ -24,9 +24,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path, PurePosixPath
-from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -48,7 +46,7 @@ from te_fsdp.checkpoint.shard_files import (
     without_collector,
 )
 from te_fsdp.errors import CheckpointError, shorten
-from te_fsdp.unpickling import check_numbers, get_member_of_class
+from te_fsdp.unpickling import TableUnpickler
 from te_fsdp.upstream import torch_dtensor as _torch
 
 #: Numbers in a row of the index before those of the dims: file, first byte, bytes.
@@ -324,17 +322,6 @@ def read_metadata(path: Path, manifest: Manifest | None = None) -> Metadata:
     return metadata
 
 
-#: Everything in DCP's metadata, in addition to dtypes.
-_KNOWN = {
-    dcp.__name__: {n for n, v in vars(dcp).items() if isinstance(v, type) and v.__module__ == dcp.__name__},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"Path", "PosixPath", "PurePosixPath"},
-}
-
-
 _ENUMS = {v for v in vars(dcp).values() if isinstance(v, type) and issubclass(v, Enum) and v is not Enum}
 
 
@@ -347,25 +334,18 @@ class _Properties(TensorProperties):
         made.__setstate__(state[: len(_properties(torch.float32).__getstate__())])
 
 
-class _Unpickler(pickle.Unpickler):
-    """Unpickler for the names above that records the attributes of their classes."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.named: dict[type, dict[str, Any]] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return partial(get_member_of_class)  # of DCP's enums: the table has no other
-        known = name in _KNOWN.get(module, ())
-        if not known and not (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in the metadata of a checkpoint")
-        found = _Properties if name == "TensorProperties" else super().find_class(module, name)
-        if isinstance(found, type):
-            self.named.setdefault(found, dict(vars(found)))
-        elif isinstance(found, FunctionType):
-            found = partial(found)  # attributes are set on this one, then
-        return found
+#: Everything in DCP's metadata, in addition to dtypes.
+_KNOWN: dict[str, Any] = {
+    **{
+        f"{dcp.__name__}.{n}": v for n, v in vars(dcp).items() if getattr(v, "__module__", "") == dcp.__name__
+    },
+    f"{dcp.__name__}.TensorProperties": _Properties,
+    "torch.distributed.checkpoint.filesystem._StorageInfo": None,
+    "torch.serialization._get_layout": None,
+    "torch.Size": None,
+    "collections.OrderedDict": None,
+    **dict.fromkeys(("pathlib.Path", "pathlib.PosixPath", "pathlib.PurePosixPath")),
+}
 
 
 def unpickle_metadata(data: bytes) -> Metadata:
@@ -374,21 +354,8 @@ def unpickle_metadata(data: bytes) -> Metadata:
     Raises:
         pickle.UnpicklingError: The pickle names anything else, sets attributes of classes, or is damaged.
     """
-    check_numbers(data)
-    unpickler, changed, nothing = _Unpickler(data), [], object()
-    try:
-        with without_collector():
-            metadata = unpickler.load()
-    finally:  # a pickle may set attributes of the classes that it names: that is undone
-        for one, before in unpickler.named.items():
-            for name in [n for n, value in vars(one).items() if before.get(n, nothing) is not value]:
-                changed.append(f"{one.__name__}.{name}")
-                if name in before:
-                    setattr(one, name, before[name])
-                else:
-                    delattr(one, name)
-    if changed:
-        raise pickle.UnpicklingError(f"it sets {', '.join(changed)}, which metadata never does")
+    with without_collector():
+        metadata = TableUnpickler(data, _KNOWN, "the metadata of a checkpoint").load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"a {type(metadata).__name__} instead of DCP's Metadata")
     if absent := {"state_dict_metadata", "planner_data", "storage_data"} - vars(metadata).keys():

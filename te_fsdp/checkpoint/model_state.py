@@ -33,6 +33,7 @@ from te_fsdp.checkpoint.tensor_entries import (
 from te_fsdp.collectives.agreement import maximum, world_size
 from te_fsdp.errors import CheckpointError, PlacementError, shorten
 from te_fsdp.layout import PLAIN, Box, ExpertRange, Layout, expert_index
+from te_fsdp.modules.extra_state import own_experts
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.quantized.components import components_of, describe_format, needed_components
 from te_fsdp.quantized.grouped_weight import as_plain_parameter, empty_experts
@@ -200,15 +201,6 @@ def owned_tensors(model: nn.Module, kind: Literal["_parameters", "_buffers"]) ->
             elif _torch.is_persistent(module, name):
                 found[id(tensor)] = OwnedTensor(fqn, module, name, tensor)
     return list(found.values())
-
-
-def own_experts(module: nn.Module) -> ExpertRange | None:
-    """Return the experts of a ``GroupedLinear``; ``None`` for other modules."""
-    if _te.kind_of(module) != "GroupedLinear":
-        return None
-    binding, count = binding_of(module), int(module.num_gemms)  # type: ignore[arg-type]
-    experts = binding.experts if binding is not None else None
-    return experts if experts is not None else ExpertRange(0, count, count)
 
 
 def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:

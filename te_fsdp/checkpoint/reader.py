@@ -163,8 +163,8 @@ def portable_text(manifest: Manifest) -> str:
     return json.dumps({k: v for k, v in asdict(manifest).items() if k not in ("files", "folder")})
 
 
-def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str) -> Contents:
-    """Return the contents of a file with te_fsdp's manifest; raise CheckpointError for missing tensors or damage."""
+def from_portable(path: Path, tensors: Mapping[str, Lazy], text: str) -> Contents:
+    """Return the contents of safetensors with te_fsdp's manifest; CheckpointError for missing tensors or damage."""
     with unreadable(path, "description by te_fsdp", "the file was changed after te_fsdp wrote it"):
         manifest = parse_manifest(json.loads(text))
     keys = {
@@ -183,7 +183,7 @@ def from_portable(path: Path, kind: str, tensors: Mapping[str, Lazy], text: str)
             f"{path}: {len(absent)} tensor(s) of its description are missing: {', '.join(absent[:5])}",
             fix="load an earlier checkpoint: the file was changed after te_fsdp wrote it",
         )
-    return Contents(path, kind, manifest, keys | _empty(manifest))
+    return Contents(path, "safetensors", manifest, keys | _empty(manifest))
 
 
 # ------------------------------------------------------- experts: a tensor for each, as in TE, or one stacked tensor

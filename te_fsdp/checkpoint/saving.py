@@ -46,7 +46,6 @@ from te_fsdp.checkpoint.optimizer_state import (
     States,
     join_ranks_experts,
 )
-from te_fsdp.checkpoint.pending_gradients import refuse_pending_gradients
 from te_fsdp.checkpoint.planner import (
     WritePlan,
     Writing,
@@ -62,15 +61,24 @@ from te_fsdp.checkpoint.storage import absolute, listing
 from te_fsdp.checkpoint.tensor_entries import Entry, views_of
 from te_fsdp.collectives.agreement import RankMessenger, rank, rank_messenger, world_size
 from te_fsdp.collectives.rendezvous import collective_call
-from te_fsdp.errors import CheckpointError, TeFsdpError, require_flags, shorten
+from te_fsdp.errors import CheckpointError, OrderError, TeFsdpError, require_flags, shorten
 from te_fsdp.features.main_params import main_parameters_of
+from te_fsdp.layout import SyncMode
 from te_fsdp.modules.plan import original_layouts
 from te_fsdp.modules.semantics import from_json, record, to_json
 from te_fsdp.records import binding_of
-from te_fsdp.upstream import te as _te, torch_dtensor as _torch
+from te_fsdp.sharded_model import get_sharded_model
+from te_fsdp.upstream import (
+    fsdp2_gradients as _fsdp2_gradients,
+    fsdp2_state as _fsdp2,
+    fsdp2_units,
+    te as _te,
+    torch_dtensor as _torch,
+)
 from te_fsdp.version import VERSION
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
 _log = logging.getLogger("te_fsdp")
@@ -139,6 +147,42 @@ def save(
             _log.info("saving %s in the background; save returned after %.3f s", handle.path, stall)
             background().start(handle, complete)
         return handle
+
+
+def refuse_pending_gradients(model: nn.Module) -> None:
+    """Raise OrderError between two microbatches of a step, because a save would omit their gradients.
+
+    Local operation. Unreduced gradients are found, also in units of torch's own ``fully_shard``. Strategies that
+    reduce in each microbatch have them in ``.grad``.
+    """
+    pending: dict[int, str] = {}
+    units: set[nn.Module] = set()
+    for state in filter(None, map(get_sharded_model, model.modules())):
+        pending |= state.pending()
+        # In other modes a step may have used the values of .grad already.
+        if state.sync.waiting and state.sync.mode is SyncMode.LAST:
+            pending |= {id(p): name for name, p in state.parameters().items() if p.grad is not None}
+        units.update(state.modules.values())
+    plain = [
+        module for module in model.modules() if fsdp2_units.is_fsdp_module(module) and module not in units
+    ]
+    records = [
+        _fsdp2.sharded_param_of(record)
+        for unit in plain
+        for record in _fsdp2_gradients.params_with_unreduced_gradients(unit)
+    ]
+    names = {id(parameter): name for name, parameter in model.named_parameters()} if records else {}
+    pending |= {id(p): names.get(id(p)) or f"one of shape {tuple(p.shape)}" for p in records}
+    if not pending:
+        return
+    raise OrderError(
+        f"checkpoint.save: {len(pending)} parameter(s) have gradients of a step that is not complete, such as "
+        f"{next(iter(pending.values()))}",
+        expected="a call between two steps",
+        got="a call after a microbatch that was not the last one, before optimizer.step()",
+        why="A checkpoint holds no gradients: a resumed run would lack these microbatches",
+        fix="save after optimizer.step(), or discard the microbatches first (te_fsdp.zero_grad(model))",
+    )
 
 
 @dataclass

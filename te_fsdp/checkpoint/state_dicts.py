@@ -67,7 +67,7 @@ def open_safetensors_contents(path: Path, choices: Choices) -> Contents:
     tensors, metadata = open_safetensors(path)
     # A file of te_fsdp describes its layout. Without the description, a key with OTHER is a part of one.
     if MANIFEST_KEY in metadata:
-        return from_portable(path, "safetensors", tensors, metadata[MANIFEST_KEY])
+        return from_portable(path, tensors, metadata[MANIFEST_KEY])
     if others := [name for name in tensors if name.startswith(OTHER)]:
         raise CheckpointError(
             f"{path}: unreadable description by te_fsdp (none, but {others[0]})",

@@ -16,12 +16,9 @@ from te_fsdp.checks import (
     backward,
     forward,
     gradients,
-    heads,
-    initial_values,
     inputs,
     model,
     optimizer,
-    pipeline,
     weights,
 )
 from te_fsdp.errors import (
@@ -55,7 +52,7 @@ CHECKS: tuple[Check, ...] = (
     # fully_shard
     Check("models and arguments", When.PLAN, "model", model.compare_models, MeshError),
     Check("initial values", When.PLAN, "model", model.compare_initial_values, InitError),
-    Check("random states", When.DRAW, "model", initial_values.compare_random_states, InitError),
+    Check("random states", When.DRAW, "model", weights.compare_random_states, InitError),
     Check("values of unsharded parameters", When.RENEWED, "model", model.compare_renewed_values, InitError),
     Check("copies, removed weights, second derivatives", When.SHARDED, "", model.watch_model, OrderError),
     Check(
@@ -64,19 +61,25 @@ CHECKS: tuple[Check, ...] = (
     Check("inputs", When.SHARDED, "tp, cp", inputs.watch_model_inputs, InputError),
     Check("one batch on all ranks", When.SHARDED, "dp_shard", inputs.watch_for_copies, None),
     Check("partial gradients", When.SHARDED, "tp", gradients.compare_gradients, GradientError),
-    Check("losses of a part of the logits", When.SHARDED, "tp", heads.watch_head_gradients, GradientError),
+    Check(
+        "losses of a part of the logits", When.SHARDED, "tp", gradients.watch_head_gradients, GradientError
+    ),
     Check("shared memory", When.SHARDED, "", model.refuse_shared_memory, OrderError),
     Check("states of another optimizer", When.SHARDED, "", optimizer.explain_failed_loads, CheckpointError),
-    Check("split backward", When.SHARDED, "", pipeline.refuse_split_backward, OrderError),
+    Check("split backward", When.SHARDED, "", backward.refuse_split_backward, OrderError),
     Check("writes in forward", When.SHARDED, "", model.refuse_writes_in_forward, OrderError),
     # set_device_mesh and context_parallel_shard
-    Check("shards of a bound model", When.BINDING, "tp, ep", initial_values.compare_shards, InitError),
+    Check("shards of a bound model", When.BINDING, "tp, ep", weights.compare_shards, InitError),
     Check("inputs of a bound model", When.BOUND, "tp", inputs.watch_bound_inputs, InputError),
     Check(
         "gradients of a bound model", When.BOUND, "tp", gradients.compare_gradients_of_bound, GradientError
     ),
     Check(
-        "losses of a part of the logits", When.BOUND, "tp", heads.watch_head_gradients_of_bound, GradientError
+        "losses of a part of the logits",
+        When.BOUND,
+        "tp",
+        gradients.watch_head_gradients_of_bound,
+        GradientError,
     ),
     Check("batches over cp", When.BATCH, "cp", inputs.check_same_batch, InputError),
     # forward
@@ -132,7 +135,7 @@ _OF_INPUTS = (
     inputs.watch_for_copies,
     inputs.check_inputs,
     gradients.compare_gradients,
-    heads.watch_head_gradients,
+    gradients.watch_head_gradients,
 )
 
 

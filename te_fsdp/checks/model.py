@@ -20,7 +20,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from te_fsdp.checks.forward import refuse_second_derivatives
-from te_fsdp.checks.initial_values import find_equal_shards, has_device_parameters, refuse_equal_shards
+from te_fsdp.checks.weights import find_equal_shards, has_device_parameters, refuse_equal_shards
 from te_fsdp.collectives.agreement import are_equal, digest, maximum, raised_on_all_ranks
 from te_fsdp.errors import InitError, MeshError, OrderError, shorten
 from te_fsdp.initialize import check_initialised
@@ -35,8 +35,7 @@ from te_fsdp.upstream import (
     torch_dtensor as _torch,
 )
 from te_fsdp.upstream.fsdp2_units import fsdp_parameter_groups
-from te_fsdp.upstream.graphed_callables import before_graphed_callables
-from te_fsdp.upstream.torch_reparametrization import before_reparametrization
+from te_fsdp.upstream.torch_functions import before_graphed_callables, before_reparametrization
 
 if TYPE_CHECKING:
     from torch import nn

@@ -37,7 +37,7 @@ from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label
 from te_fsdp.sharded_model import shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
-from te_fsdp.upstream.torch_optim import after_failed_load
+from te_fsdp.upstream.torch_functions import after_failed_load
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

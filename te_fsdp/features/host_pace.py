@@ -22,7 +22,6 @@ from te_fsdp.component import Component
 from te_fsdp.upstream import (
     fsdp2_outputs as _fsdp2_outputs,
     fsdp2_units,
-    torch_cuda as _torch_cuda,
     torch_dtensor as _torch,
 )
 
@@ -63,7 +62,7 @@ class CudaClock:
 
     def sleep(self, milliseconds: float) -> None:
         """Let the device wait, not the host."""
-        _torch_cuda.device_sleep(milliseconds)
+        _torch.device_sleep(milliseconds)
 
     def now(self) -> float:
         """Return the host's time in milliseconds."""

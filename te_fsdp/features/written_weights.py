@@ -10,8 +10,8 @@ from te_fsdp.collectives.rendezvous import is_capturing
 from te_fsdp.features.main_params import MAIN, MainParameters, is_low_precision, optimizer_shard_in
 from te_fsdp.features.main_weights import main_weight
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
+from te_fsdp.quantized.quantizer_record import write_numbers_of
 from te_fsdp.quantized.rounding import rounded_values
-from te_fsdp.quantized.write_counts import write_numbers_of
 from te_fsdp.tensor_version import WeightVersions
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 

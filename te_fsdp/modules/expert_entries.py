@@ -168,10 +168,10 @@ def _place_entries(planner: Any) -> None:
             continue
         if len(stored.size) != 2:
             continue
-        if value.experts is None or value.experts[2] != stored.size[0]:
+        if value.experts is None or value.experts.total != stored.size[0]:
             raise CheckpointError(
                 f"{key}: delayed-scaling state of experts",
-                expected=f"{value.experts[2] if value.experts else 'an unknown number of'} experts",
+                expected=f"{value.experts.total if value.experts else 'an unknown number of'} experts",
                 got=f"{stored.size[0]} in the checkpoint",
                 fix="load into the state_dict() of a model with the same number of experts",
             )

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from te_fsdp import boxed_dtensor
 from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import ExpertRange
 from te_fsdp.records import binding_of, name_of
 from te_fsdp.shard_info import shard_info
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
@@ -261,8 +262,7 @@ def plain_entry(value: Any) -> Any:
 class ExpertEntry(_Entry):
     """Entry of experts. DCP writes and reads it by rows."""
 
-    #: First expert of this rank, number of its experts, and number of all experts; ``None`` in copies.
-    experts: tuple[int, int, int] | None = None
+    experts: ExpertRange | None = None  #: Experts of this rank; ``None`` in copies
     is_target: bool = False  #: Whether a load plan created it
 
     # Binds torch.Tensor's class method to this class. DCP refuses copies, because it would lose rows of them.
@@ -271,13 +271,13 @@ class ExpertEntry(_Entry):
     def target(self, width: int) -> ExpertEntry:
         """Return the entry that a load plan reads rows of this width into."""
         assert self.experts is not None
-        found = torch.zeros((self.experts[1], width), dtype=torch.uint8).as_subclass(ExpertEntry)
+        found = torch.zeros((self.experts.count, width), dtype=torch.uint8).as_subclass(ExpertEntry)
         found.experts, found.is_target = self.experts, True
         return found
 
     def _chunk(self) -> ChunkStorageMetadata:
         assert self.experts is not None
-        return ChunkStorageMetadata(torch.Size((self.experts[0], 0)), self.shape)
+        return ChunkStorageMetadata(torch.Size((self.experts.first, 0)), self.shape)
 
     def __create_write_items__(self, fqn: str, tensor: torch.Tensor) -> list[Any]:
         """Return the rows as a shard of the entry of all experts, when DCP plans to write the tensor."""
@@ -292,7 +292,7 @@ class ExpertEntry(_Entry):
                 fix="save the state dict itself, or save with te_fsdp.checkpoint.save",
             )
         properties = TensorProperties.create_from_tensor(self.as_subclass(torch.Tensor))
-        size = torch.Size((self.experts[2], self.shape[1]))
+        size = torch.Size((self.experts.total, self.shape[1]))
         data = TensorWriteData(chunk=self._chunk(), properties=properties, size=size)
         index = MetadataIndex(fqn, self._chunk().offsets)
         return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
@@ -311,27 +311,27 @@ def encode_extra_state(module: nn.Module, stock: Any) -> Any:
         return stock
     # Bytes without states are the pickle of a custom recipe. TE ignores it when it loads the entry.
     states = _te.delayed_states(module) if stock.numel() else None
-    experts = _experts_of(module)
+    experts = own_experts(module)
     cls, found = _Entry if experts is None else ExpertEntry, stock.new_empty(0)
     if states is not None:
         # Its tensors, and the recipe needed to create the state again.
         described: dict[str, Any] = {"recipe": _te_modules.describe_delayed_recipe(module)}
         for key, state in states.items():
             described |= {f"{key}.{name}": getattr(state, name) for name in ("scale", "amax_history")}
-        found = pack((), described) if experts is None else pack_experts(described, experts[0])
+        found = pack((), described) if experts is None else pack_experts(described, experts.first)
     found = found.as_subclass(cls)
     if isinstance(found, ExpertEntry):
         found.experts = experts
     return found
 
 
-def _experts_of(module: nn.Module) -> tuple[int, int, int] | None:
-    """Return first index, number and total number of a module's experts; ``None`` for other modules."""
+def own_experts(module: nn.Module) -> ExpertRange | None:
+    """Return the experts of a ``GroupedLinear``; ``None`` for other modules."""
     if _te.kind_of(module) != "GroupedLinear":
         return None
     binding, count = binding_of(module), int(module.num_gemms)  # type: ignore[arg-type]
-    own = binding.experts if binding is not None else None
-    return (0, count, count) if own is None else (own.first, own.count, own.total)
+    experts = binding.experts if binding is not None else None
+    return experts if experts is not None else ExpertRange(0, count, count)
 
 
 def decode_extra_state(module: nn.Module, state: Any) -> Any:
@@ -405,17 +405,17 @@ def _read(module: nn.Module, state: Any) -> tuple[tuple[int, ...] | None, dict[s
 
 def _own_rows(module: nn.Module, entry: torch.Tensor) -> torch.Tensor:
     """Return the rows of the module's own experts, if the entry has rows of experts."""
-    own = _experts_of(module)
+    own = own_experts(module)
     if own is None or not has_expert_rows(entry):
         return entry
     states = [(unpack(row) or ((), None))[1] or {"recipe": {}} for row in entry]
     # Each row records its expert, because DCP may bring the rows of all experts, or of this rank's only.
     have = [int(state["recipe"].get(_EXPERT, -1)) for state in states]
-    expected = range(own[0], own[0] + own[1])
+    expected = range(own.first, own.first + own.count)
     if not set(expected) <= set(have):
         raise CheckpointError(
             f"{name_of(module)}._extra_state of a state dict",
-            expected=f"the state of experts {own[0]} to {expected[-1]}",
+            expected=f"the state of experts {own.first} to {expected[-1]}",
             got=f"the state of experts {have}",
             fix="load the state dict of this rank, or load with torch.distributed.checkpoint",
         )

@@ -81,9 +81,47 @@ def element_type(local: torch.Tensor) -> str:
 
 
 def components_of(local: torch.Tensor, label: str) -> list[Component]:
-    """Return the existing components of one of TE's quantized tensors. As :func:`components_from`."""
-    metadata = local.get_metadata()  # type: ignore[attr-defined]
-    return components_from(str(_te.format_of(local)), metadata, tuple(local.shape), label)
+    """Return the existing components of one of TE's quantized tensors. Local operation.
+
+    Raises PlacementError if the layout of the format or of one of its options is unknown.
+    """
+    name, metadata, shape = str(_te.format_of(local)), local.get_metadata(), tuple(local.shape)  # type: ignore[attr-defined]
+    row = FORMATS.get(name, unknown_format(name))
+    odd = _options_set(row.unknown_options, metadata)
+    if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
+        raise PlacementError(
+            f"{label}: quantized weight without a known layout",
+            expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
+            got=f"{name} of shape {shape} {odd or ''}".rstrip(),
+            fix=(
+                "build it in high precision, without quantized_model_init; the custom recipe can stay"
+                if name == "hybrid"
+                else "keep this weight in high precision"
+            ),
+        )
+    found = []
+    turned = metadata.get(row.transpose) if metadata.get("data") is None else None
+    for buffer in row.buffers:
+        tensor = metadata.get(buffer.name)
+        if buffer.name == "data" and turned is not None:
+            # Hopper may keep only the transposed data (last dim first) of a weight for backward.
+            tensor = turned.movedim(0, -1)
+        if tensor is None:
+            continue
+        if buffer.block is None:
+            found.append(Component(buffer.name, tensor.detach().view(-1), None))
+            continue
+        steps = _steps(buffer.block, shape)
+        sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
+        view = tensor.detach()
+        # Transposed buffers are described like the weight, so that one rectangle applies to all components.
+        view = view.t() if buffer.is_transposed else view
+        if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
+            raise PlacementError(
+                f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
+            )
+        found.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
+    return found
 
 
 def rowwise_components(local: torch.Tensor) -> list[Component]:
@@ -149,51 +187,6 @@ def block_of(local: torch.Tensor) -> int | None:
     found = [(_te.high_precision_part(part), _te.format_of(part)) for part in _te.storage_parts_of(local)]
     parts = [1 if values is not None or row is None else row.block for values, row in found]
     return None if None in parts else max(part for part in parts if part is not None)
-
-
-def components_from(
-    name: str, metadata: Mapping[str, Any], shape: tuple[int, ...], label: str
-) -> list[Component]:
-    """Return the components of a quantized tensor given by format name and ``get_metadata()``. Local operation.
-
-    Raises PlacementError if the layout of the format or of one of its options is unknown.
-    """
-    row = FORMATS.get(name, unknown_format(name))
-    odd = _options_set(row.unknown_options, metadata)
-    if not row.buffers or odd or (not row.has_one_scale and len(shape) != 2):
-        raise PlacementError(
-            f"{label}: quantized weight without a known layout",
-            expected=f"a 2-D weight in one of {', '.join(n for n, known in FORMATS.items() if known.buffers)}",
-            got=f"{name} of shape {shape} {odd or ''}".rstrip(),
-            fix=(
-                "build it in high precision, without quantized_model_init; the custom recipe can stay"
-                if name == "hybrid"
-                else "keep this weight in high precision"
-            ),
-        )
-    found = []
-    turned = metadata.get(row.transpose) if metadata.get("data") is None else None
-    for buffer in row.buffers:
-        tensor = metadata.get(buffer.name)
-        if buffer.name == "data" and turned is not None:
-            # Hopper may keep only the transposed data (last dim first) of a weight for backward.
-            tensor = turned.movedim(0, -1)
-        if tensor is None:
-            continue
-        if buffer.block is None:
-            found.append(Component(buffer.name, tensor.detach().view(-1), None))
-            continue
-        steps = _steps(buffer.block, shape)
-        sizes = tuple([-(-size // step) for size, step in zip(shape, steps, strict=True)])
-        view = tensor.detach()
-        # Transposed buffers are described like the weight, so that one rectangle applies to all components.
-        view = view.t() if buffer.is_transposed else view
-        if view.ndim != len(sizes) or any(map(operator.lt, view.shape, sizes)):
-            raise PlacementError(
-                f"{label}: buffer of a quantized weight", expected=f"at least {sizes}", got=tuple(view.shape)
-            )
-        found.append(Component(buffer.name, view[tuple([slice(0, size) for size in sizes])], steps))
-    return found
 
 
 def _options_set(options: Mapping[str, bool], metadata: Mapping[str, Any]) -> dict[str, bool]:

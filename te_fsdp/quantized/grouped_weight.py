@@ -23,7 +23,7 @@ from te_fsdp.quantized.components import (
     pack_bytes,
     pack_flat,
 )
-from te_fsdp.quantized.write_counts import count_write
+from te_fsdp.quantized.quantizer_record import count_write
 from te_fsdp.records import copy_param_attrs
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.te_derived import derive_transpose

@@ -1,7 +1,7 @@
 """The record of te_fsdp on TE's quantizers, which TE copies to every tensor derived from a weight.
 
 Patches of TE's classes let copies of a quantizer keep its record, let tensors reduce their amax over the group of this
-record, and let clones have their own scales (``upstream/patches.py``).
+record, count quantizations, and let clones have their own scales (``upstream/patches.py``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,17 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
 from te_fsdp.upstream.patches import PATCHES, apply_patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
 
 #: Attribute of a quantizer: its :class:`QuantizerRecord`.
 QUANTIZER_RECORD = "_te_fsdp_quantizer"
@@ -27,7 +34,7 @@ class QuantizerRecord:
 
     amax_group: str | None = None  #: Name of the group over which quantizations reduce the amax
     clones_scales: bool = False  #: Whether clones of its tensors have their own scales
-    #: Number of quantizations into its tensors, if they are counted (``write_counts.py``). Copies share the list.
+    #: Number of quantizations into its tensors, if they are counted. Copies share the list.
     writes: list[int] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerRecord:
@@ -104,3 +111,89 @@ def with_group(quantizer: Any, group: Any) -> Any:
     new = quantizer.copy()
     _te.set_quantizer_amax_group(new, group)
     return new
+
+
+# ``tensor._version`` does not count writes through ``.data``, through ``detach()`` or by ``torch._foreach_``
+# functions. All of these call ``quantize_`` of a tensor that has a copy of the same quantizer. The copies share one
+# counter.
+def write_numbers_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return numbers that change with each write: versions, plus quantizations that are counted from the first call."""
+    # Every step calls it twice, so it makes few calls.
+    numbers, local_tensors = _torch.versions_and_locals_of(parameters)
+    for index, local in enumerate(local_tensors):
+        quantizer = getattr(local, _te.QUANTIZER, None)
+        if quantizer is None:
+            continue
+        record = quantizer.__dict__.get(QUANTIZER_RECORD)
+        if not record or record.writes is None:
+            patch_quantize()
+            change_quantizer_record(quantizer, writes=[0])
+        else:
+            numbers[index] += record.writes[0]
+    return numbers
+
+
+def patch_quantize() -> None:
+    """Let ``quantize_`` of TE's tensors count; once per process."""
+
+    def wrap_quantize(stock: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(stock)
+        def quantize_(self: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            count_write(self)
+            return stock(self, tensor, *args, **kwargs)
+
+        return quantize_
+
+    apply_patch("count", wrap_quantize)
+
+
+def count_write(tensor: Any) -> None:
+    """Count one quantization into a tensor."""
+    quantizer = _te.quantizer_of(tensor)
+    record = None if quantizer is None else quantizer.__dict__.get(QUANTIZER_RECORD)
+    if record and record.writes is not None:
+        record.writes[0] += 1
+
+
+# ``weight.copy_(source)`` of two tensors of one TE class copies the bytes and scales that both have (TE 2.20.2). If the
+# weight has one scale per square block and the source one per row of a block, the scales of the source's rows do not
+# hold for columns. te_fsdp stores rowwise data only and derives the columnwise data from it, which would then be wrong.
+# In the reverse direction the weight would keep its previous columnwise data.
+def patch_clone_of_scales(tensor: torch.Tensor) -> None:
+    """Let clones of a quantized weight, and their clones, have their own scales. Local operation.
+
+    TE's clones share scales (2.18 to 2.20.2). A clone kept by the user (the best weights so far, values to be
+    restored) would combine old data with new scales after the next step.
+    """
+    for part in (tensor, *_te.storage_parts_of(tensor)):
+        quantizer = _te.quantizer_of(part)
+        if quantizer is not None and not quantizer_record(quantizer).clones_scales:
+            patch_block_copies()
+            change_quantizer_record(quantizer, clones_scales=True)
+
+
+def patch_block_copies() -> None:
+    """Quantize values in ``copy_`` between blocks of different shapes, for te_fsdp's weights; once per process."""
+
+    def wrap_dispatch(stock: Any) -> Any:
+        @classmethod
+        @functools.wraps(stock.__func__)
+        def __torch_dispatch__(cls: Any, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.copy_.default and _has_other_blocks(*args[:2]):
+                # TE would copy the bytes, whose scales are those of other blocks.
+                args[0].quantize_(args[1].dequantize(dtype=torch.float32))
+                return args[0]
+            return stock.__func__(cls, func, types, args, kwargs)
+
+        return __torch_dispatch__
+
+    apply_patch("copy blocks", wrap_dispatch)
+
+
+def _has_other_blocks(target: Any, source: Any) -> bool:
+    """Return whether a weight of te_fsdp and a source of its class have scales for blocks of different shapes."""
+    if type(source) is not type(target):
+        return False
+    quantizer = _te.quantizer_of(target)
+    is_ours = quantizer is not None and quantizer_record(quantizer).clones_scales
+    return is_ours and _te.format_of(target) is not _te.format_of(source)

@@ -13,9 +13,9 @@ from te_fsdp.collectives.agreement import on_any_rank
 from te_fsdp.errors import MeshError
 from te_fsdp.layout import Box, chunk_range
 from te_fsdp.quantized.amax import has_amax_group, reduce_newest_amax, set_amax_group
-from te_fsdp.quantized.block_copies import patch_clone_of_scales
 from te_fsdp.quantized.components import components_of, keep_rowwise_only
 from te_fsdp.quantized.grouped_weight import quantize_experts
+from te_fsdp.quantized.quantizer_record import patch_clone_of_scales
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners, replace_local_tensor
 from te_fsdp.upstream import te as _te, te_modules as _te_modules, torch_dtensor as _torch
 

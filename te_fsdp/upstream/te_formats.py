@@ -31,12 +31,13 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, TypeAlias
 
 import torch
 
 from te_fsdp.errors import CheckpointError
-from te_fsdp.unpickling import EnumNames, TableUnpickler
+from te_fsdp.unpickling import TableUnpickler
 
 #: Rows and columns of the weight that one buffer element covers; ``None``: the unsharded weight.
 Block: TypeAlias = tuple[int, int] | None
@@ -293,7 +294,7 @@ def unknown_format(name: str) -> Format:
 # ------------------------------------------------------------------------------------------------------------- pickles
 
 #: Largest forward and backward values of TE's formats (``transformer_engine.common.recipe.Format``).
-_RANGES = {(448.0, 448.0): "E4M3", (57344.0, 57344.0): "E5M2", (448.0, 57344.0): "HYBRID"}
+_RANGES = {"E4M3": (448.0, 448.0), "E5M2": (57344.0, 57344.0), "HYBRID": (448.0, 57344.0)}
 _STATE = {
     "scaling_fwd.scale": "scale_fwd",
     "scaling_fwd.amax_history": "amax_history_fwd",
@@ -342,9 +343,6 @@ def _rebuild_whole(
 
 ENTRIES = {
     "transformer_engine.common.recipe.DelayedScaling": _Recipe,
-    "transformer_engine.common.recipe.Format": EnumNames(
-        lambda largest: largest, {name: largest for largest, name in _RANGES.items()}
-    ),
     "transformer_engine.common.recipe._FormatHelper": _Largest,
     "torch._utils._rebuild_tensor_v2": _rebuild_whole,
     "torch.storage._load_from_bytes": _load_from_bytes,
@@ -369,7 +367,9 @@ def read_extra_state(data: bytes, key: str) -> tuple[dict[str, Any], dict[str, t
     if not data:
         return None
     try:
-        state = TableUnpickler(data, ENTRIES).load()
+        # A new enum each time, because a pickle may change the members.
+        known = {**ENTRIES, "transformer_engine.common.recipe.Format": Enum("Format", _RANGES)}
+        state = TableUnpickler(data, known, "the state of delayed scaling").load()
         if not isinstance(state, dict) or not isinstance(state.get("recipe"), _Recipe):
             raise pickle.UnpicklingError("no recipe of delayed scaling")
         if "scale_fwd" not in state:
@@ -402,7 +402,7 @@ def _describe(state: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_gemms": state["extra_fp8_variables"]["num_gemms"],
         "margin": fields.get("margin", 0),
-        "fp8_format": _RANGES[tuple(fields.get("fp8_format", (448.0, 57344.0)))],
+        "fp8_format": fields["fp8_format"].name if "fp8_format" in fields else "HYBRID",
         "amax_history_len": int(state["amax_history_fwd"].shape[0]),
         "amax_compute_algo": algorithm if isinstance(algorithm, str) else "max",
         "reduce_amax": fields.get("reduce_amax", True),

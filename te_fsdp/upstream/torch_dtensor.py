@@ -432,3 +432,8 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[Callable[..., Any]]:
     own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
     tables: Any = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks, *own)
     return [hook for table in tables for hook in table.values()]
+
+
+def device_sleep(milliseconds: float) -> None:
+    """Let the current stream of the GPU wait (``torch.cuda._sleep``), at about 2 million cycles per millisecond."""
+    torch.cuda._sleep(int(2e6 * milliseconds))

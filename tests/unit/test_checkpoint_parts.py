@@ -316,7 +316,8 @@ def test_metadata_cannot_change_classes(owner: type, name: str) -> None:
     named = f"c{owner.__module__}\n{owner.__name__}\n".encode()
     before = dict(vars(owner))
     with pytest.raises(
-        pickle.UnpicklingError, match=f"it sets {owner.__name__}.{name}, which metadata never"
+        pickle.UnpicklingError,
+        match=f"it sets {owner.__name__}.{name}, which the metadata of a checkpoint never",
     ):
         unpickle_metadata(b"\x80\x02" + named + state + b"b.")
     with pytest.raises(

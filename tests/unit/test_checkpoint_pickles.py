@@ -163,7 +163,7 @@ def test_getattr_returns_members_of_known_enums_only(arguments: bytes) -> None:
         unpickle_metadata(call)
     assert "instead of DCP's Metadata" not in str(refused.value)
     with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)):
-        TableUnpickler(call, ENTRIES).load()
+        TableUnpickler(call, ENTRIES, "a pickle").load()
 
 
 def test_getattr_itself_is_not_handed_out() -> None:

@@ -15,10 +15,8 @@ import te_fsdp
 from te_fsdp.mesh import Meshes
 from te_fsdp.modules.fused_states import patch_fused_adam
 from te_fsdp.quantized.amax import patch_delayed_updates
-from te_fsdp.quantized.block_copies import patch_block_copies
 from te_fsdp.quantized.fsdp_hooks import patch_fsdp_hooks
-from te_fsdp.quantized.quantizer_record import keep_amax_group_in_copies
-from te_fsdp.quantized.write_counts import patch_quantize
+from te_fsdp.quantized.quantizer_record import keep_amax_group_in_copies, patch_block_copies, patch_quantize
 from te_fsdp.upstream import fsdp2_state as _fsdp2, patches as _patches, te as _te
 from te_fsdp.upstream.patches import FSDP2
 

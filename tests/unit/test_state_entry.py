@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from te_fsdp.errors import CheckpointError
+from te_fsdp.layout import ExpertRange
 from te_fsdp.modules import extra_state
 from te_fsdp.modules.extra_state import (
     DamagedEntryError,
@@ -130,7 +131,7 @@ def test_plain_dcp_cannot_write_copies_of_the_state_of_experts():
         ):
             own.__create_write_items__("fc1._extra_state", own)
     assert type(saved(entry)) is torch.Tensor
-    entry.experts = (2, len(entry), 2 + len(entry))
+    entry.experts = ExpertRange(2, len(entry), 2 + len(entry))
     (item,) = entry.__create_write_items__("fc1._extra_state", entry)
     assert tuple(item.index.offset) == (2, 0) and item.tensor_data.size[0] == 2 + len(entry)
 

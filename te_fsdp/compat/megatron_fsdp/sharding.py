@@ -36,6 +36,7 @@ from te_fsdp.compat.megatron_fsdp.arguments import (
 from te_fsdp.errors import CheckpointError, InitError, OrderError
 from te_fsdp.features import param_gather
 from te_fsdp.features.broadcast_params import broadcast_params
+from te_fsdp.features.clip_grad_norm import scale_gradients
 from te_fsdp.features.main_params import MAIN, optimizer_shard_in
 from te_fsdp.features.main_weights import (
     initialize_fused_adam,
@@ -44,7 +45,6 @@ from te_fsdp.features.main_weights import (
     shard_optimizer,
 )
 from te_fsdp.features.nan_report import report_nan
-from te_fsdp.features.scale_gradients import scale_gradients
 from te_fsdp.layout import OUTER_STRATEGIES
 from te_fsdp.materialization import materialize
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS

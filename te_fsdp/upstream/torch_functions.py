@@ -1,0 +1,175 @@
+"""Functions of torch that te_fsdp wraps once per process: optimizers, parametrizations, graphs, ``GradScaler``.
+
+Checked with torch 2.11 to 2.15.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, prune
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+
+from te_fsdp.upstream.torch_dtensor import local_of
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def support_foreach(cls: type[torch.Tensor]) -> None:
+    """Let torch's optimizers use foreach kernels for a subclass of DTensor, as torch does for DTensor itself."""
+    # Optimizers compare exact classes (``_foreach_supported_types``). One parameter of an unknown subclass
+    # would make them update its group parameter by parameter.
+    for types in (optimizer._foreach_supported_types, _foreach_utils._foreach_supported_types):
+        if cls not in types:
+            types.append(cls)  # type: ignore[arg-type]
+
+
+@functools.cache
+def after_failed_load(call: Callable[[Any], None]) -> None:
+    """Call a function with the optimizer of torch whose ``load_state_dict`` misses a state. Local, once per process."""
+    # ``__setstate__`` then raises KeyError, which follows unless the function raises (torch 2.11 to 2.15).
+    for cls in {value for value in vars(torch.optim).values() if isinstance(value, type)}:
+        if "__setstate__" in vars(cls) and cls is not torch.optim.Optimizer:
+            cls.__setstate__ = _explain(cls.__setstate__, call)  # type: ignore[attr-defined]
+
+
+def _explain(stock: Callable[..., None], call: Callable[[Any], None]) -> Callable[..., None]:
+    @functools.wraps(stock)
+    def __setstate__(self: Any, state: Any) -> None:
+        try:
+            stock(self, state)
+        except KeyError:
+            call(self)
+            raise
+
+    return __setstate__
+
+
+#: Functions that compute a parameter from others, and fail on DTensors without its name: those that ``orthogonal``,
+#: ``spectral_norm`` and the functions of ``prune`` call first.
+_FUNCTIONS = (
+    (getattr(parametrizations, "_Orthogonal", None), "__init__"),
+    (getattr(parametrizations, "_SpectralNorm", None), "__init__"),
+    (prune.BasePruningMethod, "apply"),
+    (prune, "global_unstructured"),
+)
+
+
+@functools.cache
+def before_reparametrization(call: Callable[[torch.Tensor], None]) -> None:
+    """Call a function with each tensor before torch replaces it. Local, once per process."""
+    for owner, name in _FUNCTIONS:
+        if owner is not None:
+            # vars, because getattr would bind a classmethod.
+            stock = vars(owner)[name]
+            wrapped = _wrap(getattr(stock, "__func__", stock), call)
+            setattr(owner, name, classmethod(wrapped) if isinstance(stock, classmethod) else wrapped)
+
+
+def _wrap(stock: Callable[..., Any], call: Callable[[torch.Tensor], None]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        for tensor in _tensors_in([*args, *kwargs.values()]):
+            call(tensor)
+        return stock(*args, **kwargs)
+
+    return wrapped
+
+
+def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
+    """Yield tensors, and the parameters that pairs of a module and a name refer to."""
+    for value, following in zip(values, [*values[1:], None], strict=True):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, torch.nn.Module) and isinstance(following, str):
+            parameter = value._parameters.get(following)
+            if parameter is not None:
+                yield parameter
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(list(value))
+
+
+class _BackwardHooks(OrderedDict[int, Any]):
+    """Backward hooks of a module, which call a function when ``make_graphed_callables`` counts them."""
+
+    def __init__(self, hooks: Any, call: Callable[[], None]) -> None:
+        super().__init__(hooks)
+        self._call = call
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
+
+    def __len__(self) -> int:
+        frame = sys._getframe(1)
+        if frame.f_code.co_name.endswith("make_graphed_callables"):
+            # By now TE has replaced ``__call__`` of the modules' classes, which it does not undo in an exception
+            # (2.18-2.20). It has also set a flag of the process, with which no backward updates the scales of delayed
+            # scaling.
+            module, caller = frame.f_globals, frame.f_back
+            if module.get("__name__") == "transformer_engine.pytorch.graph" and caller is not None:
+                for cls, call in caller.f_locals.get("old_call_funcs", {}).items():
+                    del cls.__call__
+                    if cls.__call__ is not call:
+                        cls.__call__ = call
+                module["set_capture_end"]()
+            self._call()
+        return super().__len__()
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, (list(self.items()),)
+
+
+def before_graphed_callables(module: nn.Module, call: Callable[[], None]) -> None:
+    """Call a function in ``make_graphed_callables`` of torch or TransformerEngine for this module."""
+    # Both first check that ``len(module._backward_hooks)`` is 0. Calls of the module use ``bool`` instead.
+    module._backward_hooks = _BackwardHooks(module._backward_hooks, call)
+
+
+# [Note: GradScaler over several meshes] The scaler passes all gradients of a dtype to one operator, which
+# divides them by the scale and reports infinities. For DTensors torch has a handler
+# (``found_inf_reduce_handler``). It rejects plain tensors in such a list. It all-reduces the report over the
+# mesh of the first gradient only, so with tensor parallelism only some ranks would skip a step.
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@functools.cache
+def unscale_over_all_meshes() -> None:
+    """Replace DTensor's handler of the scaler's operator (``_custom_op_handlers``). Local, once per process."""
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    stock = handlers.get(_UNSCALE)
+    if stock is None:
+        return
+
+    def unscale(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Unscale the local gradients and all-reduce the report over every mesh axis that shards one of them.
+
+        Collective over these axes. Gradients with the same mesh and placements are left to torch.
+        """
+        gradients, report, *rest = args
+        kinds = [(g.device_mesh, tuple(g.placements)) if isinstance(g, DTensor) else None for g in gradients]
+        if len(set(kinds)) == 1 and None not in kinds:
+            return stock(op, args, kwargs)
+        # DTensor's handler rejects lists with plain tensors. Local tensors do not reach it.
+        op([local_of(gradient) for gradient in gradients], report, *rest, **kwargs)
+        axes: dict[tuple[int, ...], tuple[DeviceMesh, int]] = {}
+        for mesh, placements in dict.fromkeys(kind for kind in kinds if kind is not None):
+            for axis, placement in enumerate(placements):
+                if not placement.is_replicate() and mesh.size(axis) > 1:
+                    ranks = tuple(dist.get_process_group_ranks(mesh.get_group(axis)))
+                    axes.setdefault(ranks, (mesh, axis))
+        # Twice: a report that arrives over a later axis must also reach the ranks of an earlier one.
+        for mesh, axis in [*axes.values()] * (2 if len(axes) > 1 else 1):
+            dist.all_reduce(report, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+        return None
+
+    handlers[_UNSCALE] = unscale
