@@ -176,8 +176,8 @@ class OuterAverages:
         if changed or (kept and fresh):
             raise OrderError(
                 f"{changed + fresh} of {len(cut)} gradients have changed after they were averaged",
-                expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
-                got="a further backward or change of gradients between these calls and step()",
+                expected="the last backward of a step before clip_grad_norm_ and scale_gradients",
+                got="a further backward, or a write to a gradient, between these calls and step()",
                 why="The step would ignore the change",
                 fix="clip once, after the last backward; begin the next step with zero_grad()",
             )
@@ -198,7 +198,7 @@ def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
     """
     given = list(parameters)
     ready: dict[int, MainParameter] = {}
-    for averages in averages_of(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
+    for averages in averages_of(given, "clip_grad_norm_ before shard_optimizer"):
         averages.make()
         ready |= averages.ready
     return [ready[id(p)].main if id(p) in ready else p for p in given]
@@ -276,8 +276,8 @@ class UnaveragedGradient(UnreadableShard):
             got="a gradient that is averaged over this replica only, as after each backward with "
             'outer_strategy="optim"',
             why="Each replica would see different numbers",
-            fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; if other code must read "
-            "gradients, shard with outer_strategy='no_shard' (HSDP)",
+            fix="use te_fsdp.clip_grad_norm_ (max_norm=math.inf only returns the norm) and te_fsdp.scale_gradients; if "
+            "other code must read gradients, shard with outer_strategy='no_shard' (HSDP)",
         )
 
     @classmethod
@@ -366,8 +366,8 @@ def _after(
         # raises for it.
         if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
             hidden: Any = hide_unaveraged_grad(gradient)
-            facts = get_record(parameter)
-            hidden.label = facts.label or "" if facts is not None else ""
+            plan = plan_of(parameter)
+            hidden.label = "" if plan is None else plan.label
     state, own = of(), component()
     if state is not None and own is not None and own.averages is not None:
         own.averages.early.reduced(state, unit, group, event)
