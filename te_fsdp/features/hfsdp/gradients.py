@@ -22,7 +22,7 @@ from te_fsdp.lifecycle import (
     gradients_of,
 )
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import KEY, get_or_create_record, get_record, label_of, plan_of
+from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
@@ -44,7 +44,7 @@ class ShardedParameters(Protocol):
         """Return the trained parameters whose state is sharded, in the same order on all replicas."""
         ...
 
-    def look(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
+    def lookup(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
         """Return the main parameters that a step would use now."""
         ...
 
@@ -87,9 +87,9 @@ class OuterAverages:
             return
         self._factor = None
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.__dict__[KEY].deferred_scale is not None:
+            if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
-        self._main_parameters.look(parameters)
+        self._main_parameters.lookup(parameters)
         given: list[MainParameter] = []
         averages, specs, sources = [], [], []
         local = {
@@ -236,9 +236,11 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
     """
     found: dict[int, OuterAverages] = {}
     for parameter in parameters:
-        facts = get_record(parameter)
+        record = get_record(parameter)
         # The optimizer that shards its state, if it is still alive.
-        cutting = facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
+        cutting = (
+            record.main_parameters() if record is not None and record.main_parameters is not None else None
+        )
         if cutting is not None:
             found[id(cutting)] = cutting.averages
         elif what and parameter.requires_grad:
@@ -310,7 +312,7 @@ def apply_deferred_grad_scale(parameter: torch.Tensor, gradient: torch.Tensor | 
     """Apply the deferred factor of a parameter's gradient before accumulating into it. Local operation."""
     # The factor comes from clipping or scaling the average. Loops that clear gradients after each step never need this.
     # Not `get_record`, because each backward calls this for each parameter.
-    record = parameter.__dict__.get(KEY)
+    record = parameter.__dict__.get(PARAMETER)
     if not record or record.deferred_scale is None:
         return
     scaled, factor = record.deferred_scale
