@@ -1,4 +1,4 @@
-"""``fully_shard``: set_device_mesh, then FSDP2 unit by unit, then what FSDP2 leaves undone."""
+"""Execution of a :class:`~te_fsdp.plan.ModelPlan`: bind the modules, apply FSDP2 to each unit, adapt FSDP2's units."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from te_fsdp.plan import ModelPlan
 from te_fsdp.quantized.gather_metadata import replay_gather
 from te_fsdp.quantized.shards import restore_quantized, stash_quantized
 from te_fsdp.records import (
-    KEY as FACTS,
+    PARAMETER,
     binding_of,
     get_or_create_record,
     iter_param_owners,
@@ -92,9 +92,9 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
             # FSDP2 shards no others (torch 2.11 to 2.15).
             place.parameter.data = place.parameter.data.contiguous()
         # FSDP2 moves the parameters that it shards to the device, and nothing else moves these.
-        if row.storage.is_whole and place.parameter.device.type == "cpu" != device.type:
+        if row.storage.is_replicated and place.parameter.device.type == "cpu" != device.type:
             place.parameter.data = place.parameter.data.to(device)
-    for module in model.modules() if "" in plan.whole else ():
+    for module in model.modules() if "" in plan.replicated_modules else ():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device.type == "cpu":
                 module._buffers[name] = buffer.to(device)
@@ -111,18 +111,21 @@ def attach_plan(plan: ModelPlan, points: CheckPoints) -> ShardedModel:
 
 
 def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
-    """Bind the model; apply FSDP2 unit by unit, inner ones first: a parent's group takes what its units have left."""
+    """Bind the model, then apply FSDP2 to each unit. Inner units are first, because FSDP2 skips sharded parameters."""
     model, precision = plan.model, plan.precision
     with track_replaced_parameters(model, "fully_shard"), _fsdp2.chunk_own_rank_only():
         bind(model, plan.modules)
         for binding in filter(None, map(binding_of, model.modules())):
-            binding.amax.agreed = True  # one object gives both meshes
+            binding.amax.agreed = True  # the weight mesh and FSDP2's mesh are from the same Meshes
         stash = stash_quantized(model)
         if precision is not None:
             precision.widen(model)
         # Weights that FSDP2 shards along a dim other than the first.
         dims = {
-            id(m.module._parameters[name]): dim for m in plan.modules for name, dim in m.cuts.items() if dim
+            id(m.module._parameters[name]): dim
+            for m in plan.modules
+            for name, dim in m.fsdp_dims.items()
+            if dim
         }
         options: dict[str, Any] = {
             "mp_policy": plan.mp_policy,
@@ -130,10 +133,12 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             "ignored_params": {item.parameter for item in plan.replicated},
         }
         of_experts = _expert_units(plan.parameters.values())
-        # Each unit after all units inside of it. A module that several units share has one name, by which it is inside
-        # of one of them, and FSDP2 must shard it before any of them.
+        # FSDP2 must shard a unit after all units inside of it. The order of names is not enough: a module that several
+        # units share has one name, inside of one of them.
         modules = {
-            name: plan.model.get_submodule(name) for name in reversed(plan.units) if name not in plan.whole
+            name: plan.model.get_submodule(name)
+            for name in reversed(plan.units)
+            if name not in plan.replicated_modules
         }
         names = {id(module): name for name, module in modules.items()}
         order: dict[str, None] = {}
@@ -153,7 +158,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             if precision is not None:
                 options["mp_policy"] = precision.fsdp2_policy(name)
             fsdp2_fully_shard(unit, reshard_after_forward=row.gather == "pass", **options)
-        if plan.meshes.pp is not None and "" in plan.whole:
+        if plan.meshes.pp is not None and "" in plan.replicated_modules:
             # A pipeline stage marks the last microbatch on FSDP2 modules only, so make the model an empty unit.
             fsdp2_fully_shard(
                 model, mesh=plan.meshes.fsdp_with_size_one, ignored_params=set(model.parameters())
@@ -165,7 +170,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
 
 def _expert_units(rows: Iterable[ParameterPlan]) -> set[str]:
     """Return the names of the units whose sharded parameters are distributed over ``ep``."""
-    return {row.unit for row in rows if row.experts and not row.storage.is_whole}
+    return {row.unit for row in rows if row.experts and not row.storage.is_replicated}
 
 
 def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh:
@@ -176,14 +181,14 @@ def _fsdp_mesh(meshes: Meshes, storage: Storage, *, experts: bool) -> DeviceMesh
     return meshes.expert_fsdp_with_size_one if experts else meshes.fsdp_with_size_one
 
 
-# [Note: gradients of experts] Gradients of experts come out as in one process:
+# [Note: gradients of experts] Gradients of experts equal those of one process:
 #
 #     one process       gradient of the mean loss over all tokens
 #     dense parameter   every rank has a mean over its own tokens    -> mean over all data-parallel ranks
-#     expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that hold the expert,
+#     expert            its tokens come from all ranks of ``ep``,    -> sum over the ranks that have the expert,
 #                       its gradient is a sum over those ranks          divided by the number of all data-parallel ranks
 #
-# FSDP2 would divide by the number of ranks that hold the expert. te_fsdp sets the other number.
+# FSDP2 would divide by the number of ranks that have the expert. te_fsdp sets the other number.
 def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
     """Set the divisor of gradients where FSDP2's own would be wrong, and the group over which TE reduces the amax.
 
@@ -222,17 +227,17 @@ def divide_gradients(state: ShardedModel, policy: Fsdp2Policy) -> None:
 
 @dataclass(frozen=True)
 class Setup:
-    """A model whose parameters are sharded, and the arguments for its hooks."""
+    """Argument of the functions in :data:`te_fsdp.components.SETUP`: a model whose parameters are sharded."""
 
     plan: ModelPlan
     state: ShardedModel
-    fused: list[nn.Module]  #: Modules whose weight gradients TE accumulates
+    fused: list[nn.Module]  #: Modules with ``fuse_wgrad_accumulation``
 
 
 def prepare_units(setup: Setup) -> None:
     """Adapt FSDP2's units to quantized and partial parameters. Local operation."""
     plan, state = setup.plan, setup.state
-    cuts = {(id(item.module), name) for item in plan.modules for name in item.cuts}
+    cuts = {(id(item.module), name) for item in plan.modules for name in item.fsdp_dims}
     for unit in state.modules.values():
         for managed in fsdp2_units.managed_fsdp_params(unit):
             if any((id(owner), name) in cuts for owner, name in fsdp2_units.owners_of(managed)):
@@ -242,7 +247,7 @@ def prepare_units(setup: Setup) -> None:
         _fsdp2_patches.record_shard_meshes(unit)
         _fsdp2_patches.alias_single_rank_shards(unit)
         for group in fsdp2_units.fsdp_parameter_groups(unit):
-            _fsdp2_settled.swap_in_one_loop(group, pair_of, FACTS)
+            _fsdp2_settled.swap_in_one_loop(group, pair_of, PARAMETER)
             _fsdp2_settled.shorten_fsdp_calls(group, replay_gather)
             if plan.meshes.tp is not None and plan.meshes.tp.size() > 1:
                 sum_at_once(group)

@@ -52,7 +52,7 @@ from te_fsdp.records import (
     MODULE,
     ModuleBinding,
     ModuleRecord,
-    OwnDTensor,
+    UserDTensor,
     binding_of,
     module_record,
     param_attrs_to_copy,
@@ -350,12 +350,12 @@ def _bind(item: ModulePlan, replaced: dict[int, torch.nn.Parameter]) -> None:
         if parameter is None:
             continue
         if id(parameter) not in replaced:
-            mesh, new = binding.whole_mesh(name), parameter
+            mesh, new = binding.unsharded_mesh(name), parameter
             if isinstance(parameter, DTensor):
                 own = binding.distributed.get(name)
                 if own is None:  # a TE parameter that is already a DTensor on the tp mesh
                     assert mesh is not None
-                    own = OwnDTensor(mesh, tuple(parameter.placements), False, None)
+                    own = UserDTensor(mesh, tuple(parameter.placements), False, None)
                 new = on_known_mesh(parameter, own)
             elif mesh is not None:
                 new = _to_dtensor(parameter, name, binding, mesh)

@@ -26,7 +26,6 @@ __all__ = [
     "PlacementError",
     "PrecisionError",
     "TeFsdpError",
-    "meant",
     "message",
     "require_flag_fields",
     "require_flags",
@@ -34,6 +33,7 @@ __all__ = [
     "require_kind",
     "require_number",
     "shorten",
+    "suggest_option",
 ]
 
 
@@ -108,7 +108,9 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
     return text
 
 
-def meant(word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
+def suggest_option(
+    word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None
+) -> str | None:
     """Return the option that a word probably means, for an error message. Callers never use it as the value.
 
     Args:

@@ -72,7 +72,7 @@ def _check_initialized(state: ShardedModel) -> None:
 
 
 def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
-    """Prepare a forward of the model, or a method that gathers as forward does."""
+    """Prepare a forward of the model, or a registered method. Collective as its checks are."""
     if state.checked.on_meta:
         run = functools.partial(_check_initialized, state)
         for first in state.checks.first:
@@ -103,10 +103,10 @@ def before_forward(state: ShardedModel, module: nn.Module, args: Any) -> None:
 
 
 def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> None:
-    """Prepare a unit before FSDP2 gathers it for its forward."""
+    """Prepare a unit before FSDP2 all-gathers it for its forward. Collective as its checks are."""
     if state.checked.on_meta:
         _check_initialized(state)
-    if name in state.unsharded.aside:
+    if name in state.unsharded.exposed:
         expose_unsharded_params(state, name, unit)
     if _torch.backward_id() != -1:  # recomputed activations
         _fsdp2.allow_recompute(unit)
@@ -139,9 +139,9 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
         # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.
-        if kept and name not in state.unsharded.known and _fsdp2.is_unit_unsharded(unit):
+        if kept and name not in state.unsharded.recorded and _fsdp2.is_unit_unsharded(unit):
             record_unsharded_params(unit)
-            state.unsharded.known.add(name)
+            state.unsharded.recorded.add(name)
     if module is state.model and not state.computed.methods and _torch.backward_id() == -1:
         if torch.is_grad_enabled():
             for after in state.components.after_forward:

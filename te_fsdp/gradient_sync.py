@@ -1,7 +1,7 @@
 """Control of gradient reductions and weight all-gathers, and operations on all gradients: wait, scale, clear.
 
 A gradient is complete when ``.grad`` of the sharded parameter is the mean over all ranks and microbatches so far.
-Until then FSDP2 (or ``no_shard_reduce``) stores unreduced gradients outside of ``.grad``.
+Until then FSDP2 (or :mod:`te_fsdp.features.replicated_gradients`) stores unreduced gradients outside of ``.grad``.
 
 A training loop can mark the last microbatch:
 
@@ -98,8 +98,8 @@ def require_reduced(state: ShardedModel, where: str, only: Iterable[torch.Tensor
         raise OrderError(
             f"{where}: gradients of {len(pending)} parameter(s) were not reduced, such as "
             f"{next(iter(pending.values()))}",
-            expected="a last backward that reduces what has added up",
-            got="backwards in te_fsdp.no_sync, or microbatches with is_last=False, alone",
+            expected="a last backward that reduces the accumulated gradients",
+            got="only backwards in te_fsdp.no_sync, or microbatches with is_last=False",
             why="Each rank has the gradient of its own microbatches only",
             fix="run the last backward with is_last=True or outside of the context, or call "
             "te_fsdp.finish_grad_reduce(model)",
@@ -112,13 +112,13 @@ def raise_if_backward_failed(state: ShardedModel, where: str) -> None:
     for settle in state.components.settle:
         state.sync.failed |= settle()
     if state.sync.dropped and all(p.grad is None for p in state.parameters().values()):
-        state.sync.dropped = False  # no gradient is left that could lack the dropped ones
+        state.sync.dropped = False  # all gradients were cleared, so none is incomplete
     if not has_failed_backward(state):
         return
     raise OrderError(
         f"{where}: a backward or a step has raised since gradients were cleared, here or on another rank",
-        expected="gradients of whole microbatches",
-        got="those of some units with the failed microbatch and those of others without, or those of another step",
+        expected="gradients of complete microbatches",
+        got="gradients that include the failed microbatch for some units only, or gradients of a previous step",
         fix="call te_fsdp.zero_grad(model) and run all microbatches of the step again",
     )
 

@@ -15,7 +15,7 @@ from te_fsdp.mesh import default_device_type, device_of
 from te_fsdp.quantized.components import keep_rowwise_only
 from te_fsdp.quantized.shards import attach_amax_group, quantize_shard
 from te_fsdp.records import (
-    KEY as FACTS,
+    PARAMETER,
     ModuleBinding,
     binding_of,
     checks_of,
@@ -145,7 +145,7 @@ def initialize_by_reset(module: nn.Module, reset: Callable[[], object]) -> list[
             full = sentinel(infos[name].original_shape, parameter.dtype, target_device(parameter))
             whole[id(parameter)] = torch.nn.Parameter(full, requires_grad=parameter.requires_grad)
             versions[id(parameter)] = _torch.version_of(whole[id(parameter)])
-            copy_param_attrs(parameter, whole[id(parameter)], leave_out=(FACTS,))
+            copy_param_attrs(parameter, whole[id(parameter)], leave_out=(PARAMETER,))
         module._parameters[name] = whole[id(parameter)]
     # Buffers already on the device keep their values, including NaN.
     pending = {name: b for name, b in module._buffers.items() if b is not None and b.is_meta}
@@ -263,10 +263,10 @@ def store_part(
         # Set it on the object that optimizers read: a plain parameter is a different object than ``new``.
         _te.attach_high_precision_value(_torch.local_of(parameter), value.detach().cpu())
     plan = plan_of(old)
-    if quantizer is not None and plan is not None and not plan.storage.is_whole:
+    if quantizer is not None and plan is not None and not plan.storage.is_replicated:
         keep_rowwise_only(new)
     if quantizer is not None and (
-        plan is None or plan.cut_dim is None
+        plan is None or plan.fsdp_dim is None
     ):  # otherwise te_fsdp.fully_shard does it
         _fsdp2_patches.disable_flat_shards(module, new)
 

@@ -42,17 +42,17 @@ def record_writes(model: nn.Module) -> None:
         if not parameter.is_meta or isinstance(parameter, DTensor) or binding_of(place.owner) is not None:
             continue
         if version := _torch.version_of(parameter):
-            facts = get_or_create_record(parameter)
-            facts.writes = max(facts.writes, version)
+            record = get_or_create_record(parameter)
+            record.writes = max(record.writes, version)
 
 
 def count_rewrites(parameter: torch.Tensor, writes: int | None) -> None:
     """Add writes that ``materialize`` has repeated on a parameter; ``None`` if all values are set by other means."""
-    facts = get_record(parameter)
-    if facts is not None and writes is None:
-        facts.writes = 0
-    elif facts is not None and writes is not None:
-        facts.rewrites += (writes,)
+    record = get_record(parameter)
+    if record is not None and writes is None:
+        record.writes = 0
+    elif record is not None and writes is not None:
+        record.rewrites += (writes,)
 
 
 def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -> None:
@@ -62,11 +62,11 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
     """
     lost = []
     for place in iter_param_owners(model):
-        facts = get_record(place.parameter)
-        if facts is None or not facts.writes:
+        record = get_record(place.parameter)
+        if record is None or not record.writes:
             continue
-        writes, repeated = facts.writes, facts.rewrites  # of a tied parameter: one count for each owner
-        facts.writes, facts.rewrites = 0, ()
+        writes, repeated = record.writes, record.rewrites  # of a tied parameter: one count for each owner
+        record.writes, record.rewrites = 0, ()
         # reset_parameters that was called several times draws again, which changes no distribution.
         again = any(count and writes % count == 0 for count in repeated)
         parts = place.path.split(".") if place.path else []

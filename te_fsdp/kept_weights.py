@@ -24,20 +24,20 @@ def expose_sharded_params(state: ShardedModel, only: str | None = None) -> None:
     """
     units = state.gathered() if only is None else [(only, state.modules[only])]
     for name, unit in units:
-        if name in state.unsharded.aside or (only is None and state.units[name].gather == "pass"):
+        if name in state.unsharded.exposed or (only is None and state.units[name].gather == "pass"):
             continue
         for parameter, record in _fsdp2.unsharded_parameters(unit):
             for module, own in fsdp2_units.owners_of(record):
                 if module._parameters.get(own) is parameter:
-                    _note_aside(module, own, True)
+                    _set_shard_exposed(module, own, True)
                     # Not by an assignment, after which a quantized weight would free its data.
                     module._parameters[own] = _fsdp2.sharded_param_of(record)
-        state.unsharded.aside[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
+        state.unsharded.exposed[name] = _torch.versions_of(_fsdp2.sharded_parameters(unit))
 
 
 def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> None:
     """Undo :func:`expose_sharded_params` for a unit; free its weights if the shards changed. Local operation."""
-    versions = state.unsharded.aside.pop(name, None)
+    versions = state.unsharded.exposed.pop(name, None)
     if versions is None or not _fsdp2.is_unit_unsharded(unit):
         return
     if (
@@ -55,12 +55,12 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         if parameter.requires_grad != shard.requires_grad:
             parameter.requires_grad_(shard.requires_grad)
         for module, own in fsdp2_units.owners_of(record):
-            _note_aside(module, own, False)
+            _set_shard_exposed(module, own, False)
             setattr(module, own, parameter)
 
 
-def _note_aside(module: nn.Module, name: str, is_aside: bool) -> None:
+def _set_shard_exposed(module: nn.Module, name: str, is_shard_exposed: bool) -> None:
     binding = records.binding_of(module)
     pair = None if binding is None else binding.fsdp.pairs.get(name)
     if pair is not None:
-        pair.is_aside = is_aside
+        pair.is_shard_exposed = is_shard_exposed

@@ -238,7 +238,7 @@ def expert_ranges(counts: Sequence[int], label: str) -> list[ExpertRange]:
             f"{label}: experts over ep={ranks}",
             expected=f"{total} experts distributed as {fitting}, at least one on each rank",
             got=f"num_gemms of the ranks {list(counts)}",
-            why="The number of experts on the ranks before determines which expert a weight belongs to",
+            why="The number of experts on the previous ranks determines which expert a weight belongs to",
             fix="build it with num_gemms=len(meshes.experts(total))" if 0 not in fitting else even,
         )
     return [ExpertRange(rank * step, count, total, step) for rank, count in enumerate(counts)]
@@ -373,9 +373,9 @@ def _put(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
 class SyncMode(Enum):
     """Role of a backward in its optimizer step."""
 
-    #: The last backward of its optimizer step: reduces all gradients, releases unsharded weights. The default.
+    #: The last backward of its optimizer step: reduces all gradients, reshards all weights. The default.
     LAST = "last"
-    #: Not the last one: gradients are reduced where that saves memory, weights kept where the strategy keeps them.
+    #: Not the last one: gradients are reduced if the strategy shards them, weights stay unsharded if it keeps them.
     ACCUMULATE = "accumulate"
     NO_SYNC = "no_sync"  #: Not the last one, and none of its gradients is reduced
 
@@ -398,12 +398,12 @@ class Storage:
     reduce: str  #: Which backward of a step reduces its gradient: the ``"last"`` or ``"each"``
 
     @functools.cached_property
-    def is_whole(self) -> bool:
+    def is_replicated(self) -> bool:
         """Return whether the parameter is replicated over data parallelism and not managed by FSDP2."""
         return self.parameter == "RR"
 
     @functools.cached_property
-    def cut_further(self) -> tuple[str, ...]:
+    def extra_state_axes(self) -> tuple[str, ...]:
         """Return the axes that shard the main weight and optimizer state although they replicate the parameter."""
         columns = zip(AXES, self.parameter, self.optimizer, strict=False)
         return tuple(axis for axis, parameter, optimizer in columns if parameter != optimizer)
@@ -413,7 +413,7 @@ class Storage:
         return mode is SyncMode.LAST or (mode is SyncMode.ACCUMULATE and self.reduce == "each")
 
     def releases(self, mode: SyncMode) -> bool:
-        """Return whether a backward ends with unsharded weights released."""
+        """Return whether the weights are resharded at the end of a backward."""
         return mode is SyncMode.LAST or self.gather == "pass"
 
     def __str__(self) -> str:
@@ -430,16 +430,16 @@ REPLICATED = "fsdp_no_shard"
 
 # [Note: strategies] The strategies shard (:data:`STORAGE` is the same table with ``dp_replicate``):
 #
-#                          held between steps            gathered          gathered weights     gradients are reduced,
-#                          weights  grads   optimizer    (all-gather)      are released after   several microbatches
-#     no_shard             whole    whole   whole        never             -                    with the last one
-#     optim                cut      whole   cut          once per step     the last backward    with the last one
-#     optim_grads          cut      cut     cut          once per step     the last backward    with each one
-#     optim_grads_params   cut      cut     cut          in each forward   forward, and         with each one
-#                                                        and backward      backward
+#                          between steps: R replicated, S sharded
+#                          weights  gradients  optimizer   all-gather        reshard after       gradients reduced in
+#     no_shard             R        R          R           never             -                   the last microbatch
+#     optim                S        R          S           once per step     the last backward   the last microbatch
+#     optim_grads          S        S          S           once per step     the last backward   each microbatch
+#     optim_grads_params   S        S          S           in each forward   each forward and    each microbatch
+#                                                          and backward      backward
 #
-# The two columns in the middle apply to a training loop that marks the last microbatch
-# (``te_fsdp.microbatch``). In a plain loop, each backward counts as the last one.
+# The last three columns apply to a training loop that marks the last microbatch (``te_fsdp.microbatch``).
+# In a plain loop, each backward counts as the last one.
 _ROWS = (
     #        strategy              outer       parameter gradient optimizer gather   reduce
     Storage("no_shard",           "no_shard",  "RR",     "RR",    "RR",     "never", "last"),

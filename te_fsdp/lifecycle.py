@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from te_fsdp.check_points import LEVELS, NONE, CheckPoints
 from te_fsdp.collectives.redistribute import broadcast
-from te_fsdp.records import KEY, ParameterRecord, get_record
+from te_fsdp.records import PARAMETER, ParameterRecord, get_record
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_autograd import without_subclasses
 
@@ -56,18 +56,18 @@ class Step:
 
     @functools.cached_property
     def held(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
-        """Result of :func:`parameters_of_optimizer`, computed once per step."""
+        """Return the result of :func:`parameters_of_optimizer`, computed once per step."""
         found = []
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
-                facts = parameter.__dict__.get(KEY)
-                if facts:
-                    found.append((parameter, facts))
+                record = parameter.__dict__.get(PARAMETER)
+                if record:
+                    found.append((parameter, record))
         return found
 
     @functools.cached_property
     def checks(self) -> CheckPoints:
-        """Checks of the sharded models, at their highest level; without sharded models those of bound models."""
+        """Return the checks of the sharded models, at their highest level, or else those of bound models."""
         found = None
         for state, _ in self.models:
             points: CheckPoints = state.checks
@@ -77,15 +77,15 @@ class Step:
 
     @property
     def names(self) -> dict[int, str]:
-        """``id`` -> name of every parameter of the sharded models, for errors."""
+        """Return the name of every parameter of the sharded models by its ``id``, for errors."""
         return {id(p): name for state, _ in self.models for name, p in state.parameters().items()}
 
     @functools.cached_property
     def models(self) -> list[tuple[Any, list[torch.Tensor]]]:
-        """State of each sharded model with parameters in the optimizer (``ShardedModel``), and these parameters."""
+        """Return the ``ShardedModel`` of each sharded model with parameters in the optimizer, and these parameters."""
         found: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-        for parameter, facts in self.held:
-            state = facts.state() if facts.state is not None else None
+        for parameter, record in self.held:
+            state = record.state() if record.state is not None else None
             if state is not None:
                 found.setdefault(id(state), (state, []))[1].append(parameter)
         return list(found.values())
@@ -162,8 +162,8 @@ def sync_tp_replicas(step: Step) -> None:
     hook averages their gradients first.
     """
     replicas = []
-    for parameter, facts in step.held:
-        if facts.tp_replica and facts.main_parameters is None:
+    for parameter, record in step.held:
+        if record.tp_replica and record.main_parameters is None:
             replicas.append(parameter)
     broadcast_tp_gradients(replicas)
 
@@ -187,8 +187,8 @@ def broadcast_tp_gradients(
     # Reads attributes of DTensors without Python calls: every step does so for every parameter.
     with without_subclasses():
         for parameter in parameters:
-            facts = parameter.__dict__.get(KEY)
-            if not facts or not facts.tp_replica or not isinstance(parameter, DTensor):
+            record = parameter.__dict__.get(PARAMETER)
+            if not record or not record.tp_replica or not isinstance(parameter, DTensor):
                 continue
             holder: Any = main_parameters[id(parameter)] if main_parameters is not None else parameter
             mesh = _torch.spec_of(holder).mesh
@@ -221,7 +221,7 @@ def mark_replaced(parameter: torch.Tensor, name: str, by: str) -> None:
     """Mark a parameter as replaced in its module. Local operation."""
     # Write to a separate record: an unsharded parameter shares its shard's record, which stays valid. Of nested calls
     # the outermost one, which the user made, writes last.
-    parameter.__dict__[KEY] = dataclasses.replace(
+    parameter.__dict__[PARAMETER] = dataclasses.replace(
         get_record(parameter) or ParameterRecord(), replaced_by=(name, by)
     )
 

@@ -68,7 +68,7 @@ class Meshes:
     expert_mesh: DeviceMesh | None = None
     cp: DeviceMesh | None = None
     pp: DeviceMesh | None = None
-    _known: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
+    _flattened_names: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
     #: Batch shapes that ``context_parallel_shard`` has compared over ``cp``.
     seen_batches: set[str] = field(default_factory=set, init=False, repr=False, compare=False)
 
@@ -108,9 +108,9 @@ class Meshes:
         )
         # tp is the innermost axis: its ranks exchange activations in every layer, so they should share a
         # node. dp_replicate is the outermost one: its ranks communicate once per step.
-        asked = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
-        _start_distributed(device_type, asked)
-        sizes = mesh_checks.fill_sizes(asked, dist.get_world_size())
+        requested = dict(zip((STAGES, *ALL_AXES), (pp, dp_replicate, dp_shard, cp, ep, tp), strict=True))
+        _start_distributed(device_type, requested)
+        sizes = mesh_checks.fill_sizes(requested, dist.get_world_size())
         shards = math.prod(sizes[axis] for axis in _SHARD_AXES)
         shape = (sizes["dp_replicate"], shards, sizes["tp"])
         with collective_call("Meshes.build"):
@@ -165,7 +165,7 @@ class Meshes:
             mesh: Its axes are data, context, expert and tensor parallelism, and others.
             names: Maps the mesh's axis names to those of te_fsdp, for example ``{"data_parallel": "dp_shard"}``. Use
                 ``"pp"`` for the stages of one model, ``None`` for an axis whose ranks have unrelated models.
-            pp: The 1-D mesh of the stages if ``mesh`` covers only this rank's stage: ``whole["pp"]``.
+            pp: The 1-D mesh of the stages if ``mesh`` covers only this rank's stage: ``world["pp"]``.
 
         Raises:
             MeshError: Unnamed axes, unknown names, or ranks that do not ascend along an axis. Also for dp_shard, cp and
@@ -185,8 +185,8 @@ class Meshes:
         mesh_checks.check_ascending(mesh, "mesh", "Meshes.from_device_mesh")
         mesh_checks.check_stages(mesh, found, pp)
         # A mesh with all ranks and te_fsdp's own axes needs no new process groups.
-        whole = mesh.size() == dist.get_world_size()
-        if whole and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
+        has_all_ranks = mesh.size() == dist.get_world_size()
+        if has_all_ranks and tuple(found) == AXES and tuple(mesh.mesh_dim_names) == AXES:
             return cls._of(mesh)
         sizes = {axis: mesh.shape[found.index(axis)] if axis in found else 1 for axis in (STAGES, *ALL_AXES)}
         # The order of axes: unrelated models, the stages of each model, and the ranks of each stage.
@@ -331,12 +331,12 @@ class Meshes:
 
     def _flattened(self, mesh: DeviceMesh, name: str) -> DeviceMesh:
         """Flatten several axes into one. Collective over all ranks at the first request of a name, local afterwards."""
-        if name in self._known:
+        if name in self._flattened_names:
             return _torch.flatten_mesh(mesh, name)
         # A rank that creates the group alone would hang in torch, where te_fsdp has no timeout.
         with collective_call(f"Meshes.{name}", self.device_mesh):
             flat = _torch.flatten_mesh(mesh, name)
-        self._known.add(name)
+        self._flattened_names.add(name)
         return flat
 
     @property
@@ -429,7 +429,7 @@ def as_meshes(given: object, where: str) -> Meshes:
     if isinstance(given, Meshes):
         return given
     if isinstance(given, DeviceMesh):
-        # An axis of a te_fsdp mesh leads back to all of its axes, which the plan needs.
+        # A slice of a te_fsdp mesh refers to its Meshes, because the plan needs all axes.
         part = getattr(given, _PART_OF, None)
         return part.meshes if isinstance(part, _PartOf) else Meshes.from_device_mesh(given)
     raise MeshError(

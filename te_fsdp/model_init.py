@@ -26,7 +26,7 @@ from te_fsdp.initialize import (
     target_device,
 )
 from te_fsdp.inline_init import STOCK, count_rewrites
-from te_fsdp.records import BINDING, KEY as FACTS, binding_of, param_attrs_to_copy
+from te_fsdp.records import BINDING, PARAMETER, binding_of, param_attrs_to_copy
 from te_fsdp.shard_info import shard_info
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -305,7 +305,7 @@ class _Unsharded(TorchFunctionMode):
             )
         with self._bound(module):
             full = torch.nn.Parameter(full_of(module, name, tensor), requires_grad=tensor.requires_grad)
-        full.__dict__.update({k: v for k, v in param_attrs_to_copy(tensor).items() if k != FACTS})
+        full.__dict__.update({k: v for k, v in param_attrs_to_copy(tensor).items() if k != PARAMETER})
         return _Entry(module, name, tensor, full)
 
     def _release(self, modules: list[nn.Module]) -> None:

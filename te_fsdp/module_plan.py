@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from te_fsdp.layout import ExpertRange, ParameterRule
 from te_fsdp.quantized.alignment import Grid
-from te_fsdp.records import OwnDTensor
+from te_fsdp.records import UserDTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,9 +44,9 @@ class ModulePlan:
     experts: ExpertRange | None = None  #: Experts of a module that expert parallelism distributes
     meshes: ModuleMeshes = ModuleMeshes()
     #: Dim that FSDP2 shards of each own weight that is quantized or has all experts, by its name in the bound module.
-    cuts: Mapping[str, int] = field(default_factory=dict)
+    fsdp_dims: Mapping[str, int] = field(default_factory=dict)
     #: The user's own DTensors among the parameters, by name.
-    distributed: Mapping[str, OwnDTensor] = field(default_factory=dict)
+    distributed: Mapping[str, UserDTensor] = field(default_factory=dict)
 
     def registered(self, name: str) -> str:
         """Return the name of an own parameter in the bound module: that of all experts if it becomes part of it."""

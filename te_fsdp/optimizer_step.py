@@ -1,7 +1,9 @@
 """Functions that run before and after ``optimizer.step()`` of sharded models, and their ``zero_grad()``.
 
-before a step    :data:`BEFORE_STEP`: complete gradients, or raise; make gradients of tp replicas equal
-after a step     :data:`AFTER_STEP`: free unsharded weights, so that the next forward all-gathers the new ones
+    before a step    complete gradients, or raise; make gradients of tp replicas equal
+    after a step     reshard weights, so that the next forward all-gathers the new ones
+
+Their order is in ``BEFORE_STEP`` and ``AFTER_STEP`` of :mod:`te_fsdp.components`.
 """
 
 from __future__ import annotations
@@ -93,7 +95,7 @@ def allow_mixed_parameters(step: Step) -> None:
     if step.models and has_mixed_groups(step.optimizer):
         # torch's switch is global, so the exit stack of one model is enough.
         mixing = step.models[0][0].step.mixing
-        # Of a step that raised, which did not reach :func:`undo_preparations`.
+        # A step that raised did not reach :func:`undo_preparations`.
         mixing.close()
         mixing.enter_context(implicit_replication())
 
@@ -135,7 +137,7 @@ def finish_components(step: Step) -> None:
 
 
 def release_weights(step: Step) -> None:
-    """Free weights that were kept or are being all-gathered, so that the next forward gathers the new ones."""
+    """Reshard units that are unsharded or being all-gathered, so that the next forward all-gathers the new weights."""
     for state, _ in step.models:
         # Explicit all-gathers of the old weights must end before their memory is freed.
         for gather in state.unsharded.gathers.values():
@@ -148,7 +150,7 @@ def release_weights(step: Step) -> None:
             kept = dict(state.gathered())
             for name in state.unsharded.versions.keys() - kept.keys():
                 del state.unsharded.versions[name]
-        # Later forwards then need not look for cleared gradients of earlier microbatches.
+        # Later forwards then need not search for cleared gradients of earlier microbatches.
         if state.sync.waiting and state.sync.mode is SyncMode.LAST and not state.pending():
             state.sync.waiting = False
 

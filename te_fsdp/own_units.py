@@ -9,8 +9,8 @@ import torch
 
 from te_fsdp.errors import PlacementError, shorten
 from te_fsdp.modules.grouped import Selection, find_experts
-from te_fsdp.modules.own_dtensors import place_own
-from te_fsdp.modules.plan import own_dtensors
+from te_fsdp.modules.own_dtensors import place_user_dtensor
+from te_fsdp.modules.plan import user_dtensors
 from te_fsdp.records import iter_param_owners
 from te_fsdp.unshardable_models import MOST
 
@@ -41,10 +41,10 @@ def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:
     if meshes.ep is None:
         return
     for place in iter_param_owners(model):
-        parameter = own_dtensors(place.owner).get(place.name)
+        parameter = user_dtensors(place.owner).get(place.name)
         if (
             parameter is not None
-            and place_own(place.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
+            and place_user_dtensor(place.label, parameter, meshes.tp_or_none, meshes.ep).is_expert
         ):
             yield place
 
@@ -74,7 +74,7 @@ def _children(module: nn.Module, name: str) -> Iterator[str]:
             yield path
 
 
-def dense_beside_own(
+def dense_params_in_expert_units(
     model: nn.Module, meshes: Meshes, units: Mapping[str, Storage], experts: Selection
 ) -> set[int]:
     """Return the ids of dense parameters to replicate, whose unit is sharded over the ranks of experts. Local.
@@ -90,7 +90,7 @@ def dense_beside_own(
     homes = {_home(names, place.path) for place in own}
     found = set()
     for home in homes:
-        if units[home].is_whole:
+        if units[home].is_replicated:
             continue
         once: dict[int, ParamOwner] = {}
         for place in iter_param_owners(model):

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadPolicy
 
 from te_fsdp.collectives.agreement import raised_on_all_ranks
-from te_fsdp.errors import PlacementError, PrecisionError, meant, shorten
+from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest_option
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
 from te_fsdp.modules.plan import plan_modules, refuse_uneven_ties
-from te_fsdp.own_units import dense_beside_own, expert_units
+from te_fsdp.own_units import dense_params_in_expert_units, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
 from te_fsdp.unshardable_models import (
     check_accepted,
     check_order,
-    find_odd,
+    find_unshardable,
     is_container,
     refuse_hooks,
     refuse_quantized_ops,
@@ -43,15 +43,15 @@ StrategySpec = str | Mapping[type | str, str]
 #: The default strategy.
 DEFAULT = "optim_grads_params"
 #: Options of ``fully_shard`` -> their values; for transports see :mod:`te_fsdp.unit_communication`.
-WORDS = {
+OPTIONS = {
     "strategy": STRATEGIES,
     "outer_strategy": OUTER_STRATEGIES,
     "transport": ("auto", "nccl", "copy_engine"),
 }
 _HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
 _HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
-#: Value in te_fsdp -> values in DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.meant` compares them.
-_ELSEWHERE = {
+#: Value in te_fsdp -> values in DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.suggest_option` compares them.
+_OTHER_LIBRARIES = {
     "strategy": {
         "no_shard": "0 zero0 stage0 zerostage0 ddp no none false replicate",
         "optim": "1 zero1 stage1 zerostage1 optimizer zero os",
@@ -97,7 +97,7 @@ class ModelPlan:
     #: Name -> storage of each unit, outer before inner; ``""`` is the root with the remaining parameters.
     units: dict[str, Storage]
     #: Names of modules with parameters, in them or in submodules, all of which are replicated.
-    whole: frozenset[str]
+    replicated_modules: frozenset[str]
     #: Every place of a parameter, by its owner's id and its name there before binding.
     parameters: dict[Key, ParameterPlan]
     modules: list[ModulePlan]  #: How each module is bound
@@ -106,19 +106,19 @@ class ModelPlan:
 
     @property
     def replicated(self) -> list[ReplicatedParameter]:
-        """The parameters that are replicated over data parallel."""
+        """Return the parameters that are replicated over data parallel."""
         return replicated_parameters(self.model, self.parameters)
 
     @property
     def mp_policy(self) -> Fsdp2Policy:
-        """FSDP2's own policy, for models without a policy of te_fsdp."""
+        """Return FSDP2's own policy, for models without a policy of te_fsdp."""
         return self.request.mp_policy or Fsdp2Policy()
 
     def settings(self) -> str:
         """Return all decisions except parameter storage as a string. It is equal on ranks that agree."""
         request = self.request
         units = ", ".join(f"{name or 'root'}={row}" for name, row in self.units.items())
-        # without numbers, because ranks may hold different numbers of experts
+        # without numbers, because ranks may have different numbers of experts
         replicated = ", ".join(
             dict.fromkeys(item.plan.label.rstrip("0123456789") for item in self.replicated)
         )
@@ -130,7 +130,7 @@ class ModelPlan:
 
 
 def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> ModelPlan:
-    """Check the arguments and decide everything else; change nothing.
+    """Check the arguments of ``fully_shard`` and plan the model; change nothing.
 
     Collective over the world: all ranks raise or none.
     """
@@ -141,34 +141,36 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         policy = request.precision
         # A policy with both dtypes stores, gathers and reduces all parameters of a unit equally.
         uniform = policy is not None and None not in (policy.main_params_dtype, policy.param_dtype)
-        apart = dense_beside_own(model, meshes, units, request.experts)
+        in_expert_units = dense_params_in_expert_units(model, meshes, units, request.experts)
         # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
         by_model = policy is not None and policy.param_dtype is None
-        placed = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=apart)
+        rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=in_expert_units)
         refuse_sparse_gradients(model)
-        refuse_quantized_ops(model, lambda module, name: placed[id(module), name].storage.is_whole)
-        whole = _whole(model, placed)
-        kept = {
-            id(p.parameter) for p in iter_param_owners(model) if placed[id(p.owner), p.name].storage.is_whole
+        refuse_quantized_ops(model, lambda module, name: rows[id(module), name].storage.is_replicated)
+        replicated = _replicated_modules(model, rows)
+        unsharded = {
+            id(p.parameter)
+            for p in iter_param_owners(model)
+            if rows[id(p.owner), p.name].storage.is_replicated
         }
-        refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in kept), sharded=False)
+        refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in unsharded), sharded=False)
         # A module with only replicated parameters does not become a unit.
-        units = {name: row for name, row in units.items() if not name or row.is_whole or name not in whole}
-        check_accepted(model, units, kept)
-        cut = {name: row for name, row in units.items() if name not in whole}
+        units = {n: row for n, row in units.items() if not n or row.is_replicated or n not in replicated}
+        check_accepted(model, units, unsharded)
+        sharded_units = {name: row for name, row in units.items() if name not in replicated}
         precision = None
         if request.precision is not None:
             all_reduces = request.outer_strategy == "no_shard" and meshes.size("dp_replicate") > 1
-            precision = plan_precision(model, placed, cut, request.precision, all_reduces=all_reduces)
+            precision = plan_precision(model, rows, sharded_units, request.precision, all_reduces=all_reduces)
             for place in iter_param_owners(model):
                 key = id(place.owner), place.name
-                dtype = precision.gradient_of(place.parameter, placed[key])
-                placed[key] = replace(placed[key], gradient_dtype=dtype)
+                dtype = precision.gradient_of(place.parameter, rows[key])
+                rows[key] = replace(rows[key], gradient_dtype=dtype)
 
     def stays_replicated(module: nn.Module, name: str) -> bool:
         """Return whether a module's own parameter is replicated, by its present name or its name after binding."""
-        row = placed.get((id(module), name)) or placed.get((id(module), f"{name}0"))
-        return row is not None and row.storage.is_whole
+        row = rows.get((id(module), name)) or rows.get((id(module), f"{name}0"))
+        return row is not None and row.storage.is_replicated
 
     # A separate context, because it gathers over ep, where every rank must arrive.
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
@@ -178,25 +180,25 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         experts = ModuleMeshes(meshes.tp_or_none, meshes.expert_weight, meshes.ep, replicas)
         modules = plan_modules(model, dense, experts, request.experts, stays_replicated=stays_replicated)
         refuse_uneven_ties(model, modules)
-    parameters = _with_module_rows(placed, modules)
-    return ModelPlan(model, meshes, request, units, whole, parameters, modules, precision)
+    parameters = _with_module_rows(rows, modules)
+    return ModelPlan(model, meshes, request, units, replicated, parameters, modules, precision)
 
 
 def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict[str, Storage]:
-    """Return the requested units and those of experts; one rank may raise without the others."""
+    """Return the storage of the requested units and of the experts' units. One rank may raise without the others."""
     strategy, reshard = request.strategy, request.reshard_after_forward
     if reshard is not None:  # FSDP2's argument
-        meant = "optim_grads_params" if reshard else "optim_grads"
-        if not isinstance(reshard, bool) or strategy not in (None, meant):
+        equivalent = "optim_grads_params" if reshard else "optim_grads"
+        if not isinstance(reshard, bool) or strategy not in (None, equivalent):
             raise PlacementError(
                 f"fully_shard: reshard_after_forward={reshard!r} with strategy={strategy!r}",
                 expected="one of the two; True means 'optim_grads_params', False 'optim_grads'",
                 fix="leave reshard_after_forward out",
             )
-        strategy = meant
+        strategy = equivalent
     words = find_units(model, request.units, DEFAULT if strategy is None else strategy)
-    outer = check_word("outer_strategy", request.outer_strategy)
-    check_word("transport", request.transport)
+    outer = check_option("outer_strategy", request.outer_strategy)
+    check_option("transport", request.transport)
     if not isinstance(request.zero_copy_gradients, bool) and request.zero_copy_gradients != "auto":
         raise PlacementError(
             "fully_shard: zero_copy_gradients",
@@ -210,7 +212,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
         names = [name for name, _ in model.named_modules() if name in chosen]
         words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
     units = {name: STORAGE[word, outer] for name, word in words.items()}
-    if outer == "optim" and all(row.is_whole for row in units.values()):
+    if outer == "optim" and all(row.is_replicated for row in units.values()):
         raise PlacementError(
             "fully_shard: strategy='no_shard' with outer_strategy='optim'",
             expected="a strategy that shards the optimizer's state over dp_shard",
@@ -228,13 +230,20 @@ def plan_storage(
     with_frozen: bool = False,
     apart: Collection[int] = (),
 ) -> dict[Key, ParameterPlan]:
-    """Return for each parameter its unit, and whether it is replicated: marked so, or with its unit.
+    """Return the unit and the storage of each parameter, the same on all ranks with the same model. Local operation.
 
-    Local operation; changes nothing. Gives the same on all ranks that hold the same model: every place of a parameter,
-    by its owner's id and its name there. Raises for one with several places, of which some are whole, or in several of
-    ``units`` (name -> storage, ``""`` for the root). With ``one_dtype`` trained parameters, and ``with_frozen`` the
-    frozen ones too, stay whole if their dtype differs from most of their unit. Empty parameters, and those with an id
-    in ``apart``, always do.
+    Args:
+        model: The root.
+        units: Name -> storage of each unit; ``""`` is the root.
+        one_dtype: Replicate trained parameters whose dtype differs from most of their unit.
+        with_frozen: With ``one_dtype``, also frozen ones.
+        apart: ``id`` of parameters to replicate in any case. Parameters without elements always are.
+
+    Returns:
+        One plan for each place of a parameter, by ``id`` of its owner and its name there.
+
+    Raises:
+        PlacementError: A tied parameter is in several units, or replicated for some of its owners only.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     marked = {id(sub) for m in modules.values() if no_shard_mark(m) is True for sub in m.modules()}
@@ -246,14 +255,14 @@ def plan_storage(
     tied: dict[object, list[tuple[ParamOwner, str, Storage]]] = {}
     sharded: dict[str, list[ParamOwner]] = {}
     for place in iter_param_owners(model):
-        if not units[inside[place.path]].is_whole and id(place.owner) not in marked:
+        if not units[inside[place.path]].is_replicated and id(place.owner) not in marked:
             sharded.setdefault(inside[place.path], []).append(place)
-    odd = find_odd(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
+    odd = find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
     for place in iter_param_owners(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]
         is_exempt = id(place.owner) in marked or is_replicated(place.owner, place.name)
-        if not storage.is_whole and (is_exempt or id(place.parameter) in odd):
+        if not storage.is_replicated and (is_exempt or id(place.parameter) in odd):
             storage = STORAGE[REPLICATED, storage.outer]
         # The key for tied parameters, and for experts that will be one parameter.
         single = place.name.rstrip("0123456789")
@@ -276,8 +285,8 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
 
     FSDP2 would shard it once per unit: torch 2.11 trains two parameters, torch 2.13 raises in the first forward.
     """
-    whole = [place.label for place, _, storage in places if storage.is_whole]
-    others = {place.label: unit for place, unit, storage in places if not storage.is_whole}
+    whole = [place.label for place, _, storage in places if storage.is_replicated]
+    others = {place.label: unit for place, unit, storage in places if not storage.is_replicated}
     if whole and others:
         raise PlacementError(
             f"{whole[0]} is exempt from sharding, but tied to {', '.join(others)}",
@@ -296,11 +305,11 @@ def _check_tied(places: Sequence[tuple[ParamOwner, str, Storage]]) -> None:
         )
 
 
-def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
+def _replicated_modules(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str]:
     """Return the names of modules with parameters, in them or in submodules, all of which are replicated."""
     around: dict[bool, set[str]] = {True: set(), False: set()}
     for place in iter_param_owners(model, remove_duplicate=False):
-        own = around[rows[id(place.owner), place.name].storage.is_whole]
+        own = around[rows[id(place.owner), place.name].storage.is_replicated]
         own.update(("", *itertools.accumulate(place.path.split("."), "{}.{}".format)))
     return frozenset(around[True] - around[False])
 
@@ -308,7 +317,7 @@ def _whole(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -> frozenset[str
 def _with_module_rows(
     placed: Mapping[Key, ParameterPlan], modules: Iterable[ModulePlan]
 ) -> dict[Key, ParameterPlan]:
-    """Return the plans with data about their modules, by the names that they have after binding."""
+    """Return the plans, completed from the modules' plans, with the names after binding."""
     planned = {id(item.module): item for item in modules}
     rows, labels = {}, {}
     for (owner, name), row in placed.items():
@@ -325,7 +334,7 @@ def _with_module_rows(
                 rule=item.rules.get(name, item.rules.get(own)),
                 experts=item.experts is not None
                 or (name in item.distributed and item.distributed[name].is_expert),
-                cut_dim=item.cuts.get(own),
+                fsdp_dim=item.fsdp_dims.get(own),
             )
         rows[owner, name] = row
     return {
@@ -340,7 +349,7 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
     found = {
         row.label: ReplicatedParameter(row, modules[owner])
         for (owner, _), row in rows.items()
-        if row.storage.is_whole and row.label == row.owners[0]
+        if row.storage.is_replicated and row.label == row.owners[0]
     }
     return list(found.values())
 
@@ -348,13 +357,13 @@ def replicated_parameters(model: nn.Module, rows: Mapping[Key, ParameterPlan]) -
 # --- requests
 
 
-def check_word(option: str, given: Any) -> str:
-    """Return the value of an option of :data:`WORDS`; the error for other values suggests the most similar one."""
-    words = WORDS[option]
+def check_option(option: str, given: Any) -> str:
+    """Return the value of an option of :data:`OPTIONS`; the error for other values suggests the most similar one."""
+    words = OPTIONS[option]
     if isinstance(given, str) and given in words:
         return given
-    elsewhere = {theirs: ours for ours, many in _ELSEWHERE[option].items() for theirs in many.split()}
-    near = meant(given, words, elsewhere)
+    elsewhere = {theirs: ours for ours, many in _OTHER_LIBRARIES[option].items() for theirs in many.split()}
+    near = suggest_option(given, words, elsewhere)
     fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
     raise PlacementError(
         f"fully_shard: {option}",
@@ -390,7 +399,7 @@ def find_units(
     if isinstance(strategy, Mapping):
         # Classes first, so that a name overrides the strategy of its class.
         for want in sorted(strategy, key=lambda want: isinstance(want, str)):
-            word = check_word("strategy", strategy[want])
+            word = check_option("strategy", strategy[want])
             for name in _find(names, want):
                 other_name = isinstance(want, str) and not want.endswith(".*") and want != name
                 if (isinstance(want, type) or other_name) and given.get(name, word) != word:
@@ -404,7 +413,7 @@ def find_units(
                     given[own] = word
         chosen |= given.keys()
     else:
-        given[""] = check_word("strategy", strategy)
+        given[""] = check_option("strategy", strategy)
     # In the order of the model, outer units before inner ones, each module under its first name.
     inner = [name for name, _ in model.named_modules() if name in chosen and name]
     return {name: nearest_strategy(name, given) for name in ["", *inner]}
@@ -429,7 +438,7 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     else:
         found = [want] if want in names else []
     if not found:
-        near = None if isinstance(want, type) or want.endswith(".*") else meant(want, names)
+        near = None if isinstance(want, type) or want.endswith(".*") else suggest_option(want, names)
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
             f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",

@@ -124,7 +124,7 @@ class PrecisionPlan:
         """Return a parameter's gradient dtype before :meth:`widen`; ``None`` if it is the parameter's own dtype."""
         if not _trained(parameter):
             return None
-        whole, policy = plan.storage.is_whole, self.policy
+        whole, policy = plan.storage.is_replicated, self.policy
         own = parameter.dtype if whole else policy.main_params_dtype or parameter.dtype
         dtype = policy.main_grads_dtype if whole else self.accumulation_dtype(plan.unit)
         return None if dtype == own else dtype
@@ -183,7 +183,7 @@ def plan_precision(
     for label, module, name, parameter in iter_param_owners(model):
         row = rows[id(module), name]
         # A tied parameter has several labels, and belongs to the unit of the first one.
-        if not row.storage.is_whole and label == row.owners[0] and parameter.is_floating_point():
+        if not row.storage.is_replicated and label == row.owners[0] and parameter.is_floating_point():
             members[row.unit].append((label, parameter, _te.weight_quantizer(module, name) is not None))
     compute: dict[str, torch.dtype | None] = {}
     for unit, own in reversed(members.items()):

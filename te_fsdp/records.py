@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from te_fsdp.upstream.torch_dtensor import DTensorSpec
 
 #: Attribute of a parameter: its :class:`ParameterRecord`.
-KEY = "_te_fsdp"
+PARAMETER = "_te_fsdp"
 #: Attribute of the local tensor of a quantized weight: its :class:`WeightRecord`.
 WEIGHT = "_te_fsdp_weight"
 _OWN = _torch.OWN_ATTRIBUTES | {WEIGHT}
@@ -61,8 +61,8 @@ class ParameterPlan:
     owners: tuple[str, ...]
     rule: ParameterRule | None = None  #: How tp shards it; ``None`` if it does not
     experts: bool = False  #: Whether it is distributed over ``ep``
-    #: The dim that FSDP2 shards, for quantized weights and weights of all experts.
-    cut_dim: int | None = None
+    #: Tensor dim that FSDP2 shards, for quantized weights and weights of all experts; ``None``: dim 0.
+    fsdp_dim: int | None = None
     gradient_dtype: torch.dtype | None = None  #: Dtype of its gradient, if not the parameter's own
 
 
@@ -77,8 +77,8 @@ class ParameterRecord:
     #: Expert-parallel mesh of an expert's parameter; its ranks have different experts.
     ep_mesh: DeviceMesh | None = None
     state: weakref.ref[Any] | None = None  #: The ``ShardedModel`` of its model
-    #: FSDP2's object for the parameter, with its shard; for parameters that stay unsharded between steps.
-    record: weakref.ref[Any] | None = None
+    #: FSDP2's ``FSDPParam`` of an unsharded parameter that may stay registered after a forward.
+    fsdp_param: weakref.ref[Any] | None = None
     #: Main parameters of the optimizer with sharded states (:class:`te_fsdp.features.main_params.MainParameters`).
     main_parameters: weakref.ref[Any] | None = None
     #: Name and cause, if this object was replaced in its module (:mod:`te_fsdp.lifecycle`), or if it is a copy that
@@ -88,7 +88,7 @@ class ParameterRecord:
     copied_from: weakref.ref[ParameterRecord] | None = None
     #: Number of further steps in which a check compares its gradient over tp; -1 for all steps.
     grad_checks_left: int = 0
-    #: For a sharded parameter: its ``id`` and :func:`te_fsdp.upstream.torch_dtensor.memory_of`, to detect an
+    #: For a sharded parameter: its ``id`` and :func:`te_fsdp.upstream.torch_dtensor.memory_id`, to detect an
     #: assignment to its ``.data``.
     memory: tuple[int, int] | None = None
     #: A gradient, and the factor that it gets before anything is added to it (:mod:`te_fsdp.features.hfsdp.gradients`).
@@ -102,7 +102,7 @@ class ParameterRecord:
             self,
             plan=None,
             state=None,
-            record=None,
+            fsdp_param=None,
             main_parameters=None,
             deferred_scale=None,
             replaced_by=("", COPIED),
@@ -125,7 +125,8 @@ class WeightRecord:
     #: Rectangles that a load has read so far, each with its values or bytes (:mod:`te_fsdp.quantized.boxed`).
     arrived: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
     pending: torch.Tensor | None = None  #: Loaded values that wait for the scale of the unsharded weight
-    is_loaded: bool = False  #: Whether a load has written the weight, until :func:`take_written` is called
+    #: Whether a load has written the weight, until :func:`te_fsdp.quantized.boxed.take_written` is called.
+    is_loaded: bool = False
 
 
 def weight_record(local: torch.Tensor) -> WeightRecord:
@@ -138,21 +139,21 @@ def weight_record(local: torch.Tensor) -> WeightRecord:
 
 def get_record(parameter: torch.Tensor) -> ParameterRecord | None:
     """Return a parameter's record; ``None`` if it has none. Local operation."""
-    return parameter.__dict__.get(KEY) or None
+    return parameter.__dict__.get(PARAMETER) or None
 
 
 def get_or_create_record(parameter: torch.Tensor) -> ParameterRecord:
-    """Return a parameter's record for writing; create it if it does not exist. Local operation."""
-    facts = parameter.__dict__.get(KEY)
-    if not facts:
-        facts = parameter.__dict__[KEY] = ParameterRecord()
-    return facts
+    """Return a parameter's record; create it if it does not exist. Local operation."""
+    record = parameter.__dict__.get(PARAMETER)
+    if not record:
+        record = parameter.__dict__[PARAMETER] = ParameterRecord()
+    return record
 
 
 def plan_of(parameter: torch.Tensor) -> ParameterPlan | None:
     """Return the decisions of ``fully_shard`` about a parameter; ``None`` for other parameters. Local operation."""
-    facts = parameter.__dict__.get(KEY)
-    return facts.plan if facts else None
+    record = parameter.__dict__.get(PARAMETER)
+    return record.plan if record else None
 
 
 def checks_of(parameter: torch.Tensor) -> CheckPoints:
@@ -164,19 +165,19 @@ def checks_of(parameter: torch.Tensor) -> CheckPoints:
 
 def label_of(parameter: torch.Tensor, kind: str = "a parameter") -> str:
     """Return a parameter's name for messages: its label, or else its shape. Local operation."""
-    facts = get_record(parameter)
-    named = None if facts is None else facts.plan.label if facts.plan is not None else facts.label
+    record = get_record(parameter)
+    named = None if record is None else record.plan.label if record.plan is not None else record.label
     return named or f"{kind} of shape {tuple(parameter.shape)}"
 
 
-def share_record(parameter: torch.Tensor, gathered: torch.Tensor) -> None:
-    """Give an unsharded parameter the record of its shard, and the attributes that it does not have.
+def share_record(parameter: torch.Tensor, unsharded: torch.Tensor) -> None:
+    """Set the record of a shard on its unsharded parameter, and copy the attributes that this lacks.
 
     Local operation.
     """
-    if KEY in parameter.__dict__:
-        gathered.__dict__[KEY] = parameter.__dict__[KEY]
-    copy_param_attrs(parameter, gathered)
+    if PARAMETER in parameter.__dict__:
+        unsharded.__dict__[PARAMETER] = parameter.__dict__[PARAMETER]
+    copy_param_attrs(parameter, unsharded)
 
 
 def param_attrs_to_copy(parameter: torch.Tensor) -> dict[str, Any]:
@@ -321,7 +322,7 @@ def module_record(module: nn.Module) -> ModuleRecord:
 
 
 @dataclass(frozen=True)
-class OwnDTensor:
+class UserDTensor:
     """Placement of a parameter that the user registered as a DTensor, before FSDP2 shards it."""
 
     mesh: DeviceMesh  #: ``ep``, ``tp`` or (``ep``, ``tp``), always with ``tp`` if that has several ranks
@@ -332,18 +333,18 @@ class OwnDTensor:
 
 @dataclass
 class ShardedUnshardedPair:
-    """The sharded and the unsharded form of a parameter, which FSDP2 installs in turn.
+    """The sharded and the unsharded parameter that FSDP2 registers alternately.
 
     The references are strong, because torch cannot swap a tensor that has weak references.
     """
 
     shard: DTensor | None = None  #: The sharded parameter
-    gathered: torch.Tensor | None = None  #: The unsharded parameter, or a different tensor that was assigned
+    unsharded: torch.Tensor | None = None  #: The unsharded parameter, or a different tensor that was assigned
     #: Frees the memory of the unsharded parameter that FSDP2 does not free (:mod:`te_fsdp.quantized.fsdp_hooks`);
     #: ``None`` if there is none.
     release: Callable[[], None] | None = None
     #: Whether the shard is registered while the unsharded parameter is kept (:mod:`te_fsdp.sharded_model`).
-    is_aside: bool = False
+    is_shard_exposed: bool = False
 
 
 @dataclass
@@ -369,14 +370,14 @@ class ExpertRecord:
     mesh: DeviceMesh | None = None  #: 1-D expert-parallel mesh
     #: Mesh of an unsharded parameter of all experts: ``ep``, or (``ep``, ``tp``).
     experts_mesh: DeviceMesh | None = None
-    #: Whether FSDP2 shards the quantized weight of all experts along rows or columns, not between experts.
-    is_cut_within: bool = False
+    #: Whether FSDP2 shards the quantized weight of all experts along rows or columns, not along the experts' dim.
+    shards_within_experts: bool = False
     divided: bool = False  #: Whether FSDP2 divides the gradients of experts by the right number of ranks
 
 
 @dataclass
 class AmaxRecord:
-    """The ranks over which amax of a bound module's weights is reduced."""
+    """The ranks over which the amax of a bound module's weights is reduced."""
 
     #: Group of delayed scaling if only some ranks have the module (experts, a pipeline stage). ``None``: that of
     #: ``te.autocast``.
@@ -400,7 +401,7 @@ class ModuleBinding:
     #: The experts of an expert module. Its parameters are registered under their global indices.
     experts: ExpertRange | None = None
     #: Own parameters that the user registered as DTensors, by name. They stay DTensors in forward.
-    distributed: dict[str, OwnDTensor] = field(default_factory=dict)
+    distributed: dict[str, UserDTensor] = field(default_factory=dict)
     on_meta: bool = True  #: Whether parameters may still be on meta
     #: Name of a parameter -> check of its partial gradient, for the backwards in which it is compared over tp.
     grad_checks: dict[str, Callable[[torch.Tensor], None]] = field(default_factory=dict)
@@ -409,8 +410,8 @@ class ModuleBinding:
     amax: AmaxRecord = field(default_factory=AmaxRecord)
 
     @functools.cached_property
-    def is_cut_over_tp(self) -> bool:
-        """Return whether the module is computed by several ranks of ``tp``, whose mesh never changes."""
+    def is_tp_sharded(self) -> bool:
+        """Return whether several ranks of ``tp`` share the module. Cached, because the mesh never changes."""
         return self.tp_mesh is not None and self.tp_mesh.size() > 1
 
     @property
@@ -427,7 +428,7 @@ class ModuleBinding:
         """Return the FQN of an own parameter, for messages."""
         return f"{self.name}.{parameter}" if self.name else parameter
 
-    def whole_mesh(self, name: str) -> DeviceMesh | None:
+    def unsharded_mesh(self, name: str) -> DeviceMesh | None:
         """Return the mesh of an own parameter without FSDP2's sharding; ``None`` for an ordinary tensor."""
         if name in self.distributed:
             return self.distributed[name].mesh
@@ -437,13 +438,13 @@ class ModuleBinding:
     def carry(self, name: str, parameter: torch.Tensor) -> None:
         """Copy the recorded attributes of the parameter ``name`` to ``parameter``, except those that it has."""
         copy_param_attrs(self.attributes.get(name, {}), parameter)
-        facts, rule = get_or_create_record(parameter), self.rules.get(name)
+        record, rule = get_or_create_record(parameter), self.rules.get(name)
         if rule is not None and rule.quantizable:
-            facts.label = self.label(name)
+            record.label = self.label(name)
         if rule is not None and rule.shard_dim is None and self.tp_mesh is not None:
-            facts.tp_replica = True
+            record.tp_replica = True
         if self.ep.mesh is not None:
-            facts.ep_mesh = self.ep.mesh
+            record.ep_mesh = self.ep.mesh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleBinding:
         """Return a copy with the same meshes, because process groups cannot be copied."""
@@ -478,5 +479,5 @@ def is_replicated(module: Any, name: str) -> bool:
     if mark is True or (mark and name in mark):
         return True
     parameter = module._parameters.get(name)
-    facts = None if parameter is None else get_record(parameter)
-    return facts is not None and (facts.no_shard or bool(facts.plan and facts.plan.storage.is_whole))
+    record = None if parameter is None else get_record(parameter)
+    return record is not None and (record.no_shard or bool(record.plan and record.plan.storage.is_replicated))

@@ -1,7 +1,7 @@
 """``fsdp_no_shard``: replication of parameters over data parallel inside a sharded model.
 
     sharded       sharded over data parallel by FSDP2, all-gathered for use, gradients reduce-scattered
-    replicated    stored unsharded, unknown to FSDP2, gradients all-reduced by ``no_shard_reduce``
+    replicated    stored unsharded, ignored by FSDP2, gradients all-reduced by te_fsdp
 
 Strategy ``no_shard`` replicates all parameters of a unit. Gradients are all-reduced in buckets (:class:`Bucket`);
 :mod:`te_fsdp.features.replicated_gradients` decides when, and over which ranks.
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Parameter]) -> None:
     """Replicate parameters over data parallel when the model is sharded.
 
-    They are never all-gathered and are unknown to FSDP2, which adds no hooks to modules without other parameters.
+    They are never all-gathered. FSDP2 ignores them, and adds no hooks to modules without other parameters.
     Tensor parallelism still shards them. Their gradients are all-reduced over data parallel at the end of each
     backward, with one all-reduce per dtype. Parameters without ``requires_grad`` cause no communication. Ranks must
     hold equal values, which :func:`te_fsdp.fully_shard` checks.
@@ -58,16 +58,16 @@ def fsdp_no_shard(what: nn.Module | nn.Parameter | Iterable[nn.Module | nn.Param
         OrderError: The module or parameter is already sharded.
     """
     several = [what] if isinstance(what, (nn.Module, nn.Parameter)) else what
-    if not isinstance(several, Iterable) or isinstance(several, (str, torch.Tensor)):
-        raise TypeError(
-            message("fsdp_no_shard", expected="a module, a parameter or several", got=type(what).__name__)
-        )
-    items = list(several)
+    is_one = not isinstance(several, Iterable) or isinstance(several, (str, torch.Tensor))
+    items = [several] if is_one else list(several)
     for item in items:
         if not isinstance(item, (nn.Module, nn.Parameter)):
-            raise TypeError(
-                message("fsdp_no_shard", expected="modules and parameters", got=type(item).__name__)
+            wanted, fix = (
+                "a module, a parameter or several",
+                "pass modules and parameters of the model, not names",
             )
+            text = message("fsdp_no_shard: what", expected=wanted, got=type(item).__name__, fix=fix)
+            raise TypeError(text)
     modules = [item for item in items if isinstance(item, nn.Module)]
     parameters = [item for item in items if not isinstance(item, nn.Module)]
     owned = list(registered_at({id(parameter) for parameter in parameters})) if parameters else []
@@ -102,7 +102,7 @@ class ReplicatedParameter:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that is registered at present."""
+        """Return the parameter that is registered at present."""
         return self.module._parameters[self.plan.name]  # type: ignore[return-value]
 
 
@@ -153,7 +153,7 @@ class GradientSlot:
 
     @property
     def parameter(self) -> nn.Parameter:
-        """The parameter that is registered at present."""
+        """Return the parameter that is registered at present."""
         return self.replicated.parameter
 
 
@@ -202,7 +202,7 @@ class Bucket:
     def buffer(self) -> PackedLayout:
         """Layout of the gradients, followed by one flag per gradient."""
         sizes = tuple(shape.numel() for _, shape in self.members)
-        return PackedLayout(sizes, _ALIGNED, more=len(sizes))
+        return PackedLayout(sizes, _ALIGNED, trailing=len(sizes))
 
     @torch.no_grad()
     def start(self, comm: GradComm | None, take: Take | None) -> Pending[Reduced]:
@@ -224,8 +224,8 @@ class Bucket:
                 flags = flags.new_tensor([float(flag) for flag in mine])
             flat = self.buffer.pack(gradients, self.dtype, self.device, flags)
             del gradients  # free their memory for the communication buffers
-        rooms = zip(self.members, self.buffer.rooms, strict=True)
-        partial = sum(room for (slot, _), room in rooms if slot.partial)
+        sizes = zip(self.members, self.buffer.padded_sizes, strict=True)
+        partial = sum(size for (slot, _), size in sizes if slot.partial)
         if partial and self.tp is not None:
             dist.all_reduce(flat[:partial], group=self.tp.get_group())
         unpack = functools.partial(self._unpack, mine)
@@ -243,7 +243,7 @@ class Bucket:
         seen = mine if all(mine) else [flag != 0 for flag in flat[-len(mine) :].tolist()]
         if averaged != ranks.divisor:
             flat.mul_(averaged / ranks.divisor)
-        pieces = zip(self.members, self.buffer.pieces(flat), seen, strict=True)
+        pieces = zip(self.members, self.buffer.views(flat), seen, strict=True)
         return [(slot, piece.view(shape)) for (slot, shape), piece, given in pieces if given]
 
 
@@ -279,5 +279,5 @@ class Reduction:
         # Ranks may have started different buckets. So all ranks complete all buckets, with NaN, so that a rank without
         # an exception does not use the results as gradients.
         self.take = None
-        self.comm = None if self.comm is None else replace(self.comm, look=None)
+        self.comm = None if self.comm is None else replace(self.comm, observer=None)
         deque(self.finish(), maxlen=0)

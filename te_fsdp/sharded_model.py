@@ -57,14 +57,14 @@ class ForwardRecord:
     units: dict[str, Any] = field(default_factory=dict)  #: Name of a unit -> its last recipe in training
     #: Old and new recipes that were compared over ranks in this forward.
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
-    #: Names of a mesh's axes -> number of comparisons over its ranks.
+    #: Axis names of a mesh -> number of comparisons over its ranks.
     checks_done: Counter[tuple[str, ...] | None] = field(default_factory=Counter)
     methods: int = 0  #: Number of running methods of the model that all-gather as forward does
 
 
 @dataclass
 class GradientSync:
-    """How the next backwards reduce gradients, and the state of the gradients of the last ones."""
+    """How the next backwards reduce gradients, and the state of the existing gradients."""
 
     mode: SyncMode = SyncMode.LAST  #: How the next backwards count
     comm: GradComm | None = None  #: How gradients are sent; ``None`` without a precision policy
@@ -86,10 +86,10 @@ class UnshardedUnits:
     gathers: dict[str, UnshardHandle] = field(default_factory=dict)  #: All-gathers that the user has started
     #: Versions of a unit's shards when it was all-gathered (:func:`versions_of`).
     versions: dict[str, dict[int, int]] = field(default_factory=dict)
-    #: Versions of the shards of units whose sharded parameters are exposed.
-    aside: dict[str, list[int]] = field(default_factory=dict)
-    #: Units whose unsharded parameters :func:`shard_of` recognizes
-    known: set[str] = field(default_factory=set)
+    #: Versions of the shards of units whose sharded parameters are exposed (:mod:`te_fsdp.kept_weights`).
+    exposed: dict[str, list[int]] = field(default_factory=dict)
+    #: Units whose unsharded parameters :func:`shard_of` recognizes.
+    recorded: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -97,7 +97,7 @@ class StepRecord:
     """The optimizer step that is running, or has raised."""
 
     optimizer: weakref.ref[Optimizer] | None = None
-    #: Open while the optimizer works on DTensors and plain parameters together.
+    #: Context of torch that is open while the optimizer updates DTensors and plain parameters together.
     mixing: ExitStack = field(default_factory=ExitStack)
 
 
@@ -169,7 +169,7 @@ class ShardedModel:
         if not records and not waiting:
             return {}
         for _, unit in self.gathered():
-            # The names are those of sharded parameters, and a gathered unit shows its unsharded ones.
+            # The names are those of sharded parameters, and an unsharded unit has its unsharded parameters registered.
             record_unsharded_params(unit)
         names = self.names()
         found = {(key := id(_fsdp2.sharded_param_of(record))): names[key] for record in records}
@@ -202,9 +202,9 @@ def mesh_of(model: nn.Module) -> DeviceMesh | None:
 
 
 def sharded_model_of(parameter: torch.Tensor) -> ShardedModel | None:
-    """Return the state of a parameter's model; ``None`` if it has none."""
-    facts = parameter.__dict__.get(records.KEY)
-    return facts.state() if facts and facts.state is not None else None
+    """Return the state of the sharded model of a parameter; ``None`` for parameters of other models."""
+    record = parameter.__dict__.get(records.PARAMETER)
+    return record.state() if record and record.state is not None else None
 
 
 def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
@@ -225,15 +225,15 @@ def shard_of(parameter: torch.Tensor) -> torch.Tensor:
 
     Other parameters are returned unchanged.
     """
-    facts = parameter.__dict__.get(records.KEY)
-    record = facts.record() if facts and facts.record is not None else None
-    return parameter if record is None else _fsdp2.sharded_param_of(record)
+    record = parameter.__dict__.get(records.PARAMETER)
+    fsdp_param = record.fsdp_param() if record and record.fsdp_param is not None else None
+    return parameter if fsdp_param is None else _fsdp2.sharded_param_of(fsdp_param)
 
 
 def record_unsharded_params(unit: nn.Module) -> None:
     """Let :func:`shard_of` find the sharded parameters of a unit's unsharded ones. Local operation."""
-    for parameter, record in _fsdp2.unsharded_parameters(unit):
-        records.get_or_create_record(parameter).record = weakref.ref(record)
+    for parameter, fsdp_param in _fsdp2.unsharded_parameters(unit):
+        records.get_or_create_record(parameter).fsdp_param = weakref.ref(fsdp_param)
 
 
 def versions_of(unit: nn.Module) -> dict[int, int]:
@@ -246,7 +246,10 @@ def refuse_in_backward(where: str) -> None:
     """Raise OrderError if autograd is running a backward."""
     if _torch.in_backward():
         raise OrderError(
-            f"{where} from inside of backward", fix="call it before or after backward, or in a context"
+            f"{where} from inside of backward",
+            expected="a call outside of backward",
+            got="a call by a hook or a recomputed forward",
+            fix="call it before or after backward",
         )
 
 
@@ -255,9 +258,11 @@ def attach_state_to_params(state: ShardedModel, *, moved: bool = False) -> None:
     reference = weakref.ref(state)
     state.computed.places.clear()
     for name, parameter in state.parameters().items():
-        facts = records.get_or_create_record(parameter)
+        record = records.get_or_create_record(parameter)
         # A parameter that was renamed, as by torch.compile, already has its plan.
-        facts.state, facts.plan = reference, state.plans.get(name, facts.plan)
+        record.state, record.plan = reference, state.plans.get(name, record.plan)
         # A successor has its predecessor's record.
-        if isinstance(parameter, DTensor) and (moved or not facts.memory or facts.memory[0] != id(parameter)):
-            facts.memory = id(parameter), _torch.memory_id(parameter)
+        if isinstance(parameter, DTensor) and (
+            moved or not record.memory or record.memory[0] != id(parameter)
+        ):
+            record.memory = id(parameter), _torch.memory_id(parameter)

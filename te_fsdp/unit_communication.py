@@ -82,7 +82,7 @@ class OuterGroup(dist.ProcessGroup):
         # Keep this order: the options' ReduceOp equals one of its constants, but the constants do not equal it.
         average = opts.reduceOp == dist.ReduceOp.AVG
         assert average or opts.reduceOp == dist.ReduceOp.SUM  # FSDP2's operations over dp_replicate
-        comm = replace(self.comm, look=None)  # it was checked before the reduction over dp_shard
+        comm = replace(self.comm, observer=None)  # it was checked before the reduction over dp_shard
         source = Partial("avg" if average else "sum")
         result = redistribute(buffer, source, Replicate(), self.stock, comm).wait()
         if result is not buffer:
@@ -108,7 +108,7 @@ class UnitReduceScatter(_torch.ReduceScatter):
     def __init__(self, unit: nn.Module, comm: GradComm, name: str) -> None:
         self.comm, self.name = comm, name
         self._unit = weakref.ref(unit)
-        # Backward id and size of an input whose output is not allocated yet; also the input if ``look`` is set.
+        # Backward id and size of an input whose output is not allocated yet; also the input if ``observer`` is set.
         self._input: tuple[int, int] | None = None
         self._buffer: torch.Tensor | None = None
 
@@ -142,14 +142,14 @@ class UnitReduceScatter(_torch.ReduceScatter):
             buffer = _torch_transport.zero_copy_input_of(group, numel, given, packs_small=one_by_one)
         if buffer is None:
             buffer = torch.empty(*size, dtype=given, device=device)
-        if self._input is not None and self.comm.look is not None:
+        if self._input is not None and self.comm.observer is not None:
             self._buffer = buffer
         return buffer
 
     def expose(self, gradient: torch.Tensor) -> None:
-        """Pass a gradient to ``look`` that is not reduced because one rank holds all of it. Local operation."""
-        if self.comm.look is not None:
-            self.comm.look(self.name, gradient)
+        """Pass a gradient to ``observer`` that is not reduced because one rank holds all of it. Local operation."""
+        if self.comm.observer is not None:
+            self.comm.observer(self.name, gradient)
 
     def __call__(
         self,

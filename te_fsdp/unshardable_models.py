@@ -130,11 +130,11 @@ def refuse_hooks(named: Iterable[tuple[str, torch.Tensor]], *, sharded: bool = T
 MOST = 1 << 20
 
 
-def refuse_quantized_ops(model: nn.Module, is_whole: Callable[[nn.Module, str], bool]) -> None:
+def refuse_quantized_ops(model: nn.Module, stays_replicated: Callable[[nn.Module, str], bool]) -> None:
     """Raise ``PlacementError`` for quantized weights of ``te.ops`` modules that would be sharded. Local operation."""
     for name, module in model.named_modules():
         if _te.kind_of(module) == "unknown" and _te_modules.holds_quantized(module):
-            if all(is_whole(module, own) for own, p in module._parameters.items() if p is not None):
+            if all(stays_replicated(module, own) for own, p in module._parameters.items() if p is not None):
                 continue
             raise PlacementError(
                 f"{name or type(module).__name__}: a quantized weight of te.ops.{type(module).__name__}",
@@ -165,7 +165,7 @@ def refuse_sparse_gradients(model: nn.Module) -> None:
 # [Note: odd parameters] FSDP2 gathers and reduces the trained parameters of a unit in one dtype, and cannot reduce
 # empty ones (torch 2.11 to 2.14). Examples are TE's ``softmax_offset``, fp32 in a bf16 model, and an fp32 vector of
 # the user's. Small ones stay unsharded, as by ``te_fsdp.fsdp_no_shard``. For large ones ``fully_shard`` raises.
-def find_odd(
+def find_unshardable(
     units: Mapping[str, list[ParamOwner]], *, one_dtype: bool, with_frozen: bool = False
 ) -> set[int]:
     """Return the ``id`` of each parameter to replicate, of the sharded units' places. Local operation.

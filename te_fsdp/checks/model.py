@@ -396,8 +396,8 @@ def is_assigned(parameter: torch.Tensor) -> bool:
     """Return whether ``.data`` of a sharded parameter was assigned since its record was set. Local operation."""
     if not isinstance(parameter, DTensor):
         return False
-    facts = get_record(parameter)
-    known = facts.memory if facts is not None else None
+    record = get_record(parameter)
+    known = record.memory if record is not None else None
     return known is not None and known[0] == id(parameter) and known[1] != _torch.memory_id(parameter)
 
 

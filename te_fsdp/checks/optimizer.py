@@ -33,7 +33,7 @@ from te_fsdp.features.main_params import MAIN
 from te_fsdp.features.unsupported_optimizers import check_optimizer_of_quantized, refuse_unsupported_optimizer
 from te_fsdp.process_modules import modules_of_process, registered_at
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS, quantized_among
-from te_fsdp.records import COPIED, KEY, get_or_create_record, get_record, label_of
+from te_fsdp.records import COPIED, PARAMETER, get_or_create_record, get_record, label_of
 from te_fsdp.sharded_model import shard_of, sharded_model_of
 from te_fsdp.tensor_checksums import checksum
 from te_fsdp.upstream import te as _te, torch_dtensor as _torch
@@ -77,7 +77,9 @@ def refuse_replaced(step: Step) -> None:
         return
     held = (parameter for group in step.optimizer.param_groups for parameter in group["params"])
     # Without a record, or with what a pickle leaves of one.
-    unmarked = {id(parameter): parameter for parameter in held if is_copy and not parameter.__dict__.get(KEY)}
+    unmarked = {
+        id(parameter): parameter for parameter in held if is_copy and not parameter.__dict__.get(PARAMETER)
+    }
     # Another model may share a parameter with the one that lost it, or be a copy too: a step for that one is right.
     wanted = {*marked, *unmarked}
     for owner, name in registered_at(wanted):
@@ -89,7 +91,7 @@ def refuse_replaced(step: Step) -> None:
     # Copies of a sharded model's parameters were pickled, or are of the kind of one of its parameters.
     # It visits all modules of the process, so it runs only if a copy is suspected.
     kinds = _sharded_kinds() if unmarked else {}
-    if all(KEY in parameter.__dict__ or _kind(parameter) in kinds for parameter in unmarked.values()):
+    if all(PARAMETER in parameter.__dict__ or _kind(parameter) in kinds for parameter in unmarked.values()):
         marked |= unmarked
     if not marked:
         if is_copy:
@@ -144,7 +146,7 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
 def refuse_gathered(step: Step) -> None:
     """Raise for gathered parameters, which the model has while its weights are kept between microbatches. Local."""
     for parameter, record in step.held:
-        if record.record is not None and shard_of(parameter) is not parameter:
+        if record.fsdp_param is not None and shard_of(parameter) is not parameter:
             raise OrderError(
                 f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
                 expected="sharded parameters",

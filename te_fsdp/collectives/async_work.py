@@ -107,7 +107,7 @@ class SideStream:
         with module.stream(self._stream):
             yield
 
-    def begun(
+    def start(
         self, begin: Callable[[], Pending[T]], touched: Iterable[torch.Tensor | None] = ()
     ) -> Pending[T]:
         """Start a move within :meth:`after_current`. Collective if the move is.

@@ -1,4 +1,4 @@
-"""The start of one collective on parameters or gradients (:func:`redistribute`).
+"""Collectives on parameters and gradients, started asynchronously (:func:`redistribute`).
 
 The current and the requested DTensor placements of a group's ranks determine the collective:
 
@@ -6,10 +6,9 @@ The current and the requested DTensor placements of a group's ranks determine th
     Partial    Replicate  all-reduce      gradients of parameters that are not sharded, over data parallel
     Partial    Shard      reduce-scatter  HFSDP: gradients, over dp_replicate; FSDP2's units, over dp_shard
     Shard      Replicate  all-gather      HFSDP: new weights, over dp_replicate
-    Replicate  Shard      none            each rank slices its rows (``OptimizerShard.of``)
+    Replicate  Shard      none            each rank slices its rows (``OptimizerShard.of``), not here
 
-A sum in fp32 of values sent in a lower precision uses an all-to-all. :func:`broadcast` makes replicas equal. A custom
-transport (for example copies into fixed slots) replaces a row.
+A sum in fp32 of values sent in a lower precision uses an all-to-all. :func:`broadcast` makes replicas equal.
 
 Each model has one :class:`GradComm`. It defines the dtype in which gradients are sent (rounded right before the
 collective) and the dtype in which they are summed. It applies to FSDP2's gradients
@@ -44,15 +43,15 @@ class PackedLayout:
     Attributes:
         sizes: Number of elements of each tensor.
         align: Each tensor starts at a multiple of this number of elements, so that kernels can use vectorized reads.
-        more: Extra elements after the last tensor, for flags.
+        trailing: Extra elements after the last tensor, for flags.
     """
 
     sizes: tuple[int, ...]
     align: int = 1
-    more: int = 0
+    trailing: int = 0
 
     @functools.cached_property
-    def rooms(self) -> tuple[int, ...]:
+    def padded_sizes(self) -> tuple[int, ...]:
         """Return the padded size of each tensor in elements."""
         if self.align == 1:
             return self.sizes
@@ -61,11 +60,11 @@ class PackedLayout:
     @functools.cached_property
     def numel(self) -> int:
         """Return the size of the buffer in elements."""
-        return sum(self.rooms) + self.more
+        return sum(self.padded_sizes) + self.trailing
 
-    def pieces(self, memory: torch.Tensor) -> list[torch.Tensor]:
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return views of each tensor's elements in the last dim of ``memory``. Local operation."""
-        starts = itertools.accumulate(self.rooms, initial=0)
+        starts = itertools.accumulate(self.padded_sizes, initial=0)
         return [memory[..., at : at + size] for at, size in zip(starts, self.sizes, strict=False)]
 
     def pack(
@@ -73,7 +72,7 @@ class PackedLayout:
         tensors: Sequence[torch.Tensor | None],
         dtype: torch.dtype,
         device: torch.device,
-        more: torch.Tensor | None = None,
+        trailing: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Pack tensors into a new 1-D buffer with one kernel. Tensors of a different dtype are cast. Local operation.
 
@@ -82,10 +81,10 @@ class PackedLayout:
                 for ``None``.
             dtype: Dtype of the buffer.
             device: Device of the buffer.
-            more: Contents of the :attr:`more` extra elements.
+            trailing: Contents of the :attr:`trailing` extra elements.
         """
         gaps = list[int]()
-        for room, tensor in zip(self.rooms, tensors, strict=True):
+        for room, tensor in zip(self.padded_sizes, tensors, strict=True):
             gaps.append(room if tensor is None else room - tensor.numel())
         # One zero tensor for all padding: the padding tensors are views of it.
         zeros = torch.zeros(max(gaps, default=0), dtype=dtype, device=device)
@@ -95,8 +94,8 @@ class PackedLayout:
                 found.append(tensor.reshape(-1).to(dtype))
             if gap:
                 found.append(zeros[:gap])
-        if more is not None:
-            found.append(more)
+        if trailing is not None:
+            found.append(trailing)
         return torch.cat(found)
 
 
@@ -154,12 +153,12 @@ class GradComm:
     Attributes:
         dtype: Dtype of communication. ``None``: the dtype of the reduced buffer (main_grads_dtype).
         fp32_sum: Sum received values in fp32 instead of in the communication dtype.
-        look: Called with each buffer right before its reduction and the name of its unit (``None`` without a unit).
+        observer: Called with each buffer right before its reduction and the name of its unit (``None`` without a unit).
     """
 
     dtype: torch.dtype | None = None
     fp32_sum: bool = False
-    look: Callable[[str | None, torch.Tensor], None] | None = None
+    observer: Callable[[str | None, torch.Tensor], None] | None = None
 
     def wire(self, dtype: torch.dtype) -> torch.dtype:
         """Return the communication dtype of a buffer of ``dtype``. Local operation."""
@@ -181,11 +180,11 @@ def redistribute(
     into: torch.Tensor | None = None,
     async_op: bool = True,
 ) -> Pending[torch.Tensor]:
-    """Start to move a tensor. Collective over ``group``: see the table above, and :class:`GradComm` for fp32 sums.
+    """Start the collective between two placements. Collective over ``group``: see the table above.
 
     Args:
-        buffer: Contiguous, with the same number of elements on all ranks. It must not change before the end. An
-            all-reduce takes ownership: its memory may become the result's.
+        buffer: Contiguous, with the same number of elements on all ranks. Do not change it before the result is
+            available. An all-reduce takes ownership: its memory may become the result's.
         source: Placement of the ranks' data: ``Partial("sum")``, ``Partial("avg")`` or ``Shard``.
         target: Requested placement: ``Replicate`` or ``Shard``.
         group: The ranks.
@@ -213,8 +212,8 @@ def _all_reduce(
     buffer: torch.Tensor, group: dist.ProcessGroup, comm: GradComm | None, op: Any
 ) -> Pending[torch.Tensor]:
     ranks, stream = group.size(), current_stream(buffer.device)
-    if comm is not None and comm.look is not None:
-        comm.look(None, buffer)
+    if comm is not None and comm.observer is not None:
+        comm.observer(None, buffer)
     if ranks == 1 or buffer.numel() == 0:
         return Pending(lambda: buffer, None, stream)
     dtype, shape = buffer.dtype, buffer.shape
@@ -310,7 +309,7 @@ def reduce_scatter(
 def _add_in_fp32(
     received: torch.Tensor, group: dist.ProcessGroup, op: Any, into: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the fp32 sum of what all ranks sent for this rank's shard, added in rank order."""
+    """Return the fp32 sum of the pieces that all ranks sent for this rank's shard, added in rank order."""
     parts, average = received.view(group.size(), -1), op == dist.ReduceOp.AVG
     if not average and op != dist.ReduceOp.SUM:
         raise PrecisionError(

@@ -105,9 +105,9 @@ def _norm(chosen: list[torch.Tensor], norm_type: float, stages: DeviceMesh | Non
     for parameter in chosen:
         # Use the parameter's meshes, not the gradient's, which a rank may lack: all ranks must run the same
         # collectives.
-        facts = get_record(parameter)
+        record = get_record(parameter)
         meshes = (parameter.device_mesh,) if isinstance(parameter, DTensor) else ()
-        meshes = meshes if facts is None or facts.ep_mesh is None else (*meshes, facts.ep_mesh)
+        meshes = meshes if record is None or record.ep_mesh is None else (*meshes, record.ep_mesh)
         if meshes not in known:
             known[meshes] = _axes_of(meshes, groups)
         gradients = spread.setdefault(known[meshes], [])
@@ -199,9 +199,9 @@ def _stages(parameters: Sequence[torch.Tensor], stages: DeviceMesh | bool) -> De
 def _parameters(chosen: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """Return each trainable parameter once; raise if gradients are unreduced or belong to replaced parameters."""
     for parameter in chosen:
-        facts = get_record(parameter)
-        if facts is not None and facts.replaced_by and parameter.grad is None:
-            name, by = facts.replaced_by
+        record = get_record(parameter)
+        if record is not None and record.replaced_by and parameter.grad is None:
+            name, by = record.replaced_by
             copied = by == COPIED
             raise OrderError(
                 f"grad_norm: {name or label_of(parameter)}",
@@ -222,9 +222,9 @@ def _averaged(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return each parameter, or its main parameter with the averaged gradient."""
     found = averaged_tensors_of(parameters)
     for parameter, main in zip(parameters, found, strict=True):
-        facts = get_record(parameter)
-        if main is not parameter and facts is not None and facts.ep_mesh is not None:
-            get_or_create_record(main).ep_mesh = facts.ep_mesh
+        record = get_record(parameter)
+        if main is not parameter and record is not None and record.ep_mesh is not None:
+            get_or_create_record(main).ep_mesh = record.ep_mesh
     return [main for main in found if main.requires_grad or main.grad is not None]
 
 

@@ -34,7 +34,7 @@ def attach_gradient_dtypes(setup: Setup) -> None:
     others = {
         p.unit
         for p in setup.plan.parameters.values()
-        if p.gradient_dtype is not None and not p.storage.is_whole
+        if p.gradient_dtype is not None and not p.storage.is_replicated
     }
     comm = setup.state.sync.comm = GradComm(plan.policy.grad_comm_dtype, plan.policy.adds_in_fp32)
     for name in plan.compute:
@@ -71,16 +71,16 @@ class GradientDtypes(Component):
         # Each gradient is rounded once, after all microbatches were accumulated.
         self.undo_step()  # of a step that raised
         for parameter in parameters:
-            facts = get_record(parameter)
+            record = get_record(parameter)
             # MainParameters casts gradients itself.
-            if facts is None or facts.plan is None or facts.main_parameters is not None:
+            if record is None or record.plan is None or record.main_parameters is not None:
                 continue
-            gradient, dtype = parameter.grad, facts.plan.gradient_dtype
+            gradient, dtype = parameter.grad, record.plan.gradient_dtype
             if gradient is None or dtype is None:
                 continue
             if gradient.dtype != dtype:
                 raise PrecisionError(
-                    f"{facts.plan.label}: dtype of its gradient",
+                    f"{record.plan.label}: dtype of its gradient",
                     expected=f"{dtype} (main_grads_dtype)",
                     got=gradient.dtype,
                     why="Microbatches would be accumulated in the wrong dtype",

@@ -207,7 +207,7 @@ class MainParameters:
                 found.append(own)
         return found
 
-    def look(self, parameters: Sequence[torch.Tensor], optimizer: Any = None) -> list[MainParameter | None]:
+    def lookup(self, parameters: Sequence[torch.Tensor], optimizer: Any = None) -> list[MainParameter | None]:
         """Return the main parameters for a step, created or updated as needed; ``None`` if not needed. Local."""
         optimizer = self._optimizer() if optimizer is None else optimizer
         assert optimizer is not None
@@ -245,7 +245,7 @@ class MainParameters:
             self._groups.append((live, held))
             count += len(held)
             live.clear()
-            for parameter, pair in zip(held, self.look(held, optimizer), strict=True):
+            for parameter, pair in zip(held, self.lookup(held, optimizer), strict=True):
                 if pair is None:
                     # FusedAdam creates state for all parameters that it sees.
                     frozen = not parameter.requires_grad and not optimizer.state.get(parameter)

@@ -89,21 +89,21 @@ class NanReport(Component):
         self._state = weakref.ref(state)
         self._labels = [*state.modules, NOT_SHARDED]
         self._first = torch.zeros(len(self._labels), dtype=torch.int32, device=state.meshes.device)
-        # All reductions of the model use one GradComm, which calls `look` with each buffer before its
+        # All reductions of the model use one GradComm, which calls `observer` with each buffer before its
         # reduction.
         if state.sync.comm is None:
             state.sync.comm = GradComm()
         self._comm = state.sync.comm
         for name, unit in state.modules.items():
             set_unit_grad_comm(unit, self._comm, name)
-        self._comm.look = self._look
+        self._comm.observer = self._look
         self._hook = state.model.register_forward_pre_hook(_torch.disable_compile(self._next_microbatch))
         state.components.attach(self)
 
     def remove(self) -> None:
         """Stop watching. Local operation."""
         self._hook.remove()
-        self._comm.look = None
+        self._comm.observer = None
         state = self._state()
         if state is not None:
             state.components.detach(self)
@@ -232,7 +232,7 @@ class NanReport(Component):
         for label in self._labels:
             where = [f"rank {r} (microbatch {f[label]})" for r, (f, _) in enumerate(found) if label in f]
             if where:
-                whole = {name for name, plan in state.plans.items() if plan.storage.is_whole}
+                whole = {name for name, plan in state.plans.items() if plan.storage.is_replicated}
                 prefix = f"{label}." if label else ""
                 inner = tuple(
                     f"{u}." for u in self._labels if u not in (NOT_SHARDED, label) and u.startswith(prefix)

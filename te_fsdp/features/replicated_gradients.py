@@ -466,7 +466,7 @@ def reduce_replicated_gradients(setup: Setup) -> None:
         replicated,
         state.meshes,
         # In the order of backward, in which their reductions start.
-        units=[name for name, row in reversed(plan.units.items()) if row.is_whole],
+        units=[name for name, row in reversed(plan.units.items()) if row.is_replicated],
         grads_dtype=None if state.precision is None else state.precision.policy.main_grads_dtype,
         average=state.average_gradients,
         with_fsdp2=bool(state.modules),

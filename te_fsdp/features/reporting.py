@@ -240,7 +240,7 @@ def shard_in_training(module: nn.Module, name: str, parameter: torch.Tensor) -> 
     if quantizer is None:
         return local
     shard, plan = empty_on_meta(quantizer, local.shape, parameter.dtype), plan_of(parameter)
-    if plan is not None and not plan.storage.is_whole and local.ndim == 2:
+    if plan is not None and not plan.storage.is_replicated and local.ndim == 2:
         keep_rowwise_only(shard)
     return shard
 

@@ -125,7 +125,7 @@ def choose_transports(state: ShardedModel, wanted: str) -> None:
 
     Args:
         state: State of a model that FSDP2 has just sharded; its ``transports`` are filled.
-        wanted: One of :data:`te_fsdp.plan.WORDS`.
+        wanted: One of :data:`te_fsdp.plan.OPTIONS`.
     """
     transports = transports_of(state)
     device, known = state.meshes.device, dict[str, _fsdp2_copies.CopyEngineGathers | str]()

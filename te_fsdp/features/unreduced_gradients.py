@@ -275,7 +275,7 @@ class UnreducedGradients(Component):
         if self._unsharded:
             self.drop_cleared()
         state = self._state()
-        if state is not None and name in state.unsharded.aside:  # the backward of another forward has ended
+        if state is not None and name in state.unsharded.exposed:  # the backward of another forward has ended
             expose_unsharded_params(state, name, state.modules[name])
 
     def before_reduction(self, group: Any) -> None:

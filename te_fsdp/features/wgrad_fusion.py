@@ -61,7 +61,7 @@ def refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
     for module in fused:
         for weight in _fused_weights(module):
             row = plan.parameters[id(module), weight]
-            if row.storage.is_whole:
+            if row.storage.is_replicated:
                 raise PlacementError(
                     f"{row.label}: fuse_wgrad_accumulation=True of a weight that is not sharded",
                     why="TE returns no gradient that could be reduced",

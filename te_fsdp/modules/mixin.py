@@ -33,7 +33,7 @@ from te_fsdp.quantized.fsdp_hooks import (
 from te_fsdp.quantized.shards import register_shard, sync_quantizers_with_history
 from te_fsdp.records import (
     BINDING,
-    KEY as FACTS,
+    PARAMETER,
     WEIGHT,
     ModuleBinding,
     ShardedUnshardedPair,
@@ -100,7 +100,7 @@ class _ToLocal(torch.autograd.Function):
                 found[place] = gradient.clone(memory_format=torch.contiguous_format)
             elif gradient.numel():
                 seen.add(key)
-        if binding.is_cut_over_tp:
+        if binding.is_tp_sharded:
             for place, name in enumerate(ctx.names):
                 spec, gradient = specs[place], found[place]
                 if spec is None or not binding.rules[name].partial_grad:
@@ -158,7 +158,7 @@ def local_parameters(
         yield ()
         return
     pair = binding.fsdp.pairs.get(names[0])
-    if pair is None or parameters[0] is not pair.gathered:  # that one is known to be whole
+    if pair is None or parameters[0] is not pair.unsharded:
         _check_gathered(binding, names[0], parameters[0])
     is_foreign = _is_foreign(type(module))
     if differentiable and torch.is_grad_enabled():
@@ -205,7 +205,7 @@ def replace_returned_parameters(
 
 def _check_gathered(binding: ModuleBinding, name: str, parameter: DTensor) -> None:
     """Raise OrderError if a parameter is still sharded over data parallel. Kernels must not read shards."""
-    whole = binding.whole_mesh(name)
+    whole = binding.unsharded_mesh(name)
     if whole is not None and (parameter.device_mesh is whole or parameter.device_mesh == whole):
         return
     raise OrderError(
@@ -273,18 +273,18 @@ class MeshModule(torch.nn.Module):
         binding: ModuleBinding | None = self.__dict__.get(BINDING)
         if binding is not None:
             old, pair = parameters[name], binding.fsdp.pairs.get(name)
-            # FSDP2 installs the same two in turn, in every forward and backward: that calls nothing it need not.
-            if pair is None or (value is not pair.shard and value is not pair.gathered):
+            # FSDP2 registers the same two parameters alternately, in every forward and backward: keep this path short.
+            if pair is None or (value is not pair.shard and value is not pair.unsharded):
                 self._on_replace(binding, name, old, value)
             else:
-                if old is not pair.shard and old is not pair.gathered:  # assigned without __setattr__
+                if old is not pair.shard and old is not pair.unsharded:  # assigned without __setattr__
                     _check_assignment(self, binding, name, old)
-                ends = old is pair.gathered or pair.is_aside
+                ends = old is pair.unsharded or pair.is_shard_exposed
                 if pair.release is not None and value is pair.shard and ends:
-                    pair.is_aside = False
+                    pair.is_shard_exposed = False
                     pair.release()
                 have, there = value.__dict__, old.__dict__ if isinstance(old, DTensor) else {}
-                if there and value is pair.gathered and have.get(FACTS) is not there.get(FACTS):
+                if there and value is pair.unsharded and have.get(PARAMETER) is not there.get(PARAMETER):
                     share_record(old, value)
                 elif there.keys() - have.keys() - _torch.OWN_ATTRIBUTES:
                     copy_param_attrs(old, value)
@@ -302,7 +302,7 @@ class MeshModule(torch.nn.Module):
         """Prepare the replacement of an own parameter by a new ``value``."""
         _check_assignment(self, binding, name, value)
         pair = binding.fsdp.pairs.setdefault(name, ShardedUnshardedPair())
-        whole = binding.whole_mesh(name)
+        whole = binding.unsharded_mesh(name)
         is_shard = isinstance(value, DTensor) and value.device_mesh != whole
         if not is_shard and isinstance(old, DTensor) and old.device_mesh != whole:
             share_record(old, value)
@@ -314,7 +314,7 @@ class MeshModule(torch.nn.Module):
             if pair.shard is None and old is not None and old is not value:  # FSDP2 has not set it
                 mark_replaced(old, binding.label(name), "an assignment")
             mark_unsharded(old, value, binding)
-            pair.gathered, pair.release = value, release_function_of(value, pair.shard, binding)
+            pair.unsharded, pair.release = value, release_function_of(value, pair.shard, binding)
             return
         # Another tensor may have been the shard since this one was, so its cached gather metadata is dropped.
         if (record := _torch.local_of(value).__dict__.get(WEIGHT)) is not None:
@@ -344,7 +344,7 @@ class MeshModule(torch.nn.Module):
             mark_replaced(old, binding.label(name), "fully_shard")
         register_shard(binding, self, name, value)
         binding.fsdp.is_managed = True
-        pair.shard, pair.release = value, release_function_of(pair.gathered, value, binding)
+        pair.shard, pair.release = value, release_function_of(pair.unsharded, value, binding)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Copy everything except process groups and streams. These cannot be copied and are shared."""
@@ -371,7 +371,7 @@ def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
     """Return the pair of sharded and unsharded parameter (:data:`te_fsdp.upstream.fsdp2_settled.PairOf`)."""
     if isinstance(module, MeshModule) and (binding := binding_of(module)) is not None:
         pair = binding.fsdp.pairs[name]
-        if pair.shard is None or pair.gathered is None:
+        if pair.shard is None or pair.unsharded is None:
             raise KeyError(name)
         return pair
     is_plain = type(module).__setattr__ is torch.nn.Module.__setattr__
@@ -381,9 +381,9 @@ def pair_of(module: torch.nn.Module, name: str) -> ShardedUnshardedPair | None:
 def _check_assignment(
     module: torch.nn.Module, binding: ModuleBinding, name: str, value: torch.nn.Parameter | None
 ) -> None:
-    """Raise if ``value`` would take the place of a parameter that FSDP2 has gathered before: it puts its own back."""
+    """Raise if ``value`` would replace a parameter that FSDP2 manages: FSDP2 would register its own again."""
     pair = binding.fsdp.pairs.get(name)
-    if pair is None or pair.shard is None or pair.gathered is None:
+    if pair is None or pair.shard is None or pair.unsharded is None:
         return  # FSDP2 sets it for the first time
     if not _fsdp2.is_assigned_by_user(module, name, value):
         return

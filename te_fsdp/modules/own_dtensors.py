@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from te_fsdp.errors import OrderError, PlacementError
 from te_fsdp.layout import chunk_boxes, chunk_range
 from te_fsdp.mesh_checks import mesh_of_experts
-from te_fsdp.records import OwnDTensor, inherit
+from te_fsdp.records import UserDTensor, inherit
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from te_fsdp.layout import ParameterRule
 
 
-def place_own(
+def place_user_dtensor(
     label: str,
     parameter: DTensor,
     tp_mesh: DeviceMesh | None,
     ep_mesh: DeviceMesh | None,
     single: DeviceMesh | None = None,
-) -> OwnDTensor:
+) -> UserDTensor:
     """Return the placement of a user's DTensor on te_fsdp's meshes. Local operation.
 
     ``single`` is a mesh of this rank alone, for a parameter whose axes all have size 1.
@@ -55,7 +55,7 @@ def place_own(
         mesh = tp_mesh or single or parameter.device_mesh
     placements = placements or [Replicate()] * mesh.ndim
     tp_dim = _torch.shard_dim_of(found["tp"]) if "tp" in found else None
-    own = OwnDTensor(mesh, tuple(placements), "ep" in found, tp_dim)
+    own = UserDTensor(mesh, tuple(placements), "ep" in found, tp_dim)
     # The rows of a local tensor have a known position only if torch.chunk would make it.
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
     dims = enumerate(map(_torch.shard_dim_of, placements))
@@ -124,7 +124,7 @@ def _check_placements(
         raise PlacementError(f"{label}: {problem}", got=f"placements {placements}", why=why, fix=fix)
 
 
-def dim_to_shard(label: str, parameter: DTensor, own: OwnDTensor, ranks: int) -> int:
+def dim_to_shard(label: str, parameter: DTensor, own: UserDTensor, ranks: int) -> int:
     """Return the first dim of which every rank's part divides evenly by ``ranks``, or 0. The same on all ranks.
 
     Raises:
@@ -152,7 +152,7 @@ def dim_to_shard(label: str, parameter: DTensor, own: OwnDTensor, ranks: int) ->
     return found or 0
 
 
-def on_known_mesh(parameter: DTensor, own: OwnDTensor) -> torch.nn.Parameter:
+def on_known_mesh(parameter: DTensor, own: UserDTensor) -> torch.nn.Parameter:
     """Return the parameter on te_fsdp's own mesh, which shares its root with FSDP2's. Local operation."""
     if parameter.device_mesh == own.mesh and tuple(parameter.placements) == own.placements:
         return parameter  # type: ignore[bad-return]

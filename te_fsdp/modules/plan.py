@@ -31,7 +31,7 @@ from te_fsdp.modules.grouped import (
     single_parameters,
 )
 from te_fsdp.modules.options import HEADS, PARALLEL, check_multiple, check_options, check_tp_size
-from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_own
+from te_fsdp.modules.own_dtensors import dim_to_shard, is_as_bound, place_user_dtensor
 from te_fsdp.quantized.alignment import check_quantizer, plan_shard_dims
 from te_fsdp.records import ModuleBinding, binding_of, is_replicated, iter_param_owners
 from te_fsdp.upstream import te as _te
@@ -89,7 +89,7 @@ def plan_modules(
             label = f"{item.name}.{name}" if item.name else name
             dim = dim_to_shard(label, item.module._parameters[name], own, ranks)
             cuts = {**cuts, name: dim} if dim else cuts
-        found.append(replace(item, cuts=cuts))
+        found.append(replace(item, fsdp_dims=cuts))
     return found
 
 
@@ -126,8 +126,8 @@ def _plan(
         if binding_of(item.module) is None:
             label = item.name or type(item.module).__name__
             own = {
-                name: place_own(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
-                for name, p in own_dtensors(item.module).items()
+                name: place_user_dtensor(f"{label}.{name}", p, meshes.tp_mesh, ep_mesh, meshes.single)
+                for name, p in user_dtensors(item.module).items()
             }
             rules = {**item.rules, **{name: ParameterRule(one.tp_dim) for name, one in own.items()}}
             item = replace(item, rules=rules, distributed=own)
@@ -136,7 +136,7 @@ def _plan(
     return planned
 
 
-def own_dtensors(module: Any) -> dict[str, DTensor]:
+def user_dtensors(module: Any) -> dict[str, DTensor]:
     """Return a module's DTensor parameters that TE does not read itself, by name. Local operation."""
     found = {name: p for name, p in module._parameters.items() if isinstance(p, DTensor)}
     kind = _te.kind_of(module) if found else None
@@ -319,7 +319,7 @@ def plan_tree(root: nn.Module, tp_size: int) -> list[ModulePlan]:
             continue
         if kind is None and not own:
             continue
-        distributed = own_dtensors(module)
+        distributed = user_dtensors(module)
         of_te = {n: p for n, p in own.items() if n not in distributed}
         rules = _rules(module, kind, of_te, layouts.get(id(module), PLAIN), id(module) in per_head)
         rules |= dict.fromkeys(distributed, ParameterRule(None))  # until the meshes are known

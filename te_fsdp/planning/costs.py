@@ -110,7 +110,7 @@ def _weight(place: ParamOwner, passes: bool | None, state: ShardedModel, job: Jo
     plan, precision = plan_of(parameter), state.precision
     assert plan is not None  # fully_shard has noted it on each
     local, quantizer = _torch.local_of(parameter), _te.weight_quantizer(module, name)
-    shape, replicated = _without_fsdp(parameter), plan.storage.is_whole
+    shape, replicated = _without_fsdp(parameter), plan.storage.is_replicated
     dtype = precision.compute.get(plan.unit) if precision is not None else None
     whole, compute = math.prod(shape), (dtype or parameter.dtype).itemsize
     kind, derived, early, copied = None, 0, 0, 0
@@ -187,7 +187,9 @@ def optimizer_bytes(weights: Iterable[Weight], job: Job, ranks: dict[str, int]) 
     """
     states = main = 0
     for weight, own, extra in _states(weights, job):
-        cut = [ranks[axis] for axis in weight.storage.cut_further] if job.outer_strategy == "optim" else []
+        cut = (
+            [ranks[axis] for axis in weight.storage.extra_state_axes] if job.outer_strategy == "optim" else []
+        )
         elements = -(-weight.elements // math.prod(cut))
         states += elements * own
         main += elements * extra

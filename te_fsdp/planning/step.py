@@ -87,7 +87,7 @@ class _Unit:
     @property
     def reduction(self) -> int:
         """Return the bytes of its reduce-scatter buffer. Replicated parameters are not in it."""
-        return sum(w.reduction for w in self.weights if not (w.storage.is_whole or w.is_passed))
+        return sum(w.reduction for w in self.weights if not (w.storage.is_replicated or w.is_passed))
 
 
 @dataclass(frozen=True)
@@ -284,7 +284,7 @@ class _Memory:
         gradient = sum_of(rest, "gradient")
         self.now["buffers of reductions"] = unit.reduction
         # The buffer is complete before gradients are freed. FSDP2 does not reduce replicated parameters.
-        whole = sum(weight.gradient for weight in rest if weight.storage.is_whole)
+        whole = sum(weight.gradient for weight in rest if weight.storage.is_replicated)
         self.record_moment(when, reduced_gradients=whole)
         self.now["unreduced gradients"] -= self.unreduced_bytes(rest) + sum(map(self.accumulated_bytes, rest))
         self.record_moment(when, reduced_gradients=gradient)
@@ -326,7 +326,7 @@ def traffic_of(
         shards = sizes.dp_shard * sizes.cp * (1 if weight.experts else sizes.ep)
         storage, times = weight.storage, 1 if weight.storage.reduce == "last" else job.microbatches
         gradient = weight.whole * weight.wire
-        if storage.is_whole:
+        if storage.is_replicated:
             ranks = shards * replicas
             # An all-reduce receives each element twice: in its reduce-scatter and in its all-gather.
             total["dp", "gradients", "all-reduce", ranks] += round(2 * gradient * (ranks - 1) / ranks)

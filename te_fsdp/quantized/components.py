@@ -339,7 +339,7 @@ class BufferLocations(NamedTuple):
 
     def typed(self, memory: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield the buffers in the last dim of ``memory``, contiguous. Local operation."""
-        for piece, dtype in zip(self.buffer.pieces(memory), self.dtypes, strict=True):
+        for piece, dtype in zip(self.buffer.views(memory), self.dtypes, strict=True):
             yield piece.contiguous().view(dtype)
 
 
@@ -361,7 +361,7 @@ def pack_bytes(
     each = math.prod(shape[1:])
     count = max(1, math.ceil(buffer.numel / each))
     flat = torch.zeros((shape[0], count * each), dtype=torch.uint8, device=inputs[0].device)
-    for source, piece in zip(inputs, buffer.pieces(flat), strict=True):
+    for source, piece in zip(inputs, buffer.views(flat), strict=True):
         piece.copy_(source.contiguous().view(torch.uint8).view(piece.shape))
     parts = flat.view(shape[0], count, each).unbind(1)
     places = BufferLocations(buffer, tuple(source.dtype for source in inputs))

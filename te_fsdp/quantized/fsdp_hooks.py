@@ -143,7 +143,7 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
         count = mesh.size(axis)
         check_fit(weight, Grid(1 if first else mesh.size() // tp // count, count, tp), dim=dim - first)
         if first:
-            binding.ep.is_cut_within = True
+            binding.ep.shards_within_experts = True
 
 
 def patch_new_zeros(local: torch.Tensor) -> None:
@@ -228,9 +228,9 @@ def _wrap_pre(stock: Callable[..., Any]) -> Callable[..., Any]:
         shares_data = row is not None and row.shares_data
         if shares_data:
             keep_rowwise_only(self)  # no effect unless the user has assigned a tensor with both directions
-        # TE's own recomputation (LayerNormMLP(checkpoint=True)) passes by no forward that could ask.
+        # TE's own recomputation (LayerNormMLP(checkpoint=True)) does not call forward, so ``recomputed`` is never set.
         again = binding.fsdp.recomputed or module.__dict__.get("checkpoint") is True
-        # Gathers for backward must bring both directions where the module runs its forward again there.
+        # If the module's forward runs again in backward, an all-gather for backward must send both directions.
         group = _te.fsdp_group_of(module) if again and _te.gathers_one_direction(self) else None
         both = group is not None and _torch.in_backward()
         # A shard with shared data has rowwise data only, which TE sends if the weight stays unsharded.

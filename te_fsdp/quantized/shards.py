@@ -78,7 +78,7 @@ def restore_quantized(stashed: list[StashedWeight]) -> None:
         # block up to a power of two, and the dequantized amax may be below a power that the original exceeded. Its
         # columnwise data come from the original values, not from the rowwise data.
         mesh = parameter.device_mesh  # type: ignore[missing-attribute]
-        tp = binding.whole_mesh(name)
+        tp = binding.unsharded_mesh(name)
         # FSDP2 puts its axes before those of the tp-local parameter, and its shard axis last among them.
         axis = mesh.ndim - 1 - (0 if tp is None else tp.ndim)
         dim = _torch.shard_dim_of(parameter.placements[axis]) or 0  # type: ignore[missing-attribute]
@@ -176,7 +176,7 @@ def _experts_group(binding: ModuleBinding) -> str | None:
     # Each expert has its own scale, so ranks with other experts take no part.
     rule = binding.rules.get("weight")
     mesh = binding.tp_mesh if rule is not None and rule.shard_dim is not None else None
-    if binding.ep.is_cut_within and binding.weight_mesh is not None:
+    if binding.ep.shards_within_experts and binding.weight_mesh is not None:
         mesh = binding.weight_mesh
     return None if mesh is None else mesh.get_group().group_name
 
@@ -274,7 +274,11 @@ def register_shard(binding: ModuleBinding, module: nn.Module, name: str, paramet
     of the parameter, once per module: one max all-reduce of an integer per axis. All ranks raise MeshError if on some
     rank the weight mesh does not consist of the ranks that shard this weight.
     """
-    if name in binding.rules and binding.rules[name].layout.is_grouped and not binding.ep.is_cut_within:
+    if (
+        name in binding.rules
+        and binding.rules[name].layout.is_grouped
+        and not binding.ep.shards_within_experts
+    ):
         return  # every expert is unsharded on one rank
     if binding.amax.agreed or not _has_one_scale(_torch.local_of(parameter), module, name):
         return
@@ -344,6 +348,6 @@ def _has_one_scale(local: torch.Tensor, module: nn.Module, name: str) -> bool:
 
 def _fsdp_axes(binding: ModuleBinding, name: str, parameter: DTensor) -> list[int]:
     """Return the mesh axes along which FSDP2 shards the weight."""
-    own = binding.whole_mesh(name)
+    own = binding.unsharded_mesh(name)
     first = parameter.placements[: parameter.device_mesh.ndim - (0 if own is None else own.ndim)]
     return [axis for axis, placement in enumerate(first) if _torch.shard_dim_of(placement) is not None]

@@ -33,9 +33,9 @@ class Pair(Protocol):
     """Sharded and unsharded parameter as a module records them (:class:`te_fsdp.records.ShardedUnshardedPair`)."""
 
     shard: Any
-    gathered: Any
+    unsharded: Any
     release: Callable[[], None] | None
-    is_aside: bool
+    is_shard_exposed: bool
 
 
 class _ParamSlot(NamedTuple):
@@ -95,7 +95,7 @@ def _to_unsharded(
                 whole.requires_grad_(shard.requires_grad)
             if pair is None:
                 own[name] = whole
-            elif own.get(name) is shard is pair.shard and whole is pair.gathered:
+            elif own.get(name) is shard is pair.shard and whole is pair.unsharded:
                 # An attribute that was added to the shard since must be copied, which the module does in
                 # `__setattr__`.
                 have, wanted = whole.__dict__, shard.__dict__
@@ -122,9 +122,9 @@ def _to_sharded(group: Any, stock: Callable[[], None], known: list[_ParamSlots])
         if pair is None:
             own[name] = shard
         elif (
-            own.get(name) is whole is pair.gathered
+            own.get(name) is whole is pair.unsharded
             and shard is pair.shard
-            and not pair.is_aside
+            and not pair.is_shard_exposed
             # Modules copy attributes back to a shard from DTensors only.
             and (not isinstance(whole, DTensor) or whole.__dict__.keys() <= shard.__dict__.keys())
         ):

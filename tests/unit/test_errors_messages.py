@@ -69,7 +69,7 @@ def test_the_family():
     }
     assert {
         "TeFsdpError",
-        "meant",
+        "suggest_option",
         "message",
         "require_flag_fields",
         "require_flags",

@@ -23,10 +23,10 @@ def values(shape: torch.Size) -> torch.Tensor:
 def test_what_is_packed_is_found(shapes: list[torch.Size], align: int, missing: int) -> None:
     """Each at an aligned place, zeros in between and for what is missing; flags behind."""
     tensors = [None if at == missing else values(shape) for at, shape in enumerate(shapes)]
-    buffer = PackedLayout(tuple(math.prod(shape) for shape in shapes), align, more=2)
+    buffer = PackedLayout(tuple(math.prod(shape) for shape in shapes), align, trailing=2)
     packed = buffer.pack(tensors, torch.float64, CPU, torch.tensor([7.0, 8.0], dtype=torch.float64))
     assert packed.numel() == buffer.numel and packed[-2:].tolist() == [7, 8]
-    for tensor, shape, piece in zip(tensors, shapes, buffer.pieces(packed), strict=True):
+    for tensor, shape, piece in zip(tensors, shapes, buffer.views(packed), strict=True):
         assert piece.storage_offset() % align == 0
         assert torch.equal(piece.view(shape), torch.zeros(shape) if tensor is None else tensor)
     whole = sum(float(tensor.sum()) for tensor in tensors if tensor is not None)
@@ -65,7 +65,7 @@ def test_nothing_is_done_before_the_wait() -> None:
 
     side = SideStream()
     with side.after_current(CPU):
-        pending = side.begun(lambda: Pending(finish, Work()))
+        pending = side.start(lambda: Pending(finish, Work()))
     doubled = pending.then(lambda value: 2 * value)
     assert log == []
     assert doubled.wait() == 6 and log == ["waits", "unpacks"]

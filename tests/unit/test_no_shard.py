@@ -62,7 +62,7 @@ def test_no_unit_is_made_of_what_stays_whole(fake_world):
     units = ["encoder", "head", "blocks.0"]
     plan = plan_sharding(model, te_fsdp.Meshes.build(device_type="cpu"), ShardRequest(units))
     assert list(plan.units) == ["", "blocks.0", "head"]
-    assert plan.whole == {"encoder", "encoder.0", "encoder.1", "encoder.1.0", "blocks.1"}
+    assert plan.replicated_modules == {"encoder", "encoder.0", "encoder.1", "encoder.1.0", "blocks.1"}
     assert {item.parameter for item in plan.replicated} == {
         *model.encoder.parameters(),
         *model.blocks[1].parameters(),
@@ -146,7 +146,7 @@ def test_a_plan_changes_nothing_until_it_is_carried_out(caplog, fake_world):
 def test_refused_arguments():
     model = Net()
     for wrong in (3, "encoder", torch.ones(2), [model.head, 3], [model.head.weight.data]):
-        with pytest.raises(TypeError, match="fsdp_no_shard: expected"):
+        with pytest.raises(TypeError, match="fsdp_no_shard: what: expected"):
             te_fsdp.fsdp_no_shard(wrong)
     assert planned(model) == []
 

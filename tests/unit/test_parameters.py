@@ -34,7 +34,7 @@ def _parameter(*shape: int) -> nn.Parameter:
 def test_nothing_is_made_by_looking():
     parameter = _parameter()
     assert get_record(parameter) is None
-    assert records.KEY not in parameter.__dict__
+    assert records.PARAMETER not in parameter.__dict__
     assert label_of(parameter) == "a parameter of shape (2,)"
     get_or_create_record(parameter).label = "layer.weight"
     assert label_of(parameter) == "layer.weight"

@@ -48,7 +48,7 @@ def test_the_page_has_the_table():
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     outers: dict[tuple[str, str], list[str]] = {}
-    for r in sorted(STORAGE.values(), key=lambda r: not r.is_whole):
+    for r in sorted(STORAGE.values(), key=lambda r: not r.is_replicated):
         columns = f"{r.parameter} | {r.gradient} | {r.optimizer} | {r.gather} | {r.reduce}"
         outers.setdefault((r.strategy, columns), []).append(f"`{r.outer}`")
     for (strategy, columns), outer in outers.items():
@@ -61,7 +61,7 @@ def test_the_page_has_the_table():
 def test_what_every_row_must_keep(row):
     """A rank updates what it has, from gradients of all ranks: a state may be cut further than its parameter only."""
     assert set(row.parameter) <= {"R", "S"} and set(row.optimizer) <= {"R", "S"}
-    assert row.is_whole == (row.gather == "never")
+    assert row.is_replicated == (row.gather == "never")
     for parameter, gradient, optimizer in zip(row.parameter, row.gradient, row.optimizer, strict=True):
         assert parameter == "R" or optimizer == "S"
         assert gradient == parameter or (gradient, optimizer) == ("P", "S")
@@ -103,7 +103,7 @@ def shown(plan: ModelPlan) -> dict[str, str]:
     for row in plan.parameters.values():
         storage = f"{row.storage.parameter}/{row.storage.gradient}/{row.storage.optimizer}"
         tp = "-" if row.rule is None or row.rule.shard_dim is None else row.rule.shard_dim
-        cut = "-" if row.cut_dim is None else row.cut_dim
+        cut = "-" if row.fsdp_dim is None else row.fsdp_dim
         found[row.label] = f"{row.unit or 'root'} {storage} tp={tp} cut={cut}" + " expert" * row.experts
     return found
 
@@ -192,7 +192,10 @@ def test_hybrid_with_exempt_and_tied_parameters(te, fake_world):
         "embedding.weight"
     ]
     # "head" is whole, and no unit any longer; "blocks.1" was asked for as one that is not cut.
-    assert list(plan.units) == ["", "blocks.1"] and {"embedding", "head", "blocks.0.up"} <= plan.whole
+    assert (
+        list(plan.units) == ["", "blocks.1"]
+        and {"embedding", "head", "blocks.0.up"} <= plan.replicated_modules
+    )
 
 
 def test_experts(te, fake_world):

@@ -76,7 +76,7 @@ def test_a_stream_aside(device: Device) -> None:
 
     touched: Any = SimpleNamespace(record_stream=lambda stream: log.append(f"kept for {stream.name}"))
     with side.after_current(DEVICE, [None, Event("another", log)]):
-        first, _ = (side.begun(begin, [touched, None]) for _ in range(2))
+        first, _ = (side.start(begin, [touched, None]) for _ in range(2))
     once = ["begins on aside", "ends on aside", "kept for aside"]
     assert log == ["aside waits for current", "aside waits for another", *once, *once]
     first.wait()

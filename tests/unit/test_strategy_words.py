@@ -7,9 +7,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
 import te_fsdp
-from te_fsdp.errors import PlacementError, meant
+from te_fsdp.errors import PlacementError, suggest_option
 from te_fsdp.layout import OUTER_STRATEGIES, STRATEGIES
-from te_fsdp.plan import check_word, find_units
+from te_fsdp.plan import check_option, find_units
 
 WORDS = {
     "no_shard": [
@@ -53,7 +53,7 @@ WORDS = {
 @pytest.mark.parametrize(("ours", "word"), [(ours, word) for ours, words in WORDS.items() for word in words])
 def test_the_word_meant(ours, word):
     with pytest.raises(PlacementError) as caught:
-        check_word("strategy", word)
+        check_option("strategy", word)
     text = str(caught.value)
     assert text.startswith("fully_shard: strategy: expected one of ('no_shard', ") and repr(word) in text
     assert text.endswith(f"Fix: strategy='{ours}'.")
@@ -61,7 +61,7 @@ def test_the_word_meant(ours, word):
 
 @pytest.mark.parametrize("ours", STRATEGIES)
 def test_ours_is_taken(ours):
-    assert check_word("strategy", ours) == ours
+    assert check_option("strategy", ours) == ours
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_two_axes_in_a_word(word):
     with pytest.raises(
         PlacementError, match=r"Fix: strategy='optim_grads.*Meshes.build\(dp_replicate="
     ) as caught:
-        check_word("strategy", word)
+        check_option("strategy", word)
     assert ("outer_strategy='optim'" in str(caught.value)) == (word == "hfsdp")
 
 
@@ -79,7 +79,7 @@ def test_two_axes_in_a_word(word):
 def test_no_word_at_all(word):
     """No suggestion is made for values that resemble none."""
     with pytest.raises(PlacementError, match=r"Fix: use one of these, or leave strategy out\.$"):
-        check_word("strategy", word)
+        check_option("strategy", word)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_no_word_at_all(word):
 )
 def test_the_outer_word_meant(ours, word):
     with pytest.raises(PlacementError, match=f"outer_strategy: .*Fix: outer_strategy='{ours}'"):
-        check_word("outer_strategy", word)
-    assert all(check_word("outer_strategy", known) == known for known in OUTER_STRATEGIES)
+        check_option("outer_strategy", word)
+    assert all(check_option("outer_strategy", known) == known for known in OUTER_STRATEGIES)
 
 
 def test_a_misspelt_unit():
@@ -114,9 +114,9 @@ def test_a_misspelt_unit():
 
 
 def test_meant():
-    assert meant("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
-    assert meant("data", ("dp_shard", "tp")) is None
-    assert meant("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
+    assert suggest_option("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
+    assert suggest_option("data", ("dp_shard", "tp")) is None
+    assert suggest_option("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])

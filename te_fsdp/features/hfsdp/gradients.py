@@ -22,7 +22,7 @@ from te_fsdp.lifecycle import (
     gradients_of,
 )
 from te_fsdp.quantized.amax import KEEPS_MAIN_WEIGHTS
-from te_fsdp.records import KEY, get_or_create_record, get_record, label_of, plan_of
+from te_fsdp.records import PARAMETER, get_or_create_record, get_record, label_of, plan_of
 from te_fsdp.sharded_model import sharded_model_of
 from te_fsdp.tensor_version import TensorVersion
 from te_fsdp.upstream import fsdp2_patches as _fsdp2_patches, torch_dtensor as _torch
@@ -44,7 +44,7 @@ class ShardedParameters(Protocol):
         """Return the trained parameters whose state is sharded, in the same order on all replicas."""
         ...
 
-    def look(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
+    def lookup(self, parameters: Sequence[torch.Tensor]) -> Sequence[MainParameter | None]:
         """Return the main parameters that a step would use now."""
         ...
 
@@ -87,9 +87,9 @@ class OuterAverages:
             return
         self._factor = None
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter.__dict__[KEY].deferred_scale is not None:
+            if parameter.__dict__[PARAMETER].deferred_scale is not None:
                 apply_deferred_grad_scale(parameter, gradient)
-        self._main_parameters.look(parameters)
+        self._main_parameters.lookup(parameters)
         given: list[MainParameter] = []
         averages, specs, sources = [], [], []
         local = {
@@ -176,8 +176,8 @@ class OuterAverages:
         if changed or (kept and fresh):
             raise OrderError(
                 f"{changed + fresh} of {len(cut)} gradients have changed after they were averaged",
-                expected="the last backward of a step before clip_grad_norm_, grad_norm and scale_gradients",
-                got="a further backward or change of gradients between these calls and step()",
+                expected="the last backward of a step before clip_grad_norm_ and scale_gradients",
+                got="a further backward, or a write to a gradient, between these calls and step()",
                 why="The step would ignore the change",
                 fix="clip once, after the last backward; begin the next step with zero_grad()",
             )
@@ -198,7 +198,7 @@ def averaged_tensors_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor
     """
     given = list(parameters)
     ready: dict[int, MainParameter] = {}
-    for averages in averages_of(given, "clip_grad_norm_ or grad_norm before shard_optimizer"):
+    for averages in averages_of(given, "clip_grad_norm_ before shard_optimizer"):
         averages.make()
         ready |= averages.ready
     return [ready[id(p)].main if id(p) in ready else p for p in given]
@@ -236,9 +236,11 @@ def averages_of(parameters: Iterable[torch.Tensor], what: str = "") -> list[Oute
     """
     found: dict[int, OuterAverages] = {}
     for parameter in parameters:
-        facts = get_record(parameter)
+        record = get_record(parameter)
         # The optimizer that shards its state, if it is still alive.
-        cutting = facts.main_parameters() if facts is not None and facts.main_parameters is not None else None
+        cutting = (
+            record.main_parameters() if record is not None and record.main_parameters is not None else None
+        )
         if cutting is not None:
             found[id(cutting)] = cutting.averages
         elif what and parameter.requires_grad:
@@ -276,8 +278,8 @@ class UnaveragedGradient(UnreadableShard):
             got="a gradient that is averaged over this replica only, as after each backward with "
             'outer_strategy="optim"',
             why="Each replica would see different numbers",
-            fix="use te_fsdp.clip_grad_norm_, te_fsdp.grad_norm and te_fsdp.scale_gradients; if other code must read "
-            "gradients, shard with outer_strategy='no_shard' (HSDP)",
+            fix="use te_fsdp.clip_grad_norm_ (max_norm=math.inf only returns the norm) and te_fsdp.scale_gradients; if "
+            "other code must read gradients, shard with outer_strategy='no_shard' (HSDP)",
         )
 
     @classmethod
@@ -310,7 +312,7 @@ def apply_deferred_grad_scale(parameter: torch.Tensor, gradient: torch.Tensor | 
     """Apply the deferred factor of a parameter's gradient before accumulating into it. Local operation."""
     # The factor comes from clipping or scaling the average. Loops that clear gradients after each step never need this.
     # Not `get_record`, because each backward calls this for each parameter.
-    record = parameter.__dict__.get(KEY)
+    record = parameter.__dict__.get(PARAMETER)
     if not record or record.deferred_scale is None:
         return
     scaled, factor = record.deferred_scale
@@ -366,8 +368,8 @@ def _after(
         # raises for it.
         if isinstance(gradient, DTensor) and not isinstance(gradient, UnaveragedGradient):
             hidden: Any = hide_unaveraged_grad(gradient)
-            facts = get_record(parameter)
-            hidden.label = facts.label or "" if facts is not None else ""
+            plan = plan_of(parameter)
+            hidden.label = "" if plan is None else plan.label
     state, own = of(), component()
     if state is not None and own is not None and own.averages is not None:
         own.averages.early.reduced(state, unit, group, event)

@@ -193,11 +193,11 @@ def optimizer_shard(parameter: torch.Tensor) -> OptimizerShard | None:
         return None
     meshes = state.meshes
     root = meshes.expert_mesh if plan.experts and meshes.expert_mesh is not None else meshes.device_mesh
-    axes = tuple(axis for axis in plan.storage.cut_further if root[axis].size() > 1)
+    axes = tuple(axis for axis in plan.storage.extra_state_axes if root[axis].size() > 1)
     if not axes:
         return None
     own = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    if plan.storage.is_whole:
+    if plan.storage.is_replicated:
         # created when the model was sharded, for reductions of gradients
         name = "data" if root is meshes.device_mesh else "expert_data"
         mesh = root[axes] if len(axes) == 1 else _torch.flatten_mesh(root[axes], name)
@@ -285,7 +285,7 @@ def _start_packed_gather(parts: Sequence[tuple[ReplicaRows, RowPartition]]) -> P
 
     def unpack(unused: torch.Tensor) -> None:
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for (part, rows), piece in zip(parts, buffer.pieces(gathered), strict=True):
+        for (part, rows), piece in zip(parts, buffer.views(gathered), strict=True):
             copies += rows.pairs(part.whole, piece.view(part.mine.dtype))
         copy_pairs(copies)
 

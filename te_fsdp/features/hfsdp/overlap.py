@@ -101,8 +101,8 @@ class GradientAveraging:
                 by = replace(by or GradComm(), fp32_sum=True)
             packed = self._packed(places, buffer, gradients)
             result = send(packed.view(-1), packed.shape[1:], first, by)
-            pieces = iter(buffer.pieces(result))
-            for flag, at in enumerate(places, buffer.numel - buffer.more):
+            pieces = iter(buffer.views(result))
+            for flag, at in enumerate(places, buffer.numel - buffer.trailing):
                 shard, gradient = self.shards[at], gradients[at]
                 if not self._alone[at]:
                     found[at] = next(pieces)[: self._numels[at]].view(shard.shape)
@@ -126,13 +126,13 @@ class GradientAveraging:
         self, places: list[int], buffer: PackedLayout, gradients: Sequence[torch.Tensor | None]
     ) -> torch.Tensor:
         """Pack each replica's rows of the small gradients, followed by the flags, replica by replica."""
-        first, flags = self.shards[places[0]], buffer.numel - buffer.more
+        first, flags = self.shards[places[0]], buffer.numel - buffer.trailing
         device = _torch.local_of(first.parameter).device
         # Padding of uneven rows and alignment gaps are sent, too. They must be zeros, not uninitialized memory.
         memory = torch.zeros(first.size, buffer.numel, dtype=first.sent, device=device)
         memory[:, flags:] = 1
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        pieces = iter(buffer.pieces(memory))
+        pieces = iter(buffer.views(memory))
         for flag, at in enumerate(places, flags):
             shard, gradient = self.shards[at], gradients[at]
             if gradient is None:
@@ -226,7 +226,7 @@ class EarlyAverages:
             self._side.after_current(plan.state.meshes.device, events),
         ):
             # The side stream waits for each move before the next one starts, and then frees its memory.
-            self._begun[unit] = self._side.begun(start, local)
+            self._begun[unit] = self._side.start(start, local)
         self._sources += TensorVersion.now(given)
 
     # --- between backward and step

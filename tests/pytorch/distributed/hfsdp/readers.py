@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable
 from typing import Any
 
 import harness
+import pytest
 import torch
 
 from hfsdp.early import CLOSE, Pair
@@ -75,6 +77,8 @@ def refused(marked: bool) -> dict[str, list[str]]:
         pair.expect(seed)
         for when in ("before", "after"):
             for name, parameter in pair.model.named_parameters():
+                with pytest.raises(te_fsdp.OrderError, match=f"norm on the gradient of {re.escape(name)}: "):
+                    parameter.grad.norm()
                 if parameter.ndim > 1:
                     kept = local_of(parameter.grad).clone()
                     for reader, read in READERS.items():

@@ -114,7 +114,7 @@ def _initial_dtypes(model: nn.Module) -> tuple[set[str], set[str]]:
         local, plan = _torch.local_of(parameter), plan_of(parameter)
         if local.dtype == torch.float32 and not _te.is_quantized(local):
             wide.add(name)
-        if plan is not None and plan.storage.is_whole:
+        if plan is not None and plan.storage.is_replicated:
             whole.add(name)
     several: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(several, (wide, whole))
