@@ -86,6 +86,7 @@ def graphed_units(
                 f"graphed_units(units=...): {name!r}",
                 expected=f"names of units: {shorten(list(within), 6)}",
                 got="not a unit",
+                fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
             )
         if within[name]:
             raise PlacementError(
@@ -129,6 +130,7 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
                 f"{label}: graphed_units with several reductions in flight",
                 expected="set_reduce_scatter_max_input_buffers(1), the default",
                 got=f"{most}",
+                fix="omit the call of set_reduce_scatter_max_input_buffers",
             )
     # Only now, because all units are checked before the first one changes.
     for name in gathered:
