@@ -83,9 +83,8 @@ def graphed_units(
     for name in names:
         if name not in within:
             raise PlacementError(
-                f"graphed_units(units=...): {name!r}",
+                f"graphed_units(units=...): {name!r} is not a unit",
                 expected=f"names of units: {shorten(list(within), 6)}",
-                got="not a unit",
                 fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
             )
         if within[name]:

@@ -323,7 +323,6 @@ def search(
             "search",
             expected="positive numbers, with gpus divisible by cp",
             got=f"gpus={gpus}, memory={memory}, node={node}, cp={cp}",
-            fix="choose gpus as a multiple of cp",
         )
     given = fixed or {}
     every = _meshes(job, gpus // cp, node, cp)
@@ -332,7 +331,6 @@ def search(
         raise PlacementError(
             f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in given.items())}",
             expected="sizes whose product divides the GPUs, tp within a node, ep only for models with experts",
-            got="no such mesh",
             fix="omit a size, so that search tries all values",
         )
     require_recipe(job)
