@@ -245,7 +245,7 @@ def compare_replicated_gradients(step: Step) -> None:
     """
     scheduled = [
         (parameter, record)
-        for parameter, record in step.held
+        for parameter, record in step.recorded_params
         if record.grad_checks_left and parameter.requires_grad
     ]
     if not scheduled or is_simulated() or is_capturing():
