@@ -222,7 +222,7 @@ class _PartialGradientCheck:
         if ratio < _SAME:
             raise GradientError(
                 f"{binding.label(name)}: gradients that are the same over tp",
-                expected="another part of the gradient on each rank, of a parameter that is marked sequence_parallel",
+                expected="a different partial gradient on each rank, because the parameter is marked sequence_parallel",
                 got="the same gradient on every rank of the tp group",
                 why="te_fsdp sums them over tp, so the parameter would learn from a multiple of its gradient",
                 fix="pass sequence_parallel=False to layers that see all tokens on each rank, or shard the sequence "
