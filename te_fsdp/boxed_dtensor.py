@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
-from te_fsdp.errors import PlacementError, message
+from te_fsdp.errors import PlacementError
 from te_fsdp.layout import Box, Coordinates, ParameterRule, block_heights, shard_boxes, slices
 from te_fsdp.upstream import torch_dtensor as _torch
 from te_fsdp.upstream.torch_functions import support_foreach
@@ -53,12 +53,20 @@ class BoxMap:
 
 
 def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -> Coordinates:
-    """Return this rank's coordinates from a DTensor's placements."""
+    """Return this rank's coordinates from a DTensor's placements. Local operation.
+
+    Raises PlacementError if the rank is not on the mesh, or several axes of FSDP2 shard the parameter.
+    """
     # The tensor-parallel axis is the last one. The expert-parallel axis and those of FSDP2 are before it.
     mesh, placements = parameter.device_mesh, parameter.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        raise PlacementError(message(f"{label}: this rank is not on the parameter's mesh {mesh}"))
+        raise PlacementError(
+            f"{label}: this rank is not on the parameter's mesh",
+            expected=f"one of the ranks {mesh.mesh.flatten().tolist()}",
+            got=f"rank {torch.distributed.get_rank()}",
+            fix="use the parameter on the ranks of its mesh only",
+        )
     tp_axis = mesh.ndim - 1 if has_tp else None
     ep_axis = mesh.ndim - 1 - has_tp if has_ep else None
     dims = {
@@ -67,7 +75,10 @@ def coordinates_of(parameter: DTensor, has_tp: bool, has_ep: bool, label: str) -
     cuts = [(axis, dim) for axis, dim in dims.items() if dim is not None]
     if len(cuts) > 1:
         raise PlacementError(
-            f"{label}: placements {tuple(placements)}", expected="at most one FSDP shard axis", got=len(cuts)
+            f"{label}: placements {tuple(placements)}",
+            expected="at most one FSDP shard axis",
+            got=len(cuts),
+            fix="shard it by te_fsdp.fully_shard, or by torch's over one mesh axis",
         )
 
     def place(axis: int | None) -> tuple[int, int]:

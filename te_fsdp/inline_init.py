@@ -78,7 +78,7 @@ def refuse_lost_writes(model: nn.Module, own: Iterable[Callable[[str], bool]]) -
             f"materialize: {shorten(lost, 3)}: initialized by code that ran on meta, in a constructor or after it",
             expected="initialization in reset_parameters or init_weights, which materialize can run",
             got=f"{len(lost)} parameter(s) with in-place writes that had no effect",
-            why="They would keep the values of their modules' reset_parameters: those of another model",
+            why="They would keep the values of their modules' reset_parameters, which are those of a different model",
             fix=_FIX,
         )
     # Writes through ``parameter.data`` are not counted. For these there is a warning, from the constructors' code.

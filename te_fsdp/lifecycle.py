@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def parameters_of_optimizer(optimizer: Optimizer) -> list[tuple[torch.Tensor, ParameterRecord]]:
     """Return the parameters of an optimizer that have a record of te_fsdp, with the record. Local operation."""
-    return Step(optimizer, (), {}).held
+    return Step(optimizer, (), {}).recorded_params
 
 
 class Step:
@@ -55,7 +55,7 @@ class Step:
         self.closure = kwargs.get("closure") or next(filter(callable, args[1:]), None)
 
     @functools.cached_property
-    def held(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
+    def recorded_params(self) -> list[tuple[torch.Tensor, ParameterRecord]]:
         """Return the result of :func:`parameters_of_optimizer`, computed once per step."""
         found = []
         for group in self.optimizer.param_groups:
@@ -84,7 +84,7 @@ class Step:
     def models(self) -> list[tuple[Any, list[torch.Tensor]]]:
         """Return the ``ShardedModel`` of each sharded model with parameters in the optimizer, and these parameters."""
         found: dict[int, tuple[Any, list[torch.Tensor]]] = {}
-        for parameter, record in self.held:
+        for parameter, record in self.recorded_params:
             state = record.state() if record.state is not None else None
             if state is not None:
                 found.setdefault(id(state), (state, []))[1].append(parameter)
@@ -162,7 +162,7 @@ def sync_tp_replicas(step: Step) -> None:
     hook averages their gradients first.
     """
     replicas = []
-    for parameter, record in step.held:
+    for parameter, record in step.recorded_params:
         if record.tp_replica and record.main_parameters is None:
             replicas.append(parameter)
     broadcast_tp_gradients(replicas)

@@ -215,7 +215,8 @@ class Meshes:
         if axis in AXES:
             return int(self.device_mesh.shape[AXES.index(axis)])
         if axis not in ALL_AXES:
-            raise MeshError("Meshes.size: unknown axis", expected=f"one of {ALL_AXES}", got=repr(axis))
+            fix = "for stages use meshes.pp.size()"
+            raise MeshError("Meshes.size: axis", expected=f"one of {ALL_AXES}", got=repr(axis), fix=fix)
         mesh = self.cp if axis == "cp" else self.ep
         return 1 if mesh is None else int(mesh.size())
 

@@ -96,7 +96,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
                 f"{where}: two axes named {own!r}",
                 expected="each name once",
                 got=f"axes {have} with names={given}",
-                fix="flatten them into one, or give one of them another name",
+                fix="flatten them into one, or give one of them a different name",
             )
         found.append(own)
     return found

@@ -243,7 +243,7 @@ class _Unsharded(TorchFunctionMode):
 
     @contextmanager
     def unbound(self) -> Iterator[None]:
-        """Hide the bindings of modules that TE does not own: their ``reset_parameters`` then is the stock one."""
+        """Hide the bindings of modules outside of TE, so that their own ``reset_parameters`` runs."""
         foreign = [m for m in self.root.modules() if BINDING in m.__dict__ and _te.kind_of(m) is None]
         self.bindings = {id(module): module.__dict__.pop(BINDING) for module in foreign}
         try:

@@ -77,7 +77,7 @@ def _children(module: nn.Module, name: str) -> Iterator[str]:
 def dense_params_in_expert_units(
     model: nn.Module, meshes: Meshes, units: Mapping[str, Storage], experts: Selection
 ) -> set[int]:
-    """Return the ids of dense parameters to replicate, whose unit is sharded over the ranks of experts. Local.
+    """Return the ``id`` of each dense parameter to replicate: those in units that FSDP2 shards over experts' ranks.
 
     Raises PlacementError if they are too large to replicate.
     """

@@ -92,7 +92,7 @@ class PeerGroup:
 
 
 def connect_peers(device: torch.device, group: dist.ProcessGroup) -> tuple[PeerGroup, PeerMemory] | str:
-    """Return the ranks of a group as peers, with a first small memory, or the reason why there are none. Collective."""
+    """Return a group's ranks as peers and a small shared memory, or the reason why they cannot share. Collective."""
     # The ranks exchange their hosts and the GPUs that they reach, then try to share memory.
     if is_simulated():
         return "the other ranks are simulated"

@@ -214,7 +214,7 @@ def require_sharded_model(model: nn.Module, where: str) -> ShardedModel:
         raise OrderError(
             f"{where}({type(model).__name__})",
             expected="the model that te_fsdp.fully_shard was called on",
-            got="another module" if isinstance(model, torch.nn.Module) else "not a module",
+            got="a different module" if isinstance(model, torch.nn.Module) else "not a module",
             fix="pass the root; for a model that torch's own fully_shard has sharded, use FSDP2's setters",
         )
     return state

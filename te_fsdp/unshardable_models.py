@@ -139,8 +139,8 @@ def refuse_quantized_ops(model: nn.Module, stays_replicated: Callable[[nn.Module
             raise PlacementError(
                 f"{name or type(module).__name__}: a quantized weight of te.ops.{type(module).__name__}",
                 expected="high-precision weights of te.ops modules that are sharded",
-                why="Each rank would quantize its shard with a scale of its own",
-                fix="te.Linear and its like, te.ops modules built outside of quantized_model_init, or "
+                why="Each rank would quantize its shard with a different scale",
+                fix="use te.Linear and similar, te.ops modules built outside of quantized_model_init, or "
                 "te_fsdp.fsdp_no_shard(module)",
             )
 

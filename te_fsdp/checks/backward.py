@@ -45,7 +45,7 @@ def check_backward_start(state: ShardedModel, output: Any) -> None:
             raise OrderError(
                 f"{name or type(state.model).__name__}: second backward through one forward",
                 expected="one backward for each forward through modules of TransformerEngine",
-                got="another one, as by retain_graph=True or torch.autograd.functional.jacobian",
+                got="a second backward, as by retain_graph=True or torch.autograd.functional.jacobian",
                 why="TransformerEngine frees in the first one what its forward has saved",
                 fix="add the losses and call backward() once, or run the forward again",
             )

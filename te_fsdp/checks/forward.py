@@ -259,7 +259,7 @@ def _with_peers(state: ShardedModel, mode: tuple[bool, bool]) -> Iterator[Device
 
 
 def _peer_ranks(state: ShardedModel, gathers: bool) -> DeviceMesh | None:
-    """Return the mesh of the ranks that split layers with this one, or with ``gathers`` all-gather weights too.
+    """Return the mesh of the ranks that share layers with this one over tp; with ``gathers``, also its all-gathers.
 
     ``None`` if there are no such ranks.
     """

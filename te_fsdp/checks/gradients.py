@@ -224,7 +224,7 @@ class _PartialGradientCheck:
         if ratio < _SAME:
             raise GradientError(
                 f"{binding.label(name)}: gradients that are the same over tp",
-                expected="another part of the gradient on each rank, of a parameter that is marked sequence_parallel",
+                expected="a different partial gradient on each rank, because the parameter is marked sequence_parallel",
                 got="the same gradient on every rank of the tp group",
                 why="te_fsdp sums them over tp, so the parameter would learn from a multiple of its gradient",
                 fix="pass sequence_parallel=False to layers that see all tokens on each rank, or shard the sequence "
@@ -247,7 +247,7 @@ def compare_replicated_gradients(step: Step) -> None:
     """
     scheduled = [
         (parameter, record)
-        for parameter, record in step.held
+        for parameter, record in step.recorded_params
         if record.grad_checks_left and parameter.requires_grad
     ]
     if not scheduled or is_simulated() or is_capturing():
@@ -472,7 +472,7 @@ class _HeadGradientCheck:
             raise GradientError(
                 f"{name or 'the model'}: a loss over one rank's part of the outputs",
                 expected=f"a loss over the outputs of all {self.tp.size()} ranks of tp: the module is column-parallel",
-                got="gradients that sum to zero over each rank's outputs, as those of a softmax over them",
+                got="gradients that sum to zero over each rank's outputs, as the gradients of a softmax do",
                 why="Each rank normalizes over its own classes, which gives a different loss",
                 fix="compute the loss of DTensors inside torch.distributed.tensor.parallel.loss_parallel "
                 "(docs/train.md), or with transformer_engine.pytorch.parallel_cross_entropy; or gather the outputs "

@@ -254,7 +254,7 @@ def _check_parts(where: str, tensors: dict[str, torch.Tensor], training: bool, m
     if looks or same:
         raise InputError(
             f"{where}: inputs over cp",
-            expected="another part of the same sequences on each rank of a cp group, as many tokens on all",
+            expected="a different part of the same sequences on each rank of a cp group, with equally many tokens",
             got="; ".join((looks or same)[:3]),
             why="Attention puts the sequences together out of these parts",
             fix="te_fsdp.context_parallel_shard(batch, meshes) of the batch that all these ranks have "

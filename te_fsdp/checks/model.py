@@ -197,7 +197,7 @@ def _refuse_use(label: str, how: str, *_: Any) -> Any:
             f"{label}: make_graphed_callables of a module after fully_shard",
             expected="a module that is not sharded",
             got="a unit of FSDP2, whose hooks all-gather its weights and reduce its gradients",
-            why="A graph of forward and backward alone would have neither",
+            why="A graph of forward and backward only would contain neither",
             fix="record the full step with te_fsdp.graphed_step(model, optimizer, forward_backward), or forward and "
             "backward of each unit with te_fsdp.graphed_units(model)",
         )
@@ -408,7 +408,7 @@ def refuse_assigned(state: ShardedModel) -> None:
         raise OrderError(
             f"{shorten(found, 3)}: parameter.data was assigned",
             expected="values that are written in place",
-            got=f"an assignment to .data of {len(found)} parameter(s), as of torch.nn.utils.vector_to_parameters",
+            got=f"an assignment to .data of {len(found)} parameter(s), as by torch.nn.utils.vector_to_parameters",
             why="torch leaves the values of a DTensor as they are then, and says nothing",
             fix="with torch.no_grad(): parameter.copy_(value)",
         )

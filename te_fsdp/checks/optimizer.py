@@ -71,7 +71,7 @@ def _valid_copies() -> weakref.WeakSet[Optimizer]:
 
 def refuse_replaced(step: Step) -> None:
     """Raise OrderError for parameters that modules no longer have, or that are copies of a sharded model's. Local."""
-    marked = {id(parameter): parameter for parameter, record in step.held if record.replaced_by}
+    marked = {id(parameter): parameter for parameter, record in step.recorded_params if record.replaced_by}
     is_copy = _torch.is_copied_optimizer(step.optimizer) and step.optimizer not in _valid_copies()
     if not marked and not is_copy:
         return
@@ -145,7 +145,7 @@ def _sharded_kinds() -> dict[tuple[Any, ...], str]:
 
 def refuse_gathered(step: Step) -> None:
     """Raise for gathered parameters, which the model has while its weights are kept between microbatches. Local."""
-    for parameter, record in step.held:
+    for parameter, record in step.recorded_params:
         if record.fsdp_param is not None and shard_of(parameter) is not parameter:
             raise OrderError(
                 f"{step.where}: a gathered parameter of shape {tuple(parameter.shape)}",
@@ -161,7 +161,7 @@ def refuse_gathered(step: Step) -> None:
 
 def require_main_weights(step: Step) -> None:
     """Raise if a quantized weight with a gradient has no fp32 main weight. Local operation."""
-    for label, parameter, _ in quantized_among(step.held):
+    for label, parameter, _ in quantized_among(step.recorded_params):
         if parameter.grad is not None or getattr(parameter, "decoupled_grad", None) is not None:
             check_optimizer_of_quantized(step.optimizer, label)
             return  # the same for all weights

@@ -175,7 +175,10 @@ def set_collective_timeout(seconds: float) -> None:
     """
     if not isinstance(seconds, int | float) or not seconds > 0:
         raise CollectiveError(
-            "set_collective_timeout", expected="a positive number of seconds", got=repr(seconds)
+            "set_collective_timeout: seconds",
+            expected="a positive number",
+            got=repr(seconds),
+            fix="te_fsdp.set_collective_timeout(1800), the default",
         )
     _process().timeout = float(seconds)
 

@@ -40,6 +40,7 @@ def register_forward_method(module: nn.Module, method: str) -> None:
         raise PlacementError(
             f"register_forward_method: {type(module).__name__} has no method {method!r:.80}",
             expected="the name of a method",
+            fix=f'te_fsdp.register_forward_method(model, "generate"), if {type(module).__name__} defines generate',
         )
     is_unit = fsdp2_units.is_fsdp_module(module)
     # FSDP2's wrapper first, so that te_fsdp's runs around it, as its hooks of forward do.

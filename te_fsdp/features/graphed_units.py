@@ -83,9 +83,9 @@ def graphed_units(
     for name in names:
         if name not in within:
             raise PlacementError(
-                f"graphed_units(units=...): {name!r}",
+                f"graphed_units(units=...): {name!r} is not a unit",
                 expected=f"names of units: {shorten(list(within), 6)}",
-                got="not a unit",
+                fix="pass names of units, as in te_fsdp.report(model), or omit units for all of them",
             )
         if within[name]:
             raise PlacementError(
@@ -129,6 +129,7 @@ def fix_addresses(state: ShardedModel, names: list[str]) -> list[FixedMemory]:
                 f"{label}: graphed_units with several reductions in flight",
                 expected="set_reduce_scatter_max_input_buffers(1), the default",
                 got=f"{most}",
+                fix="omit the call of set_reduce_scatter_max_input_buffers",
             )
     # Only now, because all units are checked before the first one changes.
     for name in gathered:

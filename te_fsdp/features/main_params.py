@@ -491,7 +491,7 @@ def _own_rows(shard: OptimizerShard, name: str, value: Any) -> Any:
     if tuple(local.shape) != shard.shape:
         raise CheckpointError(
             f"load_state_dict: {name} of a parameter of shape {tuple(shard.parameter.shape)}",
-            expected=f"this rank's rows, {shard.shape}, or those of its shard",
+            expected=f"this rank's rows, {shard.shape}, or the rows of its shard",
             got=f"{tuple(local.shape)} of {tuple(value.shape)}",
             fix="load it on the same mesh, or use te_fsdp.checkpoint",
         )

@@ -59,7 +59,12 @@ def report_nan(model: nn.Module, *, action: str = "raise") -> NanReport:
         PlacementError: The action is unknown.
     """
     if action not in ("raise", "log"):
-        raise PlacementError("report_nan: action", expected='"raise" or "log"', got=repr(action))
+        raise PlacementError(
+            "report_nan: action",
+            expected='"raise" or "log"',
+            got=repr(action),
+            fix='action="raise", the default',
+        )
     state = get_sharded_model(model)
     if state is None or state.components.get(NanReport) is not None:
         raise OrderError(

@@ -133,6 +133,7 @@ class ReplicatedGradients(Component):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise OrderError(
             "deepcopy of a model with no_shard parameters after fully_shard",
+            expected="a model that is not sharded",
             why="The copy's gradients would be reduced together with those of the original",
             fix="copy the model before te_fsdp.fully_shard",
         )

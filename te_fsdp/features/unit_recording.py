@@ -264,7 +264,8 @@ class UnitRecording:
             value = getattr(local, attribute)
             if value is None:
                 raise OrderError(
-                    f"graphed_units: a weight without {attribute}, which its recorded backward reads"
+                    f"graphed_units: a weight without {attribute}, which its recorded backward reads",
+                    fix="leave the unit out of graphed_units(model, units=...)",
                 )
             if value.data_ptr() != staged.data_ptr():
                 staged.copy_(value)

@@ -64,6 +64,8 @@ def refuse_fused(fused: list[nn.Module], plan: ModelPlan) -> None:
             if row.storage.is_replicated:
                 raise PlacementError(
                     f"{row.label}: fuse_wgrad_accumulation=True of a weight that is not sharded",
+                    expected="a weight that FSDP2 shards",
+                    got=f"strategy {row.storage}",
                     why="TE returns no gradient that could be reduced",
                     fix="leave fuse_wgrad_accumulation off, or the module out of no_shard",
                 )

@@ -205,7 +205,10 @@ def _check_item(item: ModulePlan) -> None:
         dim = rule.shard_dim if rule is not None and tp_mesh is not None else None
         if parameter is not None and dim is not None and dim >= parameter.ndim:
             raise PlacementError(
-                f"{item.name}: shard dim {dim}", expected=f"{parameter.ndim} dims", got=tuple(parameter.shape)
+                f"{label}.{name}: its rule shards dim {dim} over tp",
+                expected=f"a parameter with at least {dim + 1} dims",
+                got=f"shape {tuple(parameter.shape)}",
+                fix="keep the shapes of TransformerEngine's parameters",
             )
         known = parameter is not None and item.kind is not None
         quantizer = _te.weight_quantizer(item.module, name) if known else None

@@ -149,7 +149,10 @@ class Plan:
         """
         if value.get("te_fsdp_plan") != _VERSION:
             raise CheckpointError(
-                f"{where}: not a plan", expected=f"te_fsdp_plan: {_VERSION}", got=value.get("te_fsdp_plan")
+                f"{where}: not a plan",
+                expected=f"te_fsdp_plan: {_VERSION}",
+                got=value.get("te_fsdp_plan"),
+                fix="write it again by te-fsdp plan --json",
             )
         try:
             found = dict(value)
@@ -163,7 +166,11 @@ class Plan:
             found["report"] = Report(**report | {"rows": tuple(Row(**row) for row in report["rows"])})
             return cls(**found)
         except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{where}: not a plan ({type(error).__name__}: {error}).") from error
+            raise CheckpointError(
+                f"{where}: not a plan",
+                got=f"{type(error).__name__}: {error}",
+                fix="write it again by te-fsdp plan --json",
+            ) from error
 
 
 def _tuples(value: Any) -> Any:
@@ -324,7 +331,7 @@ def search(
         raise PlacementError(
             f"search: meshes of {gpus} GPUs with {', '.join(f'{axis}={size}' for axis, size in given.items())}",
             expected="sizes whose product divides the GPUs, tp within a node, ep only for models with experts",
-            got="none",
+            fix="omit a size, so that search tries all values",
         )
     require_recipe(job)
 

@@ -379,9 +379,16 @@ class Machine:
             if not getattr(self, name) > 0:
                 raise PlacementError(f"plan: {name}", expected="more than 0", got=getattr(self, name))
         if not 0 <= self.contention <= 1:
-            raise PlacementError("plan: contention", expected="a fraction, 0 to 1", got=self.contention)
+            raise PlacementError(
+                "plan: contention",
+                expected="a fraction, 0 to 1",
+                got=self.contention,
+                fix="omit it for the default",
+            )
         if not self.host >= 0:
-            raise PlacementError("plan: host", expected="0 or more", got=self.host)
+            raise PlacementError(
+                "plan: host", expected="0 or more", got=self.host, fix="omit it for the default"
+            )
 
 
 @dataclass(frozen=True)

@@ -242,7 +242,7 @@ def check_quantizer(label: str, quantizer: Any) -> None:
         raise PrecisionError(
             f"{label}: hybrid weight with a part in delayed scaling",
             expected="parts in current scaling, float8-block, MXFP8 or high precision",
-            why="TransformerEngine reduces the amax history of a module, but not that of a weight's part",
+            why="TransformerEngine reduces the amax history of a module, but not the history of a part of a weight",
             fix="use Float8CurrentScalingQuantizer for this part, or keep these weights in high precision",
         )
     if any(name == "identity" and part.dtype is None for name, part in zip(formats, parts, strict=True)):

@@ -129,11 +129,13 @@ def patch_delayed_updates() -> None:
 
 
 def quantized_among(
-    held: Sequence[tuple[torch.Tensor, ParameterRecord]],
+    parameters: Sequence[tuple[torch.Tensor, ParameterRecord]],
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Return label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
     found = []
-    for (parameter, record), local in zip(held, _torch.local_tensors_of([p for p, _ in held]), strict=True):
+    for (parameter, record), local in zip(
+        parameters, _torch.local_tensors_of([p for p, _ in parameters]), strict=True
+    ):
         if record.label is not None and _te.is_quantized_class(type(local)):
             found.append((record.label, parameter, local))
     return found
@@ -152,7 +154,7 @@ def refresh_quantized(step: Step) -> None:
     Collective over the weight mesh if there are such weights: one max all-reduce.
     """
     delayed = []
-    for _, parameter, local in quantized_among(step.held):
+    for _, parameter, local in quantized_among(step.recorded_params):
         if _te.has_amax_history(type(getattr(local, _te.QUANTIZER))):
             delayed.append(local)
             _te.drop_transpose(local)

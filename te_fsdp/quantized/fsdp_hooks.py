@@ -120,6 +120,8 @@ def check_shard_fits(module: nn.Module, binding: ModuleBinding, name: str, shard
     if is_replicated(module, name):
         raise PlacementError(
             f"{binding.label(name)}: sharded by FSDP2, although te_fsdp.fsdp_no_shard was called for it",
+            expected="a replicated parameter",
+            got=f"placements {tuple(shard.placements)}",
             why="torch's fully_shard does not support fsdp_no_shard",
             fix="use te_fsdp.fully_shard, or pass the parameter in ignored_params and reduce its gradients yourself",
         )

@@ -57,7 +57,7 @@ def is_unit_unsharded(unit: nn.Module) -> bool:
 
 
 def roots_among(units: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the units that were the first of their tree to run forward (``FSDPState._is_root``, ``None`` before)."""
+    """Return FSDP2's root units among ``units`` (``FSDPState._is_root``), none before the first forward."""
     return [unit for unit in units if unit._get_fsdp_state()._is_root]  # type: ignore[operator]
 
 

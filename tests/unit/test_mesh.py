@@ -392,7 +392,8 @@ def test_unknown_axis(fake_world):
     with pytest.raises(MeshError) as caught:
         build().size("pp")
     assert str(caught.value) == (
-        "Meshes.size: unknown axis: expected one of ('dp_replicate', 'dp_shard', 'cp', 'ep', 'tp'), got 'pp'."
+        "Meshes.size: axis: expected one of ('dp_replicate', 'dp_shard', 'cp', 'ep', 'tp'), got 'pp'. "
+        "Fix: for stages use meshes.pp.size()."
     )
 
 

@@ -155,7 +155,12 @@ def native_strategy(value: str | int, argument: str, names: Sequence[str] = _STR
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(names):
         return names[value]
     numbered = ", ".join(f"{number} or {name!r}" for number, name in enumerate(names))
-    raise PlacementError(f"fully_shard: {argument}", expected=numbered, got=repr(value))
+    raise PlacementError(
+        f"fully_shard: {argument}",
+        expected=numbered,
+        got=repr(value),
+        fix="pass one of these names or numbers",
+    )
 
 
 def native_units(units: Sequence[type | str] | None) -> list[type] | None:
@@ -313,6 +318,7 @@ def _place(mesh: DeviceMesh, name: str | None, role: str) -> tuple[int, int]:
             f"fully_shard: axis {name!r} for {role}",
             expected=f"one of {mesh.mesh_dim_names}, or a flattened axis of this mesh",
             got=str(error),
+            fix="pass the name of an axis in mesh.mesh_dim_names",
         ) from error
     return submesh.size(), submesh.get_local_rank()
 

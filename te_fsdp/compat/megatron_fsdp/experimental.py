@@ -106,6 +106,7 @@ class Placements:
                     f"Placements: {name}",
                     expected=f"{len(self.dp_axes)} placements, one per axis of {list(self.dp_axes)}",
                     got=len(given),
+                    fix="pass one placement per data-parallel axis",
                 )
 
 
@@ -158,6 +159,7 @@ def fully_shard(
             f"experimental.fully_shard({type(module).__name__})",
             expected="one call per module, before fully_shard_optimizer",
             got="a module that was passed before, or that contains a sharded module",
+            fix="call it once per module, inner modules first",
         )
     require_kind(
         "experimental.fully_shard",
@@ -228,6 +230,7 @@ def fully_shard_optimizer(optimizer: Optimizer, *, precision_aware: bool = False
             expected="an optimizer before its first step",
             got="state",
             why="Its parameters are replaced by sharded ones",
+            fix="call fully_shard_optimizer right after building the optimizer",
         )
     # Sharding replaces parameters, so the old ones get a reference to the new ones for all optimizers.
     for note in notes:
