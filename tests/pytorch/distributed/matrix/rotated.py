@@ -25,7 +25,7 @@ FILES = frozenset(
     hfsdp_overlap huggingface_load initialization main_weights megatron_bridge megatron_resume muon
     mxfp8_two_dim nan_report no_shard nvfp4_rows odd_parameters one_scale optimizers out_of_memory
     own_dtensors own_init parity pipeline plain_offload plain_replicated precision quantized
-    quantized_memory recipes recomputation rollout rollout_options set_device_mesh settled
+    quantized_memory recipes recomputation reshard_matrix rollout rollout_options set_device_mesh settled
     stacked_arithmetic stale_optimizers strategies tensor_lists tied_quantized unsupported wgrad_fusion
     written_weights
     """.split()
