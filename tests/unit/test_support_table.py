@@ -93,7 +93,7 @@ def test_another_seed_covers_the_same_with_other_cases(default):
     assert len(other) < 1.2 * len(default), "as quick as the first"
 
 
-def test_three_days_run_a_covering():
+def test_some_days_run_a_covering():
     """Each case of a covering once in `COVER_DAYS` seeds; the covering is the same for these, another one later."""
     first = 740_000 - 740_000 % rotation.COVER_DAYS
     days = range(first, first + rotation.COVER_DAYS)

@@ -21,7 +21,7 @@ from harness.side_by_side import (
     received_timings,
     send_timings,
 )
-from matrix import rotation
+from matrix import rotated, rotation
 
 from tests.forkserver import interpreter
 
@@ -29,7 +29,8 @@ __all__ = ["pytest_xdist_auto_num_workers", "pytest_xdist_make_scheduler"]
 
 CPU_RANKS = 8
 DEFAULT_ARCHS = ("10.0",)
-#: Tests whose cases are a covering of `matrix.definitions`. On the CPU it is spread over days, like those of the mark.
+#: Tests whose cases are a covering of `matrix.definitions`. On the CPU it is spread over days, like those of the mark
+#: and of the files of `matrix.rotated`.
 COVERINGS = ("test_matrix.py::test_blackwell", "test_matrix.py::test_hopper")
 _POOLS = pytest.StashKey["Pools"]()
 
@@ -94,7 +95,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--matrix",
         choices=["covering", "formats", "full", "subset"],
         default="covering",
-        help="how much of test_matrix.py: every pair of values (CPU: in three days), all formats in all modules, all, "
+        help="how much of test_matrix.py: every pair of values (CPU: in five days), all formats in all modules, all, "
         "or what 4 GPUs run; full: all cases of tests with the mark `covering` too",
     )
     group.addoption(
@@ -127,8 +128,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
         "single_grouped: skipped, with TE's reason, where the device cannot train one parameter for all experts",
-        "covering(always=[], strength=2, days=0): cases that guard a fault, and a part of the others that rotates from "
-        "day to day; three days have all pairs of values (strength 1: all values; 0: is one case; days n: every n-th); "
+        "covering(always=[], strength=2, days=0, shift=0): cases that guard a fault, and a part of the others that rotates from "
+        "day to day; five days have all pairs of values (strength 1: all values; 0: is one case; days n: every n-th); "
         "all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",
@@ -162,6 +163,7 @@ def pytest_collection_modifyitems(
     _check_names(config, items)
     result = yield  # -k and -m choose
     _leave_out(config, items)
+    _run_early(config, items)
     return result
 
 
@@ -188,10 +190,26 @@ def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
             cases[place]
             for place in rotation.chosen(parameters, **mark.kwargs, seed=rotation.seed_of(config))
         }
+        if "shift" in mark.kwargs:  # the mark is of `rotated`
+            taken |= {item for item in cases if item.nodeid in rotated.guards()}
         left |= {item for item in cases if item not in taken and not _is_asked_for(config, item)}
     if left:
         items[:] = [item for item in items if item not in left]
         config.hook.pytest_deselected(items=list(left))
+
+
+def _run_early(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Move the comparison of all results in `harness.decisions` to the front on four days of five.
+
+    It computes again what all earlier tests of its pool needed: 3 CPU seconds at the front, 46 in its place.
+    """
+    if _is_spread(config) and rotation.seed_of(config) % rotation.COVER_DAYS:
+        items.sort(key=lambda item: item.path.name != "test_harness_decisions.py")
+
+
+def _is_spread(config: pytest.Config) -> bool:
+    """Return whether a run has a day's part of the cases that have no mark in their files."""
+    return devices.device_type() == "cpu" and config.getoption("--matrix", "covering") == "covering"
 
 
 def _covered(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -208,9 +226,14 @@ def _is_asked_for(config: pytest.Config, item: pytest.Item) -> bool:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    is_spread = devices.device_type() == "cpu" and item.config.getoption("--matrix", "covering") == "covering"
-    if is_spread and item.nodeid.split("[")[0].endswith(COVERINGS):
+    if not _is_spread(item.config) or not hasattr(item, "callspec"):
+        return
+    test = item.nodeid.split("[")[0]
+    if test.endswith(COVERINGS):
         item.add_marker(pytest.mark.covering(days=rotation.COVER_DAYS))
+    elif rotated.is_rotated(item.path) and not item.get_closest_marker("covering"):
+        shift = rotated.shift_of(test)
+        item.add_marker(pytest.mark.covering(days=rotation.COVER_DAYS, shift=shift))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

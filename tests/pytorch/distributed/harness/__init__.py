@@ -41,7 +41,8 @@ Fixtures: `pool`, `arch` ("9.0", "10.0"; the real capability on GPUs), `device_t
 test parameter `world_size` counts as well), `arch(...)`, `gpu` (only on GPUs), `cpu` (only on the CPU),
 `recipe(name)` (a test parameter `recipe` counts as well; names: none, delayed, current, block, mxfp8,
 nvfp4), `covering(always=[{"recipe": "mxfp8", "mesh": "dp4"}], strength=2, days=0)`: of a parametrized test's
-cases only those named, which guard a fault, and another part of the rest each day (`matrix.rotation`;
+cases only those named, which guard a fault, and another part of the rest each day (`matrix.rotation`; on the CPU
+also the tests of the files in `matrix.rotated`;
 the header prints the seed, `--matrix-seed N` repeats it, `--matrix full` runs all). Options, when pytest is started
 with this folder: `--device cpu|cuda|auto`, `--pool-durations N`. Started elsewhere: TE_FSDP_TEST_DEVICE.
 TE_FSDP_TEST_TIMEOUT_SCALE=3 stretches all timeouts on a slow machine. Under torchrun:

@@ -16,7 +16,7 @@ from matrix.covering import cover
 
 PAIRS = 2
 #: Days over which the cases that cover all values, or pairs of them, are distributed.
-COVER_DAYS = 3
+COVER_DAYS = 5
 
 
 def seed_of_today() -> int:
@@ -62,6 +62,7 @@ def chosen(
     *,
     strength: int = PAIRS,
     days: int = 0,
+    shift: int = 0,
     seed: int,
 ) -> list[int]:
     """Places of the cases to run, in their order.
@@ -78,11 +79,12 @@ def chosen(
             every value does, 0.
         days: Instead of `strength`: run every case once in this number of days. For lists of cases that are not a
             product.
+        shift: Added to `seed` where `days` is given.
         seed: Decides whose turn it is and between cases that bring equally much.
     """
     named = {place for place, case in enumerate(cases) if any(is_named(case, entry) for entry in always)}
     if days:
-        return sorted(named | set(range(seed % min(days, len(cases)), len(cases), days)))
+        return sorted(named | set(range((seed + shift) % min(days, len(cases)), len(cases), days)))
     factors = [values_of(case) for case in cases]
     names = sorted(
         {name for case in factors for name in case}
