@@ -187,9 +187,9 @@ class _Unscaled(NamedTuple):
 def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], None]) -> None:
     """Read unsharded weights, quantize them, and copy this rank's bytes. Local operation."""
     state_dict: dict[str, Any] = {}
-    unsharded: list[dict[tuple[int, ...], torch.Tensor]] = []  # by the offsets in the entry, of each expert
+    wholes: list[dict[tuple[int, ...], torch.Tensor]] = []  # by the offsets in the entry, of each expert
     for path, value, module, name in weights:
-        boxes, local = value._boxes(), _torch.local_of(module._parameters[name])
+        boxes, local = value.boxes_here(), _torch.local_of(module._parameters[name])
         stack = value.ndim - 2
         entry = LoadTarget(value.shape, value)
         entry.__dict__.update(value.__dict__)  # such as the mark of experts
@@ -203,14 +203,14 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
             target = QuantizedSlice(whole, (0, 0), tuple(whole.shape), bool(stack))
             target.waits = True
             entry.pieces[offsets] = target
-        unsharded.append(made)
+        wholes.append(made)
         # The same keys as DCP makes of the path.
         holder = state_dict
         for step in path[:-1]:
             holder = holder.setdefault(step, {})
         holder[path[-1]] = entry
     read(state_dict)
-    for (path, value, module, name), made in zip(weights, unsharded, strict=True):
+    for (path, value, module, name), made in zip(weights, wholes, strict=True):
         held, local = _torch.local_of(value), _torch.local_of(module._parameters[name])
         for whole in made.values():
             values = waiting_values(whole, take=True)
@@ -225,10 +225,10 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
                 if _te.has_delayed_scale(local):
                     _te_modules.set_delayed_scale(module, name, local, values.abs().amax().reshape(1))
                 whole.quantize_(values)  # type: ignore[operator]
-        for box in value._boxes():
+        for box in value.boxes_here():
             base, stack = (held, 0) if value.ndim == 2 else (weights_of(held)[box.local[0]], 1)
-            whole = made[(*box.original[:stack], 0, 0)]
-            source = QuantizedSlice(whole, box.original[stack:], box.sizes[stack:])
+            unsharded = made[(*box.original[:stack], 0, 0)]
+            source = QuantizedSlice(unsharded, box.original[stack:], box.sizes[stack:])
             copied = write_bytes(base, [(QuantizedSlice(base, box.local[stack:], box.sizes[stack:]), source)])
             assert copied, "both are of the same format, and shards consist of whole blocks"
         _finish(({}, ""), held, (module, name), None)
