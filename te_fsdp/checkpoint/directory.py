@@ -346,10 +346,14 @@ def open_checkpoint(path: Path) -> Manifest:
     return manifest
 
 
+def refused_files(problems: list[str]) -> list[str]:
+    """Return the problems of files that this user may not read."""
+    return [one for one in problems if os.strerror(errno.EACCES) in one or os.strerror(errno.EPERM) in one]
+
+
 def damaged(path: Path, problems: list[str]) -> None:
     """Raise one CheckpointError with all problems of a checkpoint's files, if there are any. Local operation."""
-    refused = [one for one in problems if os.strerror(errno.EACCES) in one or os.strerror(errno.EPERM) in one]
-    if refused:
+    if refused := refused_files(problems):
         raise CheckpointError(
             f"{path}: files that this user may not read: {'; '.join(sorted(refused))}",
             why="Nothing was loaded",

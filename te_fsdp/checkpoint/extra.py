@@ -116,7 +116,7 @@ def encode(
             isinstance(value, torch.Tensor)
             and not (isinstance(value, DTensor) or value.is_meta or _te.is_quantized(value))
             and value.layout == torch.strided
-            and not value.is_quantized  # torch's own quantization
+            and not (value.is_nested or value.is_quantized)  # torch's own quantization
         ):
             entry = whole_entry(value.resolve_conj().resolve_neg())
         if entry is not None:
@@ -134,7 +134,13 @@ def encode(
             return items if type(value) is list else {_TUPLE: items}
         return _encode_other(value, walk, where)
 
-    return walk(value, where), entries
+    try:
+        return walk(value, where), entries
+    except RecursionError as error:
+        fix = "store its parts under names of their own"
+        raise CheckpointError(
+            f"{where}: a value that contains itself, or is nested too deeply", fix=fix
+        ) from error
 
 
 def encode_numbers(value: Any, where: str) -> Any:

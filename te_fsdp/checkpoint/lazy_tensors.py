@@ -422,7 +422,12 @@ def _open_file(path: Path) -> tuple[dict[str, Lazy], dict[str, str]]:
     if not path.is_file():
         fix = "download a model of the Hugging Face hub first: hf download NAME --local-dir FOLDER"
         raise CheckpointError(f"{path}: no such file", fix=f"check the path; {fix}")
-    with unreadable(path, "safetensors file", _COPY), safe_open(path, framework="pt") as file:
+    # Open the file first: safetensors calls a file that this user may not read missing.
+    with (
+        unreadable(path, "safetensors file", _COPY),
+        path.open("rb"),
+        safe_open(path, framework="pt") as file,
+    ):
         metadata = file.metadata() or {}
         # torch's HuggingFaceStorageWriter writes one such file for each rank.
         if "DCP_SHARDING_INFO" in metadata and path.name.startswith("shard-"):

@@ -219,8 +219,8 @@ def _place_of(module: nn.Module, name: str) -> ExpertPlace | None:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return modules by name, without the prefixes of wrappers."""
-    return {_torch.without_wrappers(name): module for name, module in model.named_modules()}
+    """Return modules by name, without the prefixes of wrappers; a module registered twice under both names."""
+    return {_torch.without_wrappers(name): m for name, m in model.named_modules(remove_duplicate=False)}
 
 
 def modules_with_extra_state(model: nn.Module) -> list[str]:
@@ -358,8 +358,8 @@ def _quantized_entries(owned: OwnedTensor) -> dict[str, Entry]:
 
 def delayed_modules(model: nn.Module) -> dict[str, tuple[nn.Module, dict[str, Any]]]:
     """Return the modules with delayed scaling's state, and the state, by name. Local operation."""
-    states = ((name, m, _te.delayed_states(m)) for name, m in modules_of(model).items())
-    return {name: (module, found) for name, module, found in states if found is not None}
+    states = ((name, m, _te.delayed_states(m)) for name, m in model.named_modules())
+    return {_torch.without_wrappers(name): (m, found) for name, m, found in states if found is not None}
 
 
 def of_all_gemms(module: nn.Module, recipe: dict[str, Any]) -> dict[str, Any]:

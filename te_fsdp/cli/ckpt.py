@@ -16,7 +16,7 @@ import torch
 from tyro.conf import Positional, arg
 
 from te_fsdp.checkpoint.async_save import bytes_bar
-from te_fsdp.checkpoint.directory import damaged, in_place_of
+from te_fsdp.checkpoint.directory import damaged, in_place_of, refused_files
 from te_fsdp.checkpoint.extra import decode
 from te_fsdp.checkpoint.lazy_tensors import check_zip
 from te_fsdp.checkpoint.load_source import problems_of
@@ -414,7 +414,8 @@ def verify(path: Positional[Path], /, *, as_json: _Json = False) -> int:
         answer = {"ok": not problems, "path": str(where), "files": len(files), "bytes": total}
         print_json(answer | {"problems": problems})
     elif problems:
-        print_lines([f"{where}: damaged", *(f"  {problem}" for problem in problems)])
+        found = "not readable" if refused_files(problems) == problems else "damaged"
+        print_lines([f"{where}: {found}", *(f"  {problem}" for problem in problems)])
     else:
         print_lines([f"{where}: no damage found, {counted(len(files), 'file')}, {human_bytes(total)}"])
     return 1 if problems else 0

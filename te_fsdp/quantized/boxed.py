@@ -114,6 +114,10 @@ class QuantizedDTensor(BoxedDTensor):
             for n in range(b.sizes[0])
         ]
 
+    def boxes_here(self) -> list[Box]:
+        """Return this rank's rectangles, of each expert in a tensor of several. Local operation."""
+        return self._boxes()
+
     def _shard_of(self, box: Box, *, to_write: bool) -> torch.Tensor:
         local = self._local_tensor
         if not _te.is_quantized(local):

@@ -136,18 +136,18 @@ def finish_load(state_dict: Any, ranks: set[int], read: Callable[[dict[str, Any]
             if mesh.size(dim) > 1:
                 dist.all_reduce(waits, op=dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for (container, path, value), waiting in zip(group, waits.tolist(), strict=True):
-            held, place = _torch.local_of(value), _place_of(value)
-            if place is None:
+            held, owner = _torch.local_of(value), _owner_of(value)
+            if owner is None:
                 continue
-            local = _torch.local_of(place[0]._parameters[place[1]])
+            module, name, local = owner
             values = waiting_values(held, take=True) if waiting else None
             # A shard without rows may have the only old scale.
             has_one_scale = bool(_te.one_scale_quantizers(_te.quantizer_of(local)))
             if not together and has_one_scale and (values is not None or not held.numel()):
-                alone.append(_Unscaled(path, value, *place))
+                alone.append(_Unscaled(path, value, module, name, local))
                 continue
             values = values_of(held) if waiting and values is None else values
-            _finish((container, path[-1]), held, place, values)
+            _finish((container, path[-1]), held, (module, name), values)
     if alone:
         _finish_alone(alone, read)
 
@@ -159,8 +159,8 @@ def _ranks_along(mesh: DeviceMesh, dims: Sequence[int]) -> list[int]:
     return mesh.mesh[index].flatten().tolist()
 
 
-def _place_of(value: QuantizedDTensor) -> tuple[nn.Module, str] | None:
-    """Return module and name of the quantized parameter whose memory an entry has; ``None`` if it is a copy."""
+def _owner_of(value: QuantizedDTensor) -> tuple[nn.Module, str, torch.Tensor] | None:
+    """Return module, name and local tensor of the parameter whose memory an entry has; ``None`` if it is a copy."""
     owner, name = value.__dict__[_torch.BOXES].owner or (lambda: None, "")
     module = owner()
     parameter = None if module is None else module._parameters.get(name)
@@ -172,7 +172,7 @@ def _place_of(value: QuantizedDTensor) -> tuple[nn.Module, str] | None:
         for t in (_torch.local_of(value), local)
     )
     # load_state_dict takes the values of copies.
-    return None if memory.isdisjoint(own) else (module, name)
+    return None if memory.isdisjoint(own) else (module, name, local)
 
 
 class _Unscaled(NamedTuple):
@@ -182,14 +182,15 @@ class _Unscaled(NamedTuple):
     value: QuantizedDTensor
     module: nn.Module
     name: str  #: Of the parameter in the module
+    local: torch.Tensor  #: Of the parameter
 
 
 def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], None]) -> None:
     """Read unsharded weights, quantize them, and copy this rank's bytes. Local operation."""
     state_dict: dict[str, Any] = {}
-    unsharded: list[dict[tuple[int, ...], torch.Tensor]] = []  # by the offsets in the entry, of each expert
-    for path, value, module, name in weights:
-        boxes, local = value._boxes(), _torch.local_of(module._parameters[name])
+    wholes: list[dict[tuple[int, ...], torch.Tensor]] = []  # by the offsets in the entry, of each expert
+    for path, value, _, _, local in weights:
+        boxes = value.boxes_here()
         stack = value.ndim - 2
         entry = LoadTarget(value.shape, value)
         entry.__dict__.update(value.__dict__)  # such as the mark of experts
@@ -203,15 +204,15 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
             target = QuantizedSlice(whole, (0, 0), tuple(whole.shape), bool(stack))
             target.waits = True
             entry.pieces[offsets] = target
-        unsharded.append(made)
+        wholes.append(made)
         # The same keys as DCP makes of the path.
         holder = state_dict
         for step in path[:-1]:
             holder = holder.setdefault(step, {})
         holder[path[-1]] = entry
     read(state_dict)
-    for (path, value, module, name), made in zip(weights, unsharded, strict=True):
-        held, local = _torch.local_of(value), _torch.local_of(module._parameters[name])
+    for (path, value, module, name, local), made in zip(weights, wholes, strict=True):
+        held = _torch.local_of(value)
         for whole in made.values():
             values = waiting_values(whole, take=True)
             if values is None and not take_written(whole):
@@ -225,10 +226,10 @@ def _finish_alone(weights: list[_Unscaled], read: Callable[[dict[str, Any]], Non
                 if _te.has_delayed_scale(local):
                     _te_modules.set_delayed_scale(module, name, local, values.abs().amax().reshape(1))
                 whole.quantize_(values)  # type: ignore[operator]
-        for box in value._boxes():
+        for box in value.boxes_here():
             base, stack = (held, 0) if value.ndim == 2 else (weights_of(held)[box.local[0]], 1)
-            whole = made[(*box.original[:stack], 0, 0)]
-            source = QuantizedSlice(whole, box.original[stack:], box.sizes[stack:])
+            unsharded = made[(*box.original[:stack], 0, 0)]
+            source = QuantizedSlice(unsharded, box.original[stack:], box.sizes[stack:])
             copied = write_bytes(base, [(QuantizedSlice(base, box.local[stack:], box.sizes[stack:]), source)])
             assert copied, "both are of the same format, and shards consist of whole blocks"
         _finish(({}, ""), held, (module, name), None)

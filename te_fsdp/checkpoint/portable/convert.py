@@ -28,7 +28,14 @@ from te_fsdp.checkpoint.lazy_tensors import (
     write_file,
     write_folder,
 )
-from te_fsdp.checkpoint.manifest import DCP_METADATA, Tick, dtype_name, has_manifest, write_manifest
+from te_fsdp.checkpoint.manifest import (
+    DCP_METADATA,
+    Tick,
+    dtype_name,
+    has_manifest,
+    unreadable,
+    write_manifest,
+)
 from te_fsdp.checkpoint.plain_dcp import open_dcp, with_leaves
 from te_fsdp.checkpoint.planner import write_tensors
 from te_fsdp.checkpoint.reader import (
@@ -94,8 +101,9 @@ def resolve(path: Path) -> tuple[Path, str]:
         )
     if is_safetensors(path):
         return path, "safetensors"
-    with suppress(zipfile.BadZipFile):  # the end of one, damaged
-        if zipfile.is_zipfile(path):
+    # A damaged end of a file raises BadZipFile.
+    with unreadable(path, "file"), path.open("rb") as file, suppress(zipfile.BadZipFile):
+        if zipfile.is_zipfile(file):
             return path, "torch"
     raise CheckpointError(
         f"{path}: neither a safetensors file nor one that torch.save wrote",

@@ -10,7 +10,7 @@ import torch
 from te_fsdp.checkpoint.lazy_tensors import InMemory, Lazy
 from te_fsdp.checkpoint.model_state import OwnedTensor
 from te_fsdp.checkpoint.portable.huggingface_map import Group, WeightMap
-from te_fsdp.checkpoint.portable.huggingface_model import Share, TeNames
+from te_fsdp.checkpoint.portable.huggingface_model import Share, TeNames, given_or_default
 from te_fsdp.errors import PlacementError
 from te_fsdp.quantized.components import components_of
 from te_fsdp.upstream import te as _te
@@ -55,7 +55,7 @@ def quantization_config(config: Any, *, names: TeNames | None = None) -> dict[st
 
     ``config`` is the model's description, as for :func:`te_fsdp.checkpoint.save_huggingface`.
     """
-    weights, names = WeightMap.build(config, names=names), names or TeNames()
+    weights, names = WeightMap.build(config, names=names), given_or_default(names, TeNames)
     kept = [
         name.removesuffix(".weight")
         for group in weights.groups

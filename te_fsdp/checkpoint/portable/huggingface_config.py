@@ -283,7 +283,8 @@ def config_contents(source: Any) -> Mapping[str, Any]:
             raise ValueError("not a JSON object")
     except (OSError, ValueError, RecursionError) as error:  # deep nesting ends the recursion of the parser
         hub = "download a model of the Hugging Face hub first: hf download NAME --local-dir FOLDER"
-        fix = "" if path.exists() else f"pass the folder of a model, with config.json; {hub}"
+        is_other = not path.exists() or path.suffix != ".json"
+        fix = f"pass the folder of a model, with config.json; {hub}" if is_other else ""
         raise CheckpointError(f"{path}: not a readable config.json ({error})", fix=fix) from error
     return contents
 
@@ -303,10 +304,11 @@ def write_config(
         contents["dtype" if "dtype" in contents else "torch_dtype"] = dtypes.pop()
     (folder / "config.json").write_text(json.dumps(contents, indent=2, default=str) + "\n", encoding="utf-8")
     names = ["config.json"]
-    patterns = _COMPANIONS if isinstance(config, (str, os.PathLike)) else ()  # only a folder has companions
-    for path in (path for pattern in patterns for path in Path(config).glob(pattern) if path.is_file()):
-        shutil.copyfile(path, folder / path.name)
-        names.append(path.name)
+    if isinstance(config, (str, os.PathLike)):  # only a folder has companions
+        original = Path(config) if os.path.isdir(config) else Path(config).parent
+        for path in (p for pattern in _COMPANIONS for p in original.glob(pattern) if p.is_file()):
+            shutil.copyfile(path, folder / path.name)
+            names.append(path.name)
     return names
 
 

@@ -28,6 +28,7 @@ from te_fsdp.checkpoint.portable.huggingface_model import (
     TeBlocks,
     TeNames,
     centering,
+    given_or_default,
     known_blocks,
     layer_differences,
 )
@@ -300,7 +301,7 @@ class WeightMap:
         Properties of an existing model have priority over ``blocks``, which must have the rest; without a model their
         defaults are TransformerEngine's.
         """
-        blocks, names = blocks or TeBlocks(), names or TeNames()
+        blocks, names = given_or_default(blocks, TeBlocks), given_or_default(names, TeNames)
         if told is not None:
             blocks = known_blocks(blocks, told, names)
         a = config if isinstance(config, Architecture) else read_config(config)
@@ -387,23 +388,26 @@ def _check(
     unexpected = [name for name in source if name not in shapes and not ignored.fullmatch(name)]
     problems = [f"missing: {shorten(missing, 20)}"] if missing else []
     problems += [f"unexpected: {shorten(unexpected, 20)}"] if unexpected else []
+    fix = "compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the model"
+    of_model = "a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)"
     for name in source.keys() & shapes.keys():
         tensor, shape = source[name], tuple(source[name].shape)
         if isinstance(tensor, torch.Tensor) and (tensor.is_meta or _te.is_quantized(tensor)):
             problems.append(
                 f"{name} is a {'meta' if tensor.is_meta else 'quantized'} tensor, not a plain one"
             )
+            fix = of_model
         elif isinstance(tensor, DTensor) or not _is_high(tensor.dtype):
             kind = type(tensor).__name__
             problems.append(f"{name} is a {kind} of {tensor.dtype}, not a plain one of high precision")
+            fix = of_model
         elif shape != shapes[name]:
             problems.append(f"{name} has shape {list(shape)}, not {list(shapes[name])}")
     if problems:
         raise CheckpointError(
             f"tensors that do not fit the map: {'. '.join(problems[:20])}",
             why="Every tensor must be known, so that none is lost",
-            fix="compare config.json, TeBlocks (the layers' options) and TeNames (the other parts' names) with the "
-            "model; a sharded or quantized model: te_fsdp.checkpoint.save_huggingface(path, model, config=...)",
+            fix=fix,
         )
 
 

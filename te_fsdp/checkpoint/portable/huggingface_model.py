@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Recorded = Mapping[str, Semantics]
+_Options = TypeVar("_Options", "TeNames", "TeBlocks")
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,13 @@ class TeNames:
     shared_fc2: str = "shared_expert.fc2."  #: Prefix of its way back
     shared_gate: str = "shared_expert_gate.weight"  #: Weight of its gate, shape (1, hidden)
 
+    def __post_init__(self) -> None:
+        try:
+            self.layer.format(layer=0)
+        except (AttributeError, LookupError, ValueError) as error:
+            expected = 'a prefix with {layer} for its number, such as "layers.{layer}."'
+            raise CheckpointError("TeNames(layer=...)", expected=expected, got=self.layer) from error
+
 
 @dataclass(frozen=True)
 class TeBlocks:
@@ -76,7 +84,16 @@ class TeBlocks:
     @classmethod
     def of(cls, model: nn.Module, names: TeNames | None = None) -> TeBlocks:
         """Read the options of a model, sharded or on meta; raise CheckpointError for unknown ones. Local operation."""
-        return known_blocks(cls(), describe_model(model), names or TeNames())
+        return known_blocks(cls(), describe_model(model), given_or_default(names, TeNames))
+
+
+def given_or_default(value: Any, kind: type[_Options]) -> _Options:
+    """Return an argument, or the defaults of its class for ``None``; CheckpointError for another class."""
+    if value is not None and not isinstance(value, kind):
+        name = "names" if kind is TeNames else "blocks"
+        expected = f"te_fsdp.checkpoint.portable.huggingface.{kind.__name__}(...)"
+        raise CheckpointError(f"Hugging Face model: {name}", expected=expected, got=type(value).__name__)
+    return kind() if value is None else value
 
 
 class ModelDescription(NamedTuple):
@@ -124,21 +141,24 @@ def known_blocks(blocks: TeBlocks, told: ModelDescription, names: TeNames) -> Te
 
 
 def _check_names(parameters: Collection[str], names: TeNames) -> None:
-    """Raise CheckpointError if the model has no layers under the name that ``names`` gives them."""
+    """Raise CheckpointError if the model has no layers, or no last norm, under the names that ``names`` gives them."""
     first = names.layer.format(layer=0)
-    if not parameters or any(name.startswith(first) for name in parameters):
-        return
-    inside = next((n for n in sorted(parameters) if f".{names.attention}" in n), "")
-    found = re.sub(r"\d+", "{layer}", inside[: inside.find(f".{names.attention}") + 1], count=1)
-    shown = f'names=TeNames(layer="{found}")' if found else 'names=TeNames(layer="...{layer}.")'
-    raise CheckpointError(
-        f"Hugging Face model: no parameter of the model begins with {first}",
-        expected="layers of these names, or the model's own names in names=TeNames(...)",
-        got=f"parameters such as {shorten(sorted(parameters), 3)}",
-        why="A model's parts are found by their names",
-        fix=f"pass {shown}, and in it every part that the model calls otherwise (embedding, final_norm, head, ...); on "
-        "the command line --te.names.layer and so on",
-    )
+    for prefix, part in (first, "layer"), (names.final_norm, "final_norm"):
+        if not parameters or any(name.startswith(prefix) for name in parameters):
+            continue
+        inside = next((n for n in sorted(parameters) if f".{names.attention}" in n), "")
+        found = re.sub(r"\d+", "{layer}", inside[: inside.find(f".{names.attention}") + 1], count=1)
+        shown = [f'layer="{found}"' if found else 'layer="...{layer}."', 'final_norm="..."'][part != "layer"]
+        layer = "" if part == "layer" else re.escape(names.layer).replace(r"\{layer\}", r"\d+")
+        others = [name for name in sorted(parameters) if not layer or not re.match(layer, name)]
+        raise CheckpointError(
+            f"Hugging Face model: no parameter of the model begins with {prefix}",
+            expected="the model's own names in names=TeNames(...)",
+            got=f"parameters such as {shorten(others, 3)}",
+            why="A model's parts are found by their names",
+            fix=f"pass names=TeNames({shown}), and in it every part that the model calls otherwise (embedding, "
+            f"final_norm, head, ...); on the command line --te.names.{part.replace('_', '-')} and so on",
+        )
 
 
 def centering(recorded: Recorded, module: str) -> bool | None:

@@ -23,6 +23,7 @@ from te_fsdp.checkpoint.shard_files import sync
 from te_fsdp.checkpoint.storage import absolute
 from te_fsdp.collectives.agreement import all_agree, from_rank_0, rank, world_size
 from te_fsdp.collectives.rendezvous import collective_call
+from te_fsdp.errors import CheckpointError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,6 +108,8 @@ def save_folder(
 
 def _write_folder(path: Any, stream: WeightStream, config: Any, max_file_bytes: int) -> None:
     """Write all tensors of a stream that has not started. Collective over the world."""
+    if type(max_file_bytes) is not int or max_file_bytes < 1:
+        raise CheckpointError("max_file_bytes", expected="a number of bytes from 1", got=repr(max_file_bytes))
     stream.start()
     ranks, tensors = world_size(), stream.tensors
     # More files than max_file_bytes requires, so that all ranks write, unless files would become small.

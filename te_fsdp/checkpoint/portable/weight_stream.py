@@ -23,7 +23,7 @@ from te_fsdp.checkpoint.portable.fp8_blocks import (
     scale_name,
 )
 from te_fsdp.checkpoint.portable.huggingface_map import ROUNDED, Group
-from te_fsdp.checkpoint.portable.huggingface_model import Share, TeBlocks, TeNames
+from te_fsdp.checkpoint.portable.huggingface_model import Share, TeBlocks, TeNames, given_or_default
 from te_fsdp.checkpoint.portable.weight_transfer import (
     TransferPlan,
     assemble,
@@ -126,7 +126,7 @@ class WeightStream(Iterator[tuple[str, "torch.Tensor | None"]]):
         self.format, self.bucket_bytes, self.since = format, bucket_bytes, since
         #: Receivers of the buckets in turn; empty: all ranks receive each bucket.
         self.receivers = [receiver] if isinstance(receiver, int) else list(receiver or ())
-        self.names = names or TeNames()
+        self.names = given_or_default(names, TeNames)
         #: Checksums of the pieces that this rank stores, by tensor: what ``since`` compares.
         self.checksums: dict[str, list[list[int]]] = {}
         self.ended = self._warned = False

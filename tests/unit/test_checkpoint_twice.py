@@ -1,0 +1,42 @@
+"""A module that is registered under two names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from te_fsdp import checkpoint
+from te_fsdp.checkpoint.manifest import read_manifest
+
+
+@pytest.mark.parametrize("kind", ["plain", "ours"])
+def test_delayed_scaling_of_a_module_with_two_names(te: Any, tmp_path: Path, kind: str) -> None:
+    """A plain state dict has its state under both names (kind: refused, as state of a module that the model lacks)."""
+    from transformer_engine.common.recipe import DelayedScaling
+
+    def model() -> nn.Module:
+        found = nn.Module()
+        with te.quantized_model_init(recipe=DelayedScaling()):
+            found.first = found.second = te.Linear(32, 32, device="cpu")
+        with te.autocast(recipe=DelayedScaling()):
+            found.first(torch.randn(32, 32, dtype=found.first.weight.dtype)).sum().backward()
+        return found
+
+    torch.manual_seed(1)
+    saved, target = model(), model()
+    if kind == "plain":
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    else:
+        checkpoint.save(tmp_path / "a", saved)
+        assert [*read_manifest(tmp_path / "a").delayed] == ["first"]
+    weights = [one.first.weight.dequantize() for one in (saved, target)]
+    assert not torch.equal(*weights)
+    checkpoint.load(tmp_path / "a", target)
+    assert torch.equal(saved.first.weight.dequantize(), target.first.weight.dequantize())
+    states = [one.first.fp8_meta["scaling_fwd"] for one in (saved, target)]
+    assert states[0].amax_history.any() and torch.equal(states[0].amax_history, states[1].amax_history)
