@@ -189,7 +189,9 @@ def _take_hooks(records: Iterable[Any]) -> list[tuple[Any, Any]]:
     FSDP2 calls them during the reduction, also for parameters that no rank used. An optimizer step in a hook would
     then decay such a weight.
     """
-    hooked = [managed.sharded_param for managed in records if managed.sharded_param._post_accumulate_grad_hooks]
+    hooked = [
+        managed.sharded_param for managed in records if managed.sharded_param._post_accumulate_grad_hooks
+    ]
     taken = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in hooked]
     for parameter in hooked:
         parameter._post_accumulate_grad_hooks = None
