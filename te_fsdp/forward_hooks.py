@@ -20,6 +20,7 @@ from te_fsdp.sharded_model import (
 from te_fsdp.upstream import (
     fsdp2_outputs as _fsdp2_outputs,
     fsdp2_patches as _fsdp2_patches,
+    fsdp2_prefetch as _fsdp2_prefetch,
     fsdp2_state as _fsdp2,
     fsdp2_units,
     torch_dtensor as _torch,
@@ -34,6 +35,8 @@ def register_forward_hooks(state: ShardedModel) -> None:
 
     # Hooks are not compiled: they read the state of a step, which a traced graph would contain as constants.
     def after_unit(name: str, unit: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled() and state.units[name].gather != "pass":
+            expose_after_evaluation(state, name, unit)
         if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
             return
         # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
@@ -60,7 +63,9 @@ def register_forward_hooks(state: ShardedModel) -> None:
         _torch.disable_compile(functools.partial(before_forward, state)), prepend=True
     )
     # After FSDP2's own hook, so that only units that are kept are still unsharded.
-    state.model.register_forward_hook(_torch.disable_compile(functools.partial(after_forward, state)))
+    state.model.register_forward_hook(
+        _torch.disable_compile(functools.partial(after_forward, state)), always_call=True
+    )
     wrap_zero_grad(state)
 
 
@@ -134,8 +139,27 @@ def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: A
             return
 
 
+def expose_after_evaluation(state: ShardedModel, name: str, unit: nn.Module) -> None:
+    """Make ``model.parameters()`` return sharded parameters after a unit ran alone without gradients. Local."""
+    if unit is state.model or _torch.backward_id() != -1 or _fsdp2_prefetch.is_in_root_forward(unit):
+        return
+    if _fsdp2.is_unit_unsharded(unit):
+        record_unsharded_params(unit)
+        state.unsharded.known.add(name)
+        expose_sharded_params(state, name)
+
+
 def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
-    """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed."""
+    """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed.
+
+    After an exception ``model.parameters()`` returns the sharded parameters. The next forward frees the others. This
+    function must not wait for the device: a collective that other ranks have not started would hide the exception.
+    """
+    if output is None and _torch.backward_id() == -1 and any(map(_fsdp2.interrupted_phase, state.roots())):
+        for name, unit in state.gathered():
+            record_unsharded_params(unit)
+            expose_sharded_params(state, name)
+        return
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
         # The first forward creates the unsharded parameters. From then on te_fsdp can swap them without FSDP2.

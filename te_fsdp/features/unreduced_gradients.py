@@ -272,7 +272,9 @@ class UnreducedGradients(Component):
 
     def before_backward(self, name: str) -> None:
         """Prepare the unsharded parameters of a unit for backward. Local operation."""
-        if self._unsharded:
+        # The output of an inner unit that ran alone has no hook that drops cleared gradients.
+        if self._unsharded or (self._marked and self.backward != _torch.backward_id()):
+            self.backward = _torch.backward_id()
             self.drop_cleared()
         state = self._state()
         if state is not None and name in state.unsharded.exposed:  # the backward of another forward has ended

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +123,15 @@ class UseFlags:
         may_be_zeros = self.filled & self.undecided.keys()
         if group.reshard_after_backward:
             group._to_sharded()  # otherwise FSDP2 would call it with the record of the flags in the list
+        filled, hooks = set(self.filled), _take_hooks(trained) if self.filled else []
         group.fsdp_params = [*records, self]
         try:
             stock(*args)
         finally:
             group.fsdp_params = records
             self.filled.clear()
+            for parameter, calls in hooks:
+                parameter._post_accumulate_grad_hooks = calls
         reduced, self.sharded_param.grad = self.sharded_param.grad, None
         if reduced is None:
             return  # HSDP keeps the sums over dp_shard until it reduces them over dp_replicate
@@ -138,6 +142,14 @@ class UseFlags:
                 self.undecided[managed].append(reduced[number])
             elif self.undecided:
                 self.undecided.pop(managed, None)
+        if hooks:
+            if group._post_reduce_event is not None:
+                torch.accelerator.current_stream().wait_event(group._post_reduce_event)
+            unused = {id(m.sharded_param) for m, n in zip(trained, reduced.tolist(), strict=True) if n == 0}
+            unused &= {id(managed.sharded_param) for managed in filled}
+            for parameter, calls in hooks:
+                for call in () if id(parameter) in unused else calls.values():
+                    call(parameter)
 
     def decide(self, group: Any) -> None:
         """Remove the gradients of parameters that no rank used. Waits for the device."""
@@ -169,6 +181,21 @@ class UseFlags:
     def to_sharded_dtensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's copy of the reduced flags."""
         return tensor
+
+
+def _take_hooks(records: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Remove the post-accumulate gradient hooks of sharded parameters, and return them. Local operation.
+
+    FSDP2 calls them during the reduction, also for parameters that no rank used. An optimizer step in a hook would
+    then decay such a weight.
+    """
+    hooked = [
+        managed.sharded_param for managed in records if managed.sharded_param._post_accumulate_grad_hooks
+    ]
+    taken = [(parameter, parameter._post_accumulate_grad_hooks) for parameter in hooked]
+    for parameter in hooked:
+        parameter._post_accumulate_grad_hooks = None
+    return taken
 
 
 def _gradient_dtype(managed: Any) -> torch.dtype | None:
