@@ -122,10 +122,7 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
             precision.widen(model)
         # Weights that FSDP2 shards along a dim other than the first.
         dims = {
-            id(m.module._parameters[name]): dim
-            for m in plan.modules
-            for name, dim in m.fsdp_dims.items()
-            if dim
+            id(m.module._parameters[n]): dim for m in plan.modules for n, dim in m.fsdp_dims.items() if dim
         }
         options: dict[str, Any] = {
             "mp_policy": plan.mp_policy,
@@ -135,11 +132,8 @@ def replace_parameters(plan: ModelPlan, state: ShardedModel) -> ShardedModel:
         of_experts = _expert_units(plan.parameters.values())
         # FSDP2 must shard a unit after all units inside of it. The order of names is not enough: a module that several
         # units share has one name, inside of one of them.
-        modules = {
-            name: plan.model.get_submodule(name)
-            for name in reversed(plan.units)
-            if name not in plan.replicated_modules
-        }
+        sharded = [name for name in reversed(plan.units) if name not in plan.replicated_modules]
+        modules = {name: model.get_submodule(name) for name in sharded}
         names = {id(module): name for name, module in modules.items()}
         order: dict[str, None] = {}
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from te_fsdp.errors import PlacementError, require_flags, suggest_option
+from te_fsdp.errors import PlacementError, require_flags, suggest
 
 #: Levels, in ascending order. Each includes the checks of all levels before it.
 LEVELS = ("off", "setup", "first_steps", "full")
@@ -114,7 +114,7 @@ def require_level(where: str, checks: object) -> str:
     level = DEFAULT if checks is None else checks
     if isinstance(level, str) and level in LEVELS:
         return level
-    near = suggest_option(level, LEVELS, _SYNONYMS)
+    near = suggest(level, LEVELS, _SYNONYMS)
     raise PlacementError(
         f"{where}: checks",
         expected=f"one of {LEVELS}",

@@ -33,7 +33,7 @@ __all__ = [
     "require_kind",
     "require_number",
     "shorten",
-    "suggest_option",
+    "suggest",
 ]
 
 
@@ -108,9 +108,7 @@ def message(what: str, *, expected: object = None, got: object = None, why: str 
     return text
 
 
-def suggest_option(
-    word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None
-) -> str | None:
+def suggest(word: object, options: Iterable[str], synonyms: Mapping[str, str] | None = None) -> str | None:
     """Return the option that a word probably means, for an error message. Callers never use it as the value.
 
     Args:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from te_fsdp import kept_weights
 from te_fsdp.gradient_sync import has_failed_backward, raise_if_backward_failed
-from te_fsdp.kept_weights import expose_sharded_params, expose_unsharded_params
 from te_fsdp.optimizer_step import wrap_zero_grad
 from te_fsdp.recovery import recover_from_exception
 from te_fsdp.sharded_model import (
@@ -20,7 +20,6 @@ from te_fsdp.sharded_model import (
 from te_fsdp.upstream import (
     fsdp2_outputs as _fsdp2_outputs,
     fsdp2_patches as _fsdp2_patches,
-    fsdp2_prefetch as _fsdp2_prefetch,
     fsdp2_state as _fsdp2,
     fsdp2_units,
     torch_dtensor as _torch,
@@ -36,7 +35,7 @@ def register_forward_hooks(state: ShardedModel) -> None:
     # Hooks are not compiled: they read the state of a step, which a traced graph would contain as constants.
     def after_unit(name: str, unit: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled() and state.units[name].gather != "pass":
-            expose_after_evaluation(state, name, unit)
+            kept_weights.expose_after_evaluation(state, name, unit)
         if type(output) is torch.Tensor or not torch.is_grad_enabled() or _torch.backward_id() != -1:
             return
         # FSDP2 finds tensors in tuples, lists and dicts only. Others would get no all-gather in backward.
@@ -58,14 +57,14 @@ def register_forward_hooks(state: ShardedModel) -> None:
         before = _torch.disable_compile(functools.partial(before_unit, state, name))
         unit.register_forward_pre_hook(before, prepend=True)
         if state.units[name].gather != "pass":
-            _fsdp2_patches.wrap_unshard(unit, functools.partial(expose_unsharded_params, state, name, unit))
-    state.model.register_forward_pre_hook(
-        _torch.disable_compile(functools.partial(before_forward, state)), prepend=True
-    )
+            _fsdp2_patches.wrap_unshard(
+                unit, functools.partial(kept_weights.expose_unsharded_params, state, name, unit)
+            )
+    first = _torch.disable_compile(functools.partial(before_forward, state))
+    state.model.register_forward_pre_hook(first, prepend=True)
     # After FSDP2's own hook, so that only units that are kept are still unsharded.
-    state.model.register_forward_hook(
-        _torch.disable_compile(functools.partial(after_forward, state)), always_call=True
-    )
+    last = _torch.disable_compile(functools.partial(after_forward, state))
+    state.model.register_forward_hook(last, always_call=True)
     wrap_zero_grad(state)
 
 
@@ -112,7 +111,7 @@ def before_unit(state: ShardedModel, name: str, unit: nn.Module, args: Any) -> N
     if state.checked.on_meta:
         _check_initialized(state)
     if name in state.unsharded.exposed:
-        expose_unsharded_params(state, name, unit)
+        kept_weights.expose_unsharded_params(state, name, unit)
     if _torch.backward_id() != -1:  # recomputed activations
         _fsdp2.allow_recompute(unit)
         return
@@ -139,26 +138,9 @@ def choose_root(state: ShardedModel, handle: list[Any], unit: nn.Module, args: A
             return
 
 
-def expose_after_evaluation(state: ShardedModel, name: str, unit: nn.Module) -> None:
-    """Make ``model.parameters()`` return sharded parameters after a unit ran alone without gradients. Local."""
-    if unit is state.model or _torch.backward_id() != -1 or _fsdp2_prefetch.is_in_root_forward(unit):
-        return
-    if _fsdp2.is_unit_unsharded(unit):
-        record_unsharded_params(unit)
-        state.unsharded.known.add(name)
-        expose_sharded_params(state, name)
-
-
 def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any) -> None:
-    """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed.
-
-    After an exception ``model.parameters()`` returns the sharded parameters. The next forward frees the others. This
-    function must not wait for the device: a collective that other ranks have not started would hide the exception.
-    """
-    if output is None and _torch.backward_id() == -1 and any(map(_fsdp2.interrupted_phase, state.roots())):
-        for name, unit in state.gathered():
-            record_unsharded_params(unit)
-            expose_sharded_params(state, name)
+    """Record unsharded parameters that are kept, because ``model.parameters()`` returns them until they are freed."""
+    if output is None and kept_weights.expose_after_exception(state):
         return
     for name, unit in state.modules.items():
         kept = state.units[name].gather != "pass"
@@ -174,4 +156,4 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
                 check(state, output)
         else:
             # After an evaluation users may read or write weights, and must find the sharded parameters.
-            expose_sharded_params(state)
+            kept_weights.expose_sharded_params(state)

@@ -10,8 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from te_fsdp import records
-from te_fsdp.sharded_model import ShardedModel
-from te_fsdp.upstream import fsdp2_state as _fsdp2, fsdp2_units, torch_dtensor as _torch
+from te_fsdp.sharded_model import ShardedModel, record_unsharded_params
+from te_fsdp.upstream import (
+    fsdp2_prefetch as _fsdp2_prefetch,
+    fsdp2_state as _fsdp2,
+    fsdp2_units,
+    torch_dtensor as _torch,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -57,6 +62,30 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
         for module, own in fsdp2_units.owners_of(record):
             _set_shard_exposed(module, own, False)
             setattr(module, own, parameter)
+
+
+def expose_after_evaluation(state: ShardedModel, name: str, unit: nn.Module) -> None:
+    """Expose the sharded parameters of a unit that ran alone without gradients. Local operation."""
+    if unit is state.model or _torch.backward_id() != -1 or _fsdp2_prefetch.is_in_root_forward(unit):
+        return
+    if _fsdp2.is_unit_unsharded(unit):
+        record_unsharded_params(unit)
+        state.unsharded.recorded.add(name)
+        expose_sharded_params(state, name)
+
+
+def expose_after_exception(state: ShardedModel) -> bool:
+    """Expose the sharded parameters of all units if a forward has raised; return whether it has.
+
+    Local operation. It must not wait for the device: a collective that other ranks have not started would hide the
+    exception. The next forward frees the unsharded weights.
+    """
+    if _torch.backward_id() != -1 or not any(map(_fsdp2.interrupted_phase, state.roots())):
+        return False
+    for name, unit in state.gathered():
+        record_unsharded_params(unit)
+        expose_sharded_params(state, name)
+    return True
 
 
 def _set_shard_exposed(module: nn.Module, name: str, is_shard_exposed: bool) -> None:

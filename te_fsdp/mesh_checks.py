@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from te_fsdp.collectives.agreement import digest, gather
 from te_fsdp.collectives.rendezvous import is_simulated
-from te_fsdp.errors import MeshError, require_kind, suggest_option
+from te_fsdp.errors import MeshError, require_kind, suggest
 from te_fsdp.upstream import torch_dtensor as _torch
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ STAGES = "pp"
 _STAGES = ("pp", "pipe", "pipeline", "pipelineparallel", "stage", "stages")
 # Upper bound on the lists of stages that an error shows: more do not help to find the mistake.
 _KINDS = 256
-#: Axis names of other libraries, normalized as :func:`te_fsdp.errors.suggest_option` compares them.
+#: Axis names of other libraries, normalized as :func:`te_fsdp.errors.suggest` compares them.
 _OTHER_LIBRARIES = {
     **dict.fromkeys(("dp", "data", "dataparallel", "fsdp", "shard", "dpshardmod"), "dp_shard"),
     **dict.fromkeys(("replicate", "replica", "ddp", "hsdp", "dpouter", "outer"), "dp_replicate"),
@@ -61,11 +61,11 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
     given = dict(names or {})
     for name, target in given.items():
         if name not in have:
-            near = suggest_option(name, have)
+            near = suggest(name, have)
             fix = f"{near!r}, if that is what you mean" if near else "name axes of this mesh"
             raise MeshError(f"{where}: names: axis {name!r}", expected=f"one of {have}", fix=fix)
         if target is not None and target not in (STAGES, *ALL_AXES):
-            near = suggest_option(target, ALL_AXES, _OTHER_LIBRARIES)
+            near = suggest(target, ALL_AXES, _OTHER_LIBRARIES)
             fix = f"names={{{name!r}: {near!r}}}" if near else "None for an axis along which weights differ"
             raise MeshError(
                 f"{where}: names[{name!r}]",
@@ -82,7 +82,7 @@ def internal_axis_names(mesh: DeviceMesh, names: Mapping[str, str | None] | None
         if name not in given and name not in ALL_AXES and (size == 1 or is_stage):
             own = STAGES if size > 1 else None
         if own is not None and own not in (STAGES, *ALL_AXES):
-            near = suggest_option(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
+            near = suggest(name, ALL_AXES, _OTHER_LIBRARIES) or "dp_shard"
             raise MeshError(
                 f"Meshes.from_device_mesh: axis {name!r} of size {size}",
                 expected=f"axes out of {ALL_AXES}",

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import MixedPrecisionPolicy as Fsdp2Policy, OffloadPolicy
 
+from te_fsdp import unshardable_models as _unshardable
 from te_fsdp.collectives.agreement import raised_on_all_ranks
-from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest_option
+from te_fsdp.errors import PlacementError, PrecisionError, shorten, suggest
 from te_fsdp.layout import OUTER_STRATEGIES, REPLICATED, STORAGE, STRATEGIES, Storage
 from te_fsdp.module_plan import ModuleMeshes, ModulePlan
 from te_fsdp.modules.grouped import Selection, single_names
@@ -19,15 +20,6 @@ from te_fsdp.own_units import dense_params_in_expert_units, expert_units
 from te_fsdp.precision import MixedPrecisionPolicy, PrecisionPlan, plan_precision
 from te_fsdp.records import ParameterPlan, ParamOwner, is_replicated, iter_param_owners, no_shard_mark
 from te_fsdp.replicated_params import ReplicatedParameter
-from te_fsdp.unshardable_models import (
-    check_accepted,
-    check_order,
-    find_unshardable,
-    is_container,
-    refuse_hooks,
-    refuse_quantized_ops,
-    refuse_sparse_gradients,
-)
 from te_fsdp.upstream import te as _te
 
 if TYPE_CHECKING:
@@ -43,14 +35,11 @@ StrategySpec = str | Mapping[type | str, str]
 #: The default strategy.
 DEFAULT = "optim_grads_params"
 #: Options of ``fully_shard`` -> their values; for transports see :mod:`te_fsdp.unit_communication`.
-OPTIONS = {
-    "strategy": STRATEGIES,
-    "outer_strategy": OUTER_STRATEGIES,
-    "transport": ("auto", "nccl", "copy_engine"),
-}
+TRANSPORTS = ("auto", "nccl", "copy_engine")
+OPTIONS = {"strategy": STRATEGIES, "outer_strategy": OUTER_STRATEGIES, "transport": TRANSPORTS}
 _HYBRID = "'{}' on Meshes.build(dp_replicate=...), whose outer axis copies the model"
 _HFSDP = "'optim_grads_params' and outer_strategy='optim' on Meshes.build(dp_replicate=...)"
-#: Value in te_fsdp -> values in DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.suggest_option` compares them.
+#: Value in te_fsdp -> values in DeepSpeed, FSDP1 and others, as :func:`te_fsdp.errors.suggest` compares them.
 _OTHER_LIBRARIES = {
     "strategy": {
         "no_shard": "0 zero0 stage0 zerostage0 ddp no none false replicate",
@@ -135,7 +124,7 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
     Collective over the world: all ranks raise or none.
     """
     with raised_on_all_ranks(meshes.device_mesh, "fully_shard"):
-        check_order(model)
+        _unshardable.check_order(model)
         _check_policies(request)
         units = _plan_units(model, meshes, request)
         policy = request.precision
@@ -145,18 +134,18 @@ def plan_sharding(model: nn.Module, meshes: Meshes, request: ShardRequest) -> Mo
         # Without a compute dtype FSDP2 gathers a unit in the dtype of its parameters, of the frozen ones as well.
         by_model = policy is not None and policy.param_dtype is None
         rows = plan_storage(model, units, one_dtype=not uniform, with_frozen=by_model, apart=in_expert_units)
-        refuse_sparse_gradients(model)
-        refuse_quantized_ops(model, lambda module, name: rows[id(module), name].storage.is_replicated)
+        _unshardable.refuse_sparse_gradients(model)
+        _unshardable.refuse_quantized_ops(
+            model, lambda owner, own: rows[id(owner), own].storage.is_replicated
+        )
         replicated = _replicated_modules(model, rows)
-        unsharded = {
-            id(p.parameter)
-            for p in iter_param_owners(model)
-            if rows[id(p.owner), p.name].storage.is_replicated
-        }
-        refuse_hooks(((n, p) for n, p in model.named_parameters() if id(p) not in unsharded), sharded=False)
+        owners = iter_param_owners(model)
+        unsharded = {id(p.parameter) for p in owners if rows[id(p.owner), p.name].storage.is_replicated}
+        named = [(name, p) for name, p in model.named_parameters() if id(p) not in unsharded]
+        _unshardable.refuse_hooks(named, sharded=False)
         # A module with only replicated parameters does not become a unit.
         units = {n: row for n, row in units.items() if not n or row.is_replicated or n not in replicated}
-        check_accepted(model, units, unsharded)
+        _unshardable.check_accepted(model, units, unsharded)
         sharded_units = {name: row for name, row in units.items() if name not in replicated}
         precision = None
         if request.precision is not None:
@@ -257,7 +246,7 @@ def plan_storage(
     for place in iter_param_owners(model):
         if not units[inside[place.path]].is_replicated and id(place.owner) not in marked:
             sharded.setdefault(inside[place.path], []).append(place)
-    odd = find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
+    odd = _unshardable.find_unshardable(sharded, one_dtype=one_dtype, with_frozen=with_frozen).union(apart)
     for place in iter_param_owners(model, remove_duplicate=False):
         unit = inside[place.path]
         storage = units[unit]
@@ -363,7 +352,7 @@ def check_option(option: str, given: Any) -> str:
     if isinstance(given, str) and given in words:
         return given
     elsewhere = {theirs: ours for ours, many in _OTHER_LIBRARIES[option].items() for theirs in many.split()}
-    near = suggest_option(given, words, elsewhere)
+    near = suggest(given, words, elsewhere)
     fix = f"{option}={near if near is None or near.startswith(chr(39)) else repr(near)}"
     raise PlacementError(
         f"fully_shard: {option}",
@@ -438,7 +427,7 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
     else:
         found = [want] if want in names else []
     if not found:
-        near = None if isinstance(want, type) or want.endswith(".*") else suggest_option(want, names)
+        near = None if isinstance(want, type) or want.endswith(".*") else suggest(want, names)
         kinds = {type(module).__name__ for module in names.values()}
         raise PlacementError(
             f"fully_shard: unit {want if isinstance(want, str) else want.__name__!r} matches no module",
@@ -454,7 +443,7 @@ def _find(names: dict[str, nn.Module], want: type | str) -> list[str]:
 
 def _with_forward(names: dict[str, nn.Module], name: str) -> list[str]:
     """Return the module's name, or those of a container's children, because a container cannot be all-gathered."""
-    if not name or not is_container(names[name]):
+    if not name or not _unshardable.is_container(names[name]):
         return [name]
     return [
         own for child, _ in names[name].named_children() for own in _with_forward(names, f"{name}.{child}")

@@ -262,7 +262,6 @@ def attach_state_to_params(state: ShardedModel, *, moved: bool = False) -> None:
         # A parameter that was renamed, as by torch.compile, already has its plan.
         record.state, record.plan = reference, state.plans.get(name, record.plan)
         # A successor has its predecessor's record.
-        if isinstance(parameter, DTensor) and (
-            moved or not record.memory or record.memory[0] != id(parameter)
-        ):
+        is_new = moved or not record.memory or record.memory[0] != id(parameter)
+        if is_new and isinstance(parameter, DTensor):
             record.memory = id(parameter), _torch.memory_id(parameter)

@@ -32,7 +32,7 @@ from te_fsdp.errors import (
     PrecisionError,
     require_flags,
     require_kind,
-    suggest_option,
+    suggest,
 )
 from te_fsdp.mesh import Meshes
 from te_fsdp.records import module_record
@@ -166,9 +166,7 @@ def _check_comm_type(meshes: Meshes, comm_type: str, a2a_size: int | None) -> No
     require_kind("set_context_parallel", "meshes", meshes, Meshes, expected="te_fsdp.Meshes", error=MeshError)
     if comm_type not in COMM_TYPES:
         # Other libraries and papers use these names for the same schemes.
-        near = suggest_option(
-            comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"}
-        )
+        near = suggest(comm_type, COMM_TYPES, {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather"})
         raise MeshError(
             "set_context_parallel: comm_type",
             expected=f"one of {COMM_TYPES}",

@@ -133,9 +133,8 @@ def quantized_among(
 ) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     """Return label, parameter and local tensor of every quantized weight of a bound module. Local operation."""
     found = []
-    for (parameter, record), local in zip(
-        parameters, _torch.local_tensors_of([p for p, _ in parameters]), strict=True
-    ):
+    shards = _torch.local_tensors_of([p for p, _ in parameters])
+    for (parameter, record), local in zip(parameters, shards, strict=True):
         if record.label is not None and _te.is_quantized_class(type(local)):
             found.append((record.label, parameter, local))
     return found

@@ -69,7 +69,7 @@ def test_the_family():
     }
     assert {
         "TeFsdpError",
-        "suggest_option",
+        "suggest",
         "message",
         "require_flag_fields",
         "require_flags",

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, ShardingStrategy
 
 import te_fsdp
-from te_fsdp.errors import PlacementError, suggest_option
+from te_fsdp.errors import PlacementError, suggest
 from te_fsdp.layout import OUTER_STRATEGIES, STRATEGIES
 from te_fsdp.plan import check_option, find_units
 
@@ -114,9 +114,9 @@ def test_a_misspelt_unit():
 
 
 def test_meant():
-    assert suggest_option("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
-    assert suggest_option("data", ("dp_shard", "tp")) is None
-    assert suggest_option("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
+    assert suggest("Dp-Shrd", ("dp_shard", "tp")) == "dp_shard"
+    assert suggest("data", ("dp_shard", "tp")) is None
+    assert suggest("data", ("dp_shard", "tp"), {"data": "dp_shard"}) == "dp_shard"
 
 
 @pytest.mark.parametrize("policy", [CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
