@@ -128,9 +128,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "arch(*names): architectures that the emulation pretends, default 10.0; GPUs have one",
         "recipe(name): skipped, with TE's reason, where the device does not support the recipe",
         "single_grouped: skipped, with TE's reason, where the device cannot train one parameter for all experts",
-        "covering(always=[], strength=2, days=0, shift=0): cases that guard a fault, and a part of the others that rotates from "
-        "day to day; five days have all pairs of values (strength 1: all values; 0: is one case; days n: every n-th); "
-        "all with --matrix full",
+        "covering(always=[], strength=2, days=0, shift=0): cases that guard a fault, and a part of the others that "
+        "rotates from day to day; five days have all pairs of values (strength 1: all values; 0: is one "
+        "case; days n: every n-th); all with --matrix full",
         "gpu: runs only on GPUs",
         "cpu: runs only on the CPU",
     ):

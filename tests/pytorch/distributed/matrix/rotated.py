@@ -1,8 +1,9 @@
 """Test files whose cases rotate although their tests have no mark `covering`. On the CPU alone.
 
-Each parametrized test of these files runs one case in `rotation.COVER_DAYS` a day, at least one, and in addition all
-cases that a row of `tests/mutants` names. They are the files in which that saves more than two CPU seconds a run. The
-table is here because a test file's digest, by which the ledger of GPU results finds valid results, includes its marks.
+Each parametrized test of these files runs one in `rotation.COVER_DAYS` of its cases a day, at least one, and all
+cases that a row of `tests/mutants` names. They are the files in which that saves more than two CPU seconds a run.
+The table is here because the marks would change the test files' digests, by which the ledger of GPU results finds
+valid results.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 MUTANTS = HERE.parents[1] / "mutants"
 
-FILES = frozenset(
-    f"test_{name}.py"
-    for name in """
-    alignment all_calls between_calls calls checkpoint checkpoint_async checkpoint_errors
-    checkpoint_experts checkpoint_faults checkpoint_foreign checkpoint_formats checkpoint_read_once checks
-    context_parallel copies copy_engine copy_engine_calls doors example example_moe example_vocabulary
-    expanded_gradients expert_parallel grad_norm graphed graphed_state grouped head_loss hfsdp
-    hfsdp_overlap huggingface_load initialization main_weights megatron_bridge megatron_resume muon
-    mxfp8_two_dim nan_report no_shard nvfp4_rows odd_parameters one_scale optimizers out_of_memory
-    own_dtensors own_init parity pipeline plain_offload plain_replicated precision quantized
-    quantized_memory recipes recomputation reshard_matrix rollout rollout_options set_device_mesh settled
-    stacked_arithmetic stale_optimizers strategies tensor_lists tied_quantized unsupported wgrad_fusion
-    written_weights
-    """.split()
-)
+_TABLE = """
+test_alignment test_all_calls test_between_calls test_calls test_checkpoint test_checkpoint_async
+test_checkpoint_errors test_checkpoint_experts test_checkpoint_faults test_checkpoint_foreign
+test_checkpoint_formats test_checkpoint_read_once test_checks test_context_parallel test_copies
+test_copy_engine test_copy_engine_calls test_doors test_example test_example_moe test_example_vocabulary
+test_expanded_gradients test_expert_parallel test_grad_norm test_graphed test_graphed_state test_grouped
+test_head_loss test_hfsdp test_hfsdp_overlap test_huggingface_load test_initialization test_main_weights
+test_megatron_bridge test_megatron_resume test_muon test_mxfp8_two_dim test_nan_report test_no_shard
+test_nvfp4_rows test_odd_parameters test_one_scale test_optimizers test_out_of_memory test_own_dtensors
+test_own_init test_parity test_pipeline test_plain_offload test_plain_replicated test_precision test_quantized
+test_quantized_memory test_recipes test_recomputation test_reshard_matrix test_rollout test_rollout_options
+test_set_device_mesh test_settled test_stacked_arithmetic test_stale_optimizers test_strategies
+test_tensor_lists test_tied_quantized test_unsupported test_wgrad_fusion test_written_weights
+"""
+FILES = frozenset(f"{name}.py" for name in re.findall(r"\w+", _TABLE))
 
 
 def is_rotated(path: Path) -> bool:
