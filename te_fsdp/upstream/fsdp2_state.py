@@ -302,7 +302,7 @@ def wait_for_reductions(root: nn.Module) -> None:
     for group in _groups(root):
         group.finalize_backward()
     for reduction in reductions_of(comm):
-        torch.accelerator.current_stream().wait_event(reduction.event)
+        reduction.event.wait()
     _clear_reductions(comm)
 
 

@@ -144,7 +144,7 @@ class UseFlags:
                 self.undecided.pop(managed, None)
         if hooks:
             if group._post_reduce_event is not None:
-                torch.accelerator.current_stream().wait_event(group._post_reduce_event)
+                group._post_reduce_event.wait()
             unused = {id(m.sharded_param) for m, n in zip(trained, reduced.tolist(), strict=True) if n == 0}
             unused &= {id(managed.sharded_param) for managed in filled}
             for parameter, calls in hooks:

@@ -22,6 +22,7 @@ from tests.unit.commands import run_text
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 60
+STREAMS_OF_ANY_DEVICE = ("torch.accelerator.current_stream",)
 # The files that may use private names of TE, torch and FSDP2, and the package that patches both.
 NAMES_TORCH_DOORS = (
     "patches torch_dtensor torch_autograd torch_functions torch_mixed_lists symmetric_memory fsdp2_state "
@@ -262,6 +263,12 @@ def root_logger_uses(text: str) -> list[str]:
     ]
 
 
+def streams_of_any_device(text: str) -> list[str]:
+    """Uses of streams of torch.accelerator, which do not wait for events of torch.cuda (torch 2.11)."""
+    names = [(node.lineno, dotted(node)) for node in nodes(text) if isinstance(node, ast.Attribute)]
+    return [f"line {line}: {name}" for line, name in names if name in STREAMS_OF_ANY_DEVICE]
+
+
 def circle(texts: dict[str, str]) -> list[str]:
     """Files that import each other, by module names. Imports in functions count, those for type checkers do not."""
 
@@ -308,6 +315,7 @@ RULES = {
     names_of_other_files: LIBRARY,
     root_imports: sources("te_fsdp/emulation"),
     root_logger_uses: sources("te_fsdp"),
+    streams_of_any_device: sources("te_fsdp"),
 }
 
 
@@ -401,6 +409,10 @@ def test_nobody_touches_the_root_logger():
     check(root_logger_uses)
 
 
+def test_waits_use_streams_of_the_device():
+    check(streams_of_any_device)
+
+
 def test_the_package_is_typed():
     assert (ROOT / "te_fsdp/py.typed").exists()
 
@@ -481,6 +493,7 @@ LONG_FUNCTION = "def f():\n" + "    x = 1\n" * MAX_FUNCTION_LINES
         (root_imports, "from te_fsdp.emulation.tex import enums\nfrom te_fsdp import emulation\n", 0),
         (root_logger_uses, "logging.warning('x')\nlogging.getLogger().info('x')\n", 2),
         (root_logger_uses, "logging.getLogger('te_fsdp').info('x')\n", 0),
+        (streams_of_any_device, "torch.accelerator.current_stream().wait_event(event)\n", 1),
     ],
 )
 def test_each_rule_can_fail(rule, text, count):
