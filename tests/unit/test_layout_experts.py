@@ -43,7 +43,7 @@ def test_message():
         expert_ranges([1, 2], "up")
     assert str(caught.value) == (
         "up: experts over ep=2: expected 3 experts distributed as [2, 1], at least one on each rank, got num_gemms of "
-        "the ranks [1, 2]. The number of experts on the ranks before determines which expert a weight belongs to. "
+        "the ranks [1, 2]. The number of experts on the previous ranks determines which expert a weight belongs to. "
         "Fix: build it with num_gemms=len(meshes.experts(total))."
     )
 
