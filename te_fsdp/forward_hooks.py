@@ -156,4 +156,4 @@ def after_forward(state: ShardedModel, module: nn.Module, args: Any, output: Any
                 check(state, output)
         else:
             # After an evaluation users may read or write weights, and must find the sharded parameters.
-            kept_weights.expose_sharded_params(state)
+            kept_weights.end_evaluation(state)

@@ -64,6 +64,17 @@ def expose_unsharded_params(state: ShardedModel, name: str, unit: nn.Module) -> 
             setattr(module, own, parameter)
 
 
+def end_evaluation(state: ShardedModel) -> None:
+    """Expose all sharded parameters; drop all-gathers that FSDP2 prefetched for units that did not run.
+
+    Local operation. A write to the shards would otherwise come after such an all-gather and before its use.
+    """
+    expose_sharded_params(state)
+    for name, unit in state.modules.items():
+        if name not in state.unsharded.gathers:  # the user has not called unshard()
+            _fsdp2_prefetch.drop_gather(unit)
+
+
 def expose_after_evaluation(state: ShardedModel, name: str, unit: nn.Module) -> None:
     """Expose the sharded parameters of a unit that ran alone without gradients. Local operation."""
     if unit is state.model or _torch.backward_id() != -1 or _fsdp2_prefetch.is_in_root_forward(unit):

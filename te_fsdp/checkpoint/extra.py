@@ -137,9 +137,11 @@ def encode(
     try:
         return walk(value, where), entries
     except RecursionError as error:
-        fix = "store its parts under names of their own"
         raise CheckpointError(
-            f"{where}: a value that contains itself, or is nested too deeply", fix=fix
+            f"{where}: nested containers",
+            expected="a finite number of levels",
+            got="a value that contains itself, or too many levels for Python",
+            fix="store its parts under names of their own",
         ) from error
 
 

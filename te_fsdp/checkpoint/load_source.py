@@ -375,9 +375,6 @@ def tie(contents: Contents, ties: Iterable[tuple[Change, bool]]) -> None:
 # --- verifying
 
 
-# --- verifying
-
-
 def verify(path: str | os.PathLike[str]) -> None:
     """Check a checkpoint against its checksums. Local operation; needs no model, reads all files once.
 

@@ -45,3 +45,10 @@ def test_changes_after_forwards_without_backward(pool, strategy, event, change):
             assert (have is None) == (want is None), name
             if want is not None:
                 torch.testing.assert_close(have, want, **CLOSE)
+
+
+@pytest.mark.ranks(2)
+def test_unit_that_an_evaluation_prefetches_and_skips(pool):
+    """The next forward uses weights that were written after the evaluation, not those of its all-gather."""
+    for have, want in pool.run(left_out.write_after_prefetch, 2):
+        torch.testing.assert_close(have, want, **CLOSE)

@@ -153,3 +153,16 @@ def change_after(strategy: str, event: str, change: str) -> dict[str, tuple[Any,
         )
         for name, p in alone.named_parameters()
     }
+
+
+def write_after_prefetch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Write after an evaluation that skips a prefetched unit. Return the next output, and that of one process."""
+    alone, model = _models("optim_grads_params")
+    x, ones = _batch(0, dist.get_rank()), [1.0, 1.0, 1.0]
+    model(x, [0, 1, 2], ones)
+    model.layers[0].set_modules_to_forward_prefetch([model.layers[1]])
+    with torch.no_grad():
+        model(x, [0, 2], [1.0, 1.0])
+        for parameter in (*model.parameters(), *alone.parameters()):
+            parameter.mul_(1.5)
+    return model(x, [0, 1, 2], ones).detach().cpu(), alone(x, [0, 1, 2], ones).detach().cpu()
