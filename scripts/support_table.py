@@ -78,10 +78,14 @@ AREAS = (
     Area("HFSDP", r"hfsdp", {1: "H200", 2: "H200"}),
     Area(
         "strategies, accumulation, `no_shard`",
-        r"accumulation|strategies|no_shard|grad_norm|unused|between_calls",
+        r"accumulation|strategies|no_shard|grad_norm|unused|between_calls|left_out|settled|forward_pref|stream",
         {1: "H200", 2: "H200"},
     ),
-    Area("expert parallelism, one weight per expert", r"expert_parallel|grouped|exchange", {2: "H200"}),
+    Area(
+        "expert parallelism, one weight per expert",
+        r"expert_parallel|expert_dispatch|grouped|exchange",
+        {2: "H200"},
+    ),
     Area("one weight for all experts", r"expert_single", {}),
     Area(
         "FP8 weights: delayed, current and block scaling",
@@ -102,8 +106,8 @@ AREAS = (
     Area("context parallelism, attention backends", r"context_parallel|attention", {2: "H200"}),
     Area("pipelines", r"pipeline", {}),
     Area("optimizers, Muon", r"optimizers|muon|stale", {1: "H200", 2: "H200"}),
-    Area("checkpoints, resharding, plain DCP", r"checkpoint|reshard|plain_dcp|doors", {1: "H100", 2: "H200"}),
-    Area("Hugging Face models", r"huggingface", {1: "H100", 2: "H200"}),
+    Area("checkpoints, resharding, plain DCP", r"checkpoint|reshard|plain_|doors", {1: "H100", 2: "H200"}),
+    Area("Hugging Face models, rollout", r"huggingface|rollout", {1: "H100", 2: "H200"}),
     Area("initialization", r"initialization|own_init|fused_ops|odd", {2: "H200"}),
     Area(
         "errors: inputs, equal shards, calls of some ranks",
