@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,15 +26,29 @@ if TYPE_CHECKING:
 # has one mesh, and FSDP2's outer units skip all modules inside of an inner unit. Therefore the module that reads the
 # parameter becomes a unit of its own, its children become units of the dense mesh, and small dense parameters of the
 # module itself are replicated.
-def expert_units(model: nn.Module, meshes: Meshes, experts: Selection) -> set[str]:
-    """Return the names of the modules that become units because of parameters over ``ep``. Local operation."""
-    # These are the ``GroupedLinear`` modules of `experts`, and what the user's DTensors over ``ep`` need.
+def expert_units(model: nn.Module, meshes: Meshes, experts: Selection, requested: Collection[str]) -> set[str]:
+    """Return the names of the modules that become units because of parameters over ``ep``. Local operation.
+
+    These are the ``GroupedLinear`` modules of ``experts``, and what the user's DTensors over ``ep`` need. A requested
+    unit whose parameters all belong to such modules is one unit for all of them: one all-gather, one reduce-scatter.
+    """
     modules = dict(model.named_modules())
     places = list(_sharded_over_ep(model, meshes))
     homes = {_home(modules, place.path) for place in places}
-    units = homes | find_experts(model, experts)
+    grouped = find_experts(model, experts)
+    units = homes | {name for name in grouped if not _has_unit(modules, name, grouped, requested)}
     units |= {name for home in homes for name in _children(modules[home], home)}
     return units - ({place.path for place in places} - homes)
+
+
+def _has_unit(
+    modules: Mapping[str, nn.Module], name: str, grouped: Collection[str], requested: Collection[str]
+) -> bool:
+    """Return whether the innermost requested unit around a ``GroupedLinear`` has no other parameters than experts'."""
+    while name and name not in requested:
+        name = name.rpartition(".")[0]
+    owners = {id(modules[one]) for one in grouped}
+    return bool(name) and all(id(place.owner) in owners for place in iter_param_owners(modules[name]))
 
 
 def _sharded_over_ep(model: nn.Module, meshes: Meshes) -> Iterator[ParamOwner]:

@@ -197,7 +197,7 @@ def _plan_units(model: nn.Module, meshes: Meshes, request: ShardRequest) -> dict
         )
     if meshes.ep is not None:
         # Experts cannot share a unit with parameters on other meshes. They have the strategy of the unit around them.
-        chosen = words.keys() | expert_units(model, meshes, request.experts)
+        chosen = words.keys() | expert_units(model, meshes, request.experts, words)
         names = [name for name, _ in model.named_modules() if name in chosen]
         words = {name: words.get(name) or nearest_strategy(name, words) for name in names}
     units = {name: STORAGE[word, outer] for name, word in words.items()}
