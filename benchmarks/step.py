@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -210,6 +211,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=["zero3"])
     parser.add_argument("--weights", nargs="+", choices=WEIGHTS, default=list(WEIGHTS))
     parser.add_argument("--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES))
+    parser.add_argument(
+        "--only", default="", help="regular expression that 'library weights setting' of rows match"
+    )
     parser.add_argument("--steps", type=int, default=12 if large else 2, help="timed steps per row and round")
     parser.add_argument(
         "--warmup", type=int, help="steps before the timed ones (default: 4, or 10 of te_fsdp on GPUs)"
@@ -282,7 +286,8 @@ class Run:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.began = options, time.time()
-        self.rows = variants(options.libraries, options.weights, options.settings)
+        rows = variants(options.libraries, options.weights, options.settings)
+        self.rows = [row for row in rows if re.search(options.only, " ".join(row.row().values()))]
         self.found: list[list[dict[str, Any]]] = [[] for _ in self.rows]
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.machine = machine(device) | {"ranks": options.ranks}
