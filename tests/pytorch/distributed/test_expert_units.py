@@ -16,7 +16,7 @@ EACH = ["mixture.up", "mixture.down"]
         ([], False, ["", *EACH]),
         (["mixture"], False, ["", "mixture"]),
         (["mixture", "mixture.down"], False, ["", "mixture", "mixture.down"]),
-        (["mixture"], True, ["", "mixture", *EACH]),  # a dense parameter lies on other ranks
+        (["mixture"], True, ["", "mixture", *EACH]),  # other ranks shard a dense parameter
     ],
 )
 def test_units(pool, requested, dense, expected):
